@@ -22,7 +22,7 @@ from machines import (
     with_budget,
 )
 from mlx_flash.config import FlashConfig
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine
@@ -71,8 +71,13 @@ def test_speeds_decide_neither_step_nor_context(
     assert tokens_of(make_plan(sizes, config, machine)) == tokens_of(make_plan(sizes, config, other))
 
 
+SMALL = make_machine(base_bytes=10 * MB, disk=DiskProfile(2e9, read_size=2 * MIB, queue_depth=1, direct=True))
+"""A machine whose reads take little memory beside a small process."""
+
+
 @some(30)
 @given(models(), configs, machines, shares, st.sampled_from([MIB // 4, MIB, 8 * MIB]), st.integers(1, 16))
+@example(make_model([[100 * MB]] * 8, None, None, copies=True), FlashConfig(num_slots=3), SMALL, 0.0, 8 * MIB, 8)
 def test_how_the_disk_is_read_decides_neither(
     sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float, read_size: int, queue_depth: int
 ) -> None:

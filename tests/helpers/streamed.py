@@ -48,7 +48,7 @@ def failing_once(model: FlashLLM, number: int = 3) -> AbstractContextManager[Any
 def streamed_whole(
     directory: Path,
     num_slots: int = 2,
-    tile_rows: int = 192,
+    tile_rows: int = 384,
     io: Any = "direct",
     cut: int | str = 0,
     pool_slots: int | None = None,

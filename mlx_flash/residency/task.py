@@ -71,7 +71,7 @@ class Task:
 
     @cached_property
     def _kept(self) -> dict[Any, Any]:
-        """What the methods below have returned, by what they were asked for: bisections ask for the same often."""
+        """Results of the methods below, by what they were asked for: bisections ask for the same often."""
         return {}
 
     def streamed(self, target: int, whole_layers: bool) -> Streamed:

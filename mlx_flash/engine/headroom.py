@@ -85,6 +85,12 @@ def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -
         raise too_large(plan, lanes, need, missing)
 
 
+def most_granted(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None) -> int:
+    """Return bytes that :func:`check_headroom` may grant at most. Changes nothing."""
+    lent = max(loans.nbytes, loans.recallable) if loans is not None else 0
+    return plan.budget_bytes - needed(plan, lanes).total + lent
+
+
 def goes_to_disk(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None) -> bool:
     """Return whether layers go to disk for so many tokens, or stay there. Changes nothing."""
     recallable = loans.recallable if loans is not None else 0

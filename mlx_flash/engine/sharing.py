@@ -11,15 +11,15 @@ once memory is full: a pass over the weights costs more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.headroom import check_headroom, check_least, goes_to_disk
+from mlx_flash.engine.headroom import check_headroom, check_least, goes_to_disk, most_granted
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
@@ -37,8 +37,13 @@ class _More(NamedTuple):
 
     row: Row
     part: ForwardCall
-    waiting: int  # bytes while another part computes
-    cost: int  # bytes with those of its keys and values
+
+
+class Price(NamedTuple):
+    """The bytes of a part and of those before it."""
+
+    waiting: int  # while another part computes
+    cost: int  # with their keys and values
 
 
 class Sharing:
@@ -65,18 +70,20 @@ class Sharing:
         num_rows = len(rows) if self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False
-            more = [each for row in chosen for each in self._more(plan, row)]
+            more = [each for row in chosen for each in self._more(row)]
             try:
                 with self._all_have_room():
                     for row in chosen:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
                             check_least(plan, Lane(row.whole, num_kept=row.num_joined), loans)
                 can_cut = rows[0].length > 1
-                wish = sum(each.cost for each in more)
+                most = most_granted(plan, [row.lane() for row in chosen], loans) if more else 0
+                prices = prices_of(plan, list(_with_first(chosen, more).values()), most)
+                wish = prices[-1].cost if prices else 0
                 with self._all_have_room():
                     may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
                     granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
-                return self._with_more(plan, chosen, more, granted, loans)
+                return self._with_more(plan, chosen, more, prices, granted, loans)
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
@@ -86,7 +93,7 @@ class Sharing:
                     rows[0].error = error
                     return {}
 
-    def _more(self, plan: ResidencyPlan, row: Row) -> list[_More]:
+    def _more(self, row: Row) -> list[_More]:
         """Return the parts of a row that may share a pass with the first one that is left."""
         first, *others = row.left
         if not others or first.cache is None:
@@ -97,10 +104,7 @@ class Sharing:
             fits = self._session.prefixes is None and self._group.fits(first.cache)
         if not fits:
             return []
-        return [
-            _More(row, part, nbytes, max(1, nbytes + part.num_tokens * plan.kv_bytes_per_token))
-            for part, nbytes in zip(others, waiting_bytes(plan, row.left), strict=True)
-        ]
+        return [_More(row, part) for part in others]
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
@@ -109,15 +113,21 @@ class Sharing:
         return "prompts are cached" if self._session.prefixes is not None else self._group.refusal(cache)
 
     def _with_more(
-        self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], granted: int, loans: Lending | None
+        self,
+        plan: ResidencyPlan,
+        rows: Sequence[Row],
+        more: Sequence[_More],
+        prices: Sequence[Price],
+        granted: int,
+        loans: Lending | None,
     ) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows on every rank."""
-        num_granted = sum(total <= granted for total in accumulate(each.cost for each in more))
+        num_granted = sum(each.cost <= granted for each in prices)
         num_granted = self._least(num_granted) if more else 0
         offloads = num_granted < len(more) and self._offloads(plan, rows, loans)
         if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, loans)) is not None:
             return chosen
-        waits = list(accumulate(each.waiting for each in more))
+        waits = [each.waiting for each in prices]
         chosen = self._most(plan, rows, more, waits, num_granted, loans)
         if chosen is not None:
             return chosen
@@ -136,12 +146,14 @@ class Sharing:
         self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, loans: Lending | None
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
-        waits = waits_on_disk(plan, list(_with_first(rows, more).values()))
+        most = most_granted(plan, [row.lane() for row in rows], loans)
+        prices = prices_of(plan, list(_with_first(rows, more).values()), most, on_disk=True)
+        waits = [each.waiting for each in prices]
         try:
             granted = check_headroom(plan, [row.lane() for row in rows], loans, waits[-1], offloads=True)
         except BudgetError:
             return None
-        number = sum(waiting <= granted for waiting in waits)
+        number = sum(each.cost <= granted for each in prices)
         return self._most(plan, rows, more, waits, number, loans, offloads=True) if number > num_granted else None
 
     def _most(
@@ -178,7 +190,10 @@ class Sharing:
 
 def _with_first(rows: Sequence[Row], more: Sequence[_More]) -> dict[Row, list[ForwardCall]]:
     """Return the first part of each row, and some that may share the pass."""
-    return {row: [row.left[0], *(each.part for each in more if each.row is row)] for row in rows}
+    chosen = {row: [row.left[0]] for row in rows}
+    for row, part in more:
+        chosen[row].append(part)
+    return chosen
 
 
 def _fits(
@@ -192,23 +207,33 @@ def _fits(
         return False
 
 
-def waits_on_disk(plan: ResidencyPlan, rows: Sequence[Sequence[ForwardCall]]) -> list[int]:
-    """Return the bytes of waiting parts: if one shares the pass with the first ones of the rows, if two do, and so on.
+def prices_of(
+    plan: ResidencyPlan, rows: Sequence[Sequence[ForwardCall]], most: float = inf, *, on_disk: bool = False
+) -> list[Price]:
+    """Return the bytes of parts after the first ones of the rows, up to the first number that costs more than ``most``.
 
-    Those of a row use one slot, which counts with the layers on disk.
+    A prompt may have thousands of parts that are left, before each of many passes. Where keys and values are
+    ``on_disk``, the parts of a row use one slot, which counts with the layers on disk.
     """
-    return list(accumulate(nbytes for parts in rows for nbytes in waiting_bytes(plan, parts, on_disk=True)))
+    found, waiting, cost = list[Price](), 0, 0
+    per_token = 0 if on_disk else plan.kv_bytes_per_token
+    for parts in rows:
+        for part, nbytes in _waiting(plan, parts, on_disk=on_disk):
+            waiting, cost = waiting + nbytes, cost + max(1, nbytes + part.num_tokens * per_token)
+            found.append(Price(waiting, cost))
+            if cost > most:
+                return found
+    return found
 
 
-def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool = False) -> list[int]:
-    """Return the bytes of each part after the first while it waits and another one computes."""
+def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool) -> Iterator[tuple[ForwardCall, int]]:
+    """Yield each part after the first, and its bytes while it waits and another one computes."""
     first, *others = parts
-    found, num_before, cache = list[int](), first.num_tokens, list(entries_of(first.cache or ()))
+    num_before, cache = first.num_tokens, list(entries_of(first.cache or ()))
     context = Lane(first).tokens.context - first.num_tokens // first.batch_size
-    for part in others:
+    for number, part in enumerate(others):
         kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
         num_before += part.num_tokens
         end = context + num_before // part.batch_size
-        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, end, is_first=not found, on_disk=on_disk)
-        found.append(sum(kept) + each)
-    return found
+        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, end, is_first=not number, on_disk=on_disk)
+        yield part, sum(kept) + each

@@ -146,7 +146,7 @@ class Slot:
         self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
-        """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. No array may need those there."""
+        """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. No array may need them."""
         for offset, component, new in zip(layout.slot_offsets(self.capacity), layout.components, rows, strict=True):
             size = component.heads * self.capacity * component.width_bytes
             whole = np.frombuffer(self.memory, np.uint8)[offset : offset + size]

@@ -13,7 +13,7 @@ from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.sharing import waiting_bytes
+from mlx_flash.engine.sharing import prices_of
 from models import LLAMA, save
 from streamed import streamed_whole
 from zoo import configuration
@@ -56,7 +56,7 @@ def peak_of_parts(model: FlashLLM) -> tuple[int, int, int]:
         model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])
         mx.eval([entry.state for entry in cache])  # it grows by a step now, and not while the peak is taken
         row = model.row(tokens, cache, STEP, wants_logits=False)
-        counted = sum(waiting_bytes(model.plan, row.left)) + needed(model.plan, [row.lane()]).activations
+        counted = prices_of(model.plan, [row.left])[-1].waiting + needed(model.plan, [row.lane()]).activations
         num_passes = model.counters.num_passes
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -93,7 +93,7 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         tokens = mx.arange(num_parts * 32)[None] % 300
         model.advance([model.row(tokens[:, :64], model.make_cache(), 32, wants_logits=False)])  # needs no order
         row = model.row(tokens, model.make_cache(), 32, wants_logits=False)
-        lane, waiting = row.lane(num_parts), sum(waiting_bytes(plan, row.left))
+        lane, waiting = row.lane(num_parts), prices_of(plan, [row.left])[-1].waiting
         need, growth = needed(plan, [lane]), OwnCaches(plan, [lane]).growth
         num_passes = model.counters.num_passes
         mx.synchronize()

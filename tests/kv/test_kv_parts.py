@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ import zoo
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM
 from mlx_flash.engine.headroom import needed
-from mlx_flash.engine.sharing import waits_on_disk
+from mlx_flash.engine.sharing import prices_of
+from mlx_flash.residency.ledger import Ledger
 from models import saved_once, stock
 from streamed import streamed_whole
 
@@ -73,7 +75,10 @@ def test_waiting_parts_share_a_slot(directories: Callable[[str], Path], cut: int
                 entry.rows.offload(())
         row = model.row(PROMPT[None, 4 * STEP :], cache, STEP, wants_logits=False)
         num_parts = len(row.left)
-        counted = waits_on_disk(model.plan, [row.left])[-1] + needed(model.plan, [row.lane(num_parts)]).activations
+        counted = (
+            prices_of(model.plan, [row.left], on_disk=True)[-1].waiting
+            + needed(model.plan, [row.lane(num_parts)]).activations
+        )
         counted += (model.plan.kv.limit or 0) - model.kv.memory_bytes
         num_passes, active = model.counters.num_passes, mx.get_active_memory()
         mx.reset_peak_memory()
@@ -99,7 +104,7 @@ def test_slots_of_short_sequences_are_as_short(directories: Callable[[str], Path
         long = model.row(PROMPT[None, 2 * STEP :], caches[0], STEP, wants_logits=False)
         rows = [long, *(model.row(PROMPT[None, :1], cache, STEP) for cache in caches[1:])]
         lanes = [row.lane(len(row.left)) for row in rows]
-        waits = waits_on_disk(model.plan, [row.left for row in rows])[-1]
+        waits = prices_of(model.plan, [row.left for row in rows], on_disk=True)[-1].waiting
         held = model.plan.ledger.slots_held([lane.tokens for lane in lanes])
         counted = waits + held + needed(model.plan, lanes).activations + (model.plan.kv.limit or 0)
         model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=10**9))
@@ -128,6 +133,26 @@ def test_as_many_parts_share_a_pass_as_memory_allows(
     caches = make_prompt_cache(resident := stock(directory))
     logits = [resident(PROMPT[None, start : start + STEP], cache=caches) for start in range(0, LENGTH, STEP)]
     assert mx.array_equal(row.outputs[-1][:, -1], logits[-1][:, -1])
+
+
+def test_parts_are_priced_about_once(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all that are left, before each of many passes."""
+    step, calls, price = 2, Counter[int](), Ledger.part_waiting
+    with streamed(directories("llama"), 2) as model:
+        row = model.row(PROMPT[None], model.make_cache(), step)
+        least = needed(model.plan, [row.lane(len(row.left))]).total + model.plan.ledger.on_disk(LENGTH, step, 1)
+        each = price(model.plan.ledger, step, 1, LENGTH, on_disk=True)
+        model.plan = replace(model.plan, budget_bytes=least + 4 * each)
+
+        def counted(ledger: Ledger, num_new: int, batch_size: int, context: int, **others: Any) -> int:
+            calls[context] += 1
+            return price(ledger, num_new, batch_size, context, **others)
+
+        monkeypatch.setattr(Ledger, "part_waiting", counted)
+        while not row.is_done:
+            model.advance([row])
+        assert row.error is None and 8 < model.counters.num_passes < LENGTH // step
+        assert calls.total() < 3 * LENGTH // step
 
 
 def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directories: Callable[[str], Path]) -> None:

@@ -120,15 +120,52 @@ def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -
 NOTHING = ActivationSizes(0, 0, 0, 0, 0)
 
 
+def with_mlx_lm_caches(plan: ResidencyPlan) -> ResidencyPlan:
+    """Return the plan with the caches of :func:`filled`, and with nothing but these."""
+    row, num_layers = plan.cache.largest_row * 4 // LLAMA["num_key_value_heads"], LLAMA["num_hidden_layers"]
+    cache = replace(plan.cache, rows=(row,) * num_layers, token_bytes=row * num_layers)
+    return replace(plan, activations=NOTHING, cache=cache, kv=replace(plan.kv, options=None))
+
+
+@pytest.mark.parametrize("num_rows", [3, 5])
+def test_rows_are_there_twice_while_a_batch_joins_another(plan: ResidencyPlan, num_rows: int) -> None:
+    """Layer by layer, the rows of a request and those of others become one array; the others stay meanwhile."""
+    lean, more = with_mlx_lm_caches(plan), num_rows - 1
+    row = lean.cache.rows[0]
+    lean = replace(lean, cache=replace(lean.cache, rows=(row,), token_bytes=row, largest_row=row))
+    mx.synchronize()
+    before = mx.get_active_memory()
+    one: Any = filled(BatchKVCache([0]), 1, 512 + CACHE_STEP)
+    others: Any = filled(BatchKVCache([0] * more), more, 512 + CACHE_STEP - 1)
+    mx.eval(arrays_in([one, others]))
+    mx.reset_peak_memory()
+    one.extend(others)
+    mx.eval(arrays_in(one))
+    needed = batch_bytes(lean, [512] * num_rows)
+    assert needed / 1.3 < mx.get_peak_memory() - before <= needed
+
+
+def test_a_request_alone_has_one_layer_in_memory(plan: ResidencyPlan) -> None:
+    """With keys and values on disk, in a single slot."""
+    kv = replace(plan.kv, options=KVOptions(step=16, budget_bytes=0))
+    lean = replace(plan, activations=NOTHING, kv=kv)
+    more = alone_bytes(lean, 120_000) - alone_bytes(lean, 60_000)
+    assert 60_000 * lean.cache.largest_row <= more < 1.1 * 60_000 * lean.cache.largest_row
+
+
+def test_a_request_alone_in_caches_of_mlx_lm_is_a_batch_of_one(plan: ResidencyPlan) -> None:
+    """Nobody computes it token by token."""
+    stock = replace(plan, kv=replace(plan.kv, options=None))
+    assert alone_bytes(stock, 700) == batch_bytes(stock, [700]) > alone_bytes(plan, 700)
+
+
 def test_room_is_counted_that_caches_of_mlx_lm_grow_to(plan: ResidencyPlan) -> None:
     """They grow by whole steps from any length: with 257 tokens after 255 they have room for 767."""
     caches = [filled(filled(KVCache(), 1, 255), 1, 257) for _ in range(LLAMA["num_hidden_layers"])]
     mx.eval([cache.state for cache in caches])  # type: ignore[attr-defined]
-    row = plan.cache.largest_row * 4 // LLAMA["num_key_value_heads"]
-    cache = replace(plan.cache, rows=(row,) * len(caches), token_bytes=row * len(caches))
-    lean = replace(plan, activations=NOTHING, cache=cache, kv=replace(plan.kv, options=None))
+    lean = with_mlx_lm_caches(plan)
     nbytes = sum(array.nbytes for array in arrays_in(caches))
-    assert nbytes == 767 * cache.token_bytes
+    assert nbytes == 767 * lean.cache.token_bytes
     for needed in (batch_bytes(lean, [512]), alone_bytes(lean, 512)):
         assert nbytes <= needed < 2 * nbytes
 

@@ -153,6 +153,39 @@ def test_a_request_alone_has_one_layer_in_memory(plan: ResidencyPlan) -> None:
     assert 60_000 * lean.cache.largest_row <= more < 1.1 * 60_000 * lean.cache.largest_row
 
 
+def test_activations_of_requests_count(plan: ResidencyPlan) -> None:
+    """Of one token alone; in a batch of the larger of a part of a prompt, and a token with logits of each row."""
+    lean, some = replace(plan, activations=NOTHING), ActivationSizes(3000, 8, 8, 700, 50)
+    heavy = replace(plan, activations=some)
+    assert alone_bytes(heavy, 900) - alone_bytes(lean, 900) == some.nbytes(1, 900, all_logits=True)
+    for step, num_rows in ((1, 6), (64, 2)):
+        before, after = (batch_bytes(replace(each, prefill_step_size=step), [900] * num_rows) for each in (lean, heavy))
+        assert after - before == some.nbytes(max(step, num_rows), 900, all_logits=step == 1)
+
+
+def test_caches_that_never_go_to_disk_count_in_full(plan: ResidencyPlan) -> None:
+    kv = replace(plan.kv, options=KVOptions(step=16, budget_bytes=0))
+    own = replace(plan, kv=kv)
+    with_others = replace(own, cache=replace(own.cache, token_bytes=own.cache.token_bytes + 100))
+    assert alone_bytes(with_others, 9000) - alone_bytes(own, 9000) >= 9000 * 100
+
+
+def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: ResidencyPlan) -> None:
+    """Slots are for the longest."""
+    kv = replace(plan.kv, options=KVOptions(step=16, budget_bytes=0), num_on_disk=1)
+    cache = replace(plan.cache, token_bytes=plan.cache.token_bytes + 10)
+    lean = replace(plan, activations=NOTHING, kv=kv, cache=cache)
+    one, two = (together_bytes(lean, lengths, "exact") for lengths in ([90_000], [90_000, 60_000]))
+    more = 16 * sum(cache.rows) + lean.ledger.others.nbytes(60_000)
+    assert more <= two - one < 1.1 * more
+    assert together_bytes(lean, [60_000, 90_000], "exact") == two
+
+
+def test_states_of_a_part_of_a_prompt_count(plan: ResidencyPlan) -> None:
+    with_states = replace(plan, cache=replace(plan.cache, call_bytes=100))
+    assert batch_bytes(with_states, [50]) - batch_bytes(plan, [50]) == 100 * plan.prefill_step_size
+
+
 def test_a_request_alone_in_caches_of_mlx_lm_is_a_batch_of_one(plan: ResidencyPlan) -> None:
     """Nobody computes it token by token."""
     stock = replace(plan, kv=replace(plan.kv, options=None))

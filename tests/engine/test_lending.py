@@ -104,6 +104,20 @@ def test_lending_nothing_leaves_every_slot_that_has_memory(directory: Path, monk
             assert slots.num_slots >= slot + 1
 
 
+def test_all_that_is_recallable_can_be_recalled(directory: Path) -> None:
+    """Experts give up slots that were planned, too; that is no loan."""
+    with with_pool(directory, 12, "streamed") as model:
+        lending, slots = lending_of(model), pool_of(model).slots
+        for _ in range(2):
+            run(model, CALLS)
+        assert slots.num_touched == 12 and lending.nbytes == 0
+        assert model.engine is not None and model.engine.experts is not None
+        recallable = lending.recallable
+        assert recallable == (12 - model.engine.experts.least_slots) * slots.pitch > 0
+        assert lending.recall(1 << 40) == recallable
+        assert lending.nbytes == -recallable and lending.recallable == 0
+
+
 def test_experts_give_memory_back_before_weights(directory: Path) -> None:
     with with_pool(directory, 12, "streamed") as model:
         lending, slots = lending_of(model), pool_of(model).slots

@@ -151,6 +151,8 @@ def test_a_request_alone_has_one_layer_in_memory(plan: ResidencyPlan) -> None:
     lean = replace(plan, activations=NOTHING, kv=kv)
     more = alone_bytes(lean, 120_000) - alone_bytes(lean, 60_000)
     assert 60_000 * lean.cache.largest_row <= more < 1.1 * 60_000 * lean.cache.largest_row
+    short, long = (replace(lean, prefill_step_size=step) for step in (1, 2048))
+    assert alone_bytes(short, 9000) == alone_bytes(long, 9000)
 
 
 def test_activations_of_requests_count(plan: ResidencyPlan) -> None:
@@ -179,6 +181,8 @@ def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: Res
     more = 16 * sum(cache.rows) + lean.ledger.others.nbytes(60_000)
     assert more <= two - one < 1.1 * more
     assert together_bytes(lean, [60_000, 90_000], "exact") == two
+    in_memory = replace(lean, kv=replace(kv, num_on_disk=0))  # where plans have room for all
+    assert together_bytes(in_memory, [90_000], "exact") >= 90_000 * cache.token_bytes
 
 
 def test_states_of_a_part_of_a_prompt_count(plan: ResidencyPlan) -> None:

@@ -15,6 +15,7 @@ from mlx_lm.models.llama import TransformerBlock
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import headroom
+from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.residency.lent import TOKENS_AHEAD, unlent_bytes
 from mlx_flash.residency.plan import MB
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
@@ -167,7 +168,20 @@ def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest
         assert lending.lent == [50 * MB - kept, 40 * MB - kept]
 
 
+def test_room_that_keys_and_values_grow_into_is_not_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "footprint", lambda: 0)
+    with streamed_whole(directory) as model:
+        row, lending = model.row(mx.zeros((1, 200), mx.int32), make_prompt_cache(model), 200), Lending()
+        plan, lane = model.plan, row.lane()
+        growth, need = OwnCaches(plan, [lane]).growth, headroom.needed(plan, [lane])
+        headroom.check_headroom(plan, [lane], lending)  # type: ignore[arg-type]
+        assert growth >= 200 * plan.kv_bytes_per_token
+        assert lending.lent == [plan.budget_bytes - need.total - growth - unlent_bytes(plan)]
+
+
 class Lending:
+    nbytes = 0
+
     def __init__(self) -> None:
         self.lent: list[int] = []
 

@@ -218,7 +218,7 @@ class ResidencyPlan:
 
         Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
         beside the prompt's own keys and values, which go to disk if they do not fit. Where units are smaller than
-        layers, each takes a copy of a layer's.
+        layers, each takes a copy of a layer's in memory.
         """
         step, ledger = self.prefill_step_size, self.ledger
         num_parts = -(-num_tokens // step)
@@ -226,19 +226,10 @@ class ResidencyPlan:
             return num_parts
         free = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes
         together = parts_together(ledger, free - self.cache.nbytes(num_tokens), step, num_tokens)
-        if self._goes_to_disk(num_tokens, free):
+        if _goes_to_disk(ledger, num_tokens, free, self.kv.limit if self.kv.is_fixed else None):
             room = free - ledger.on_disk(num_tokens, step, num_slots=1) - ledger.others.nbytes(num_tokens)
             together = max(together, parts_together(ledger, room, step, num_tokens, on_disk=True))
         return -(-num_parts // together)
-
-    def _goes_to_disk(self, num_tokens: int, free: int) -> bool:
-        """Return whether parts of a prompt share passes with its keys and values on disk, given their free memory."""
-        ledger, rows = self.ledger, self.cache.rows
-        if not shares_on_disk(ledger) or ledger.options is None:
-            return False
-        in_memory = ledger.in_memory([round_up(num_tokens, ledger.options.step)]) + ledger.options.offload_bytes(rows)
-        limit = self.kv.limit if self.kv.is_fixed else None
-        return in_memory > free or (limit is not None and in_memory - ledger.others.nbytes(num_tokens) > limit)
 
     def tokens_per_second(self, num_sequences: int) -> float | None:
         """Return the predicted tokens a second of sequences that share passes; None where nothing is known.
@@ -311,5 +302,17 @@ def round_up_to_mb(nbytes: int) -> int:
 
 
 def shares_parts(plan: ResidencyPlan) -> bool:
-    """Return whether parts of a prompt may share a pass: keys and values stay in memory, and no prefix is cached."""
-    return not plan.kv.num_on_disk and not plan.prefix_bytes
+    """Return whether parts of a prompt may share a pass."""
+    return not plan.prefix_bytes and (not plan.kv.num_on_disk or shares_on_disk(plan.ledger))
+
+
+def _goes_to_disk(ledger: Ledger, num_tokens: int, free: int, limit: int | None) -> bool:
+    """Return whether parts of a prompt share passes with its keys and values on disk.
+
+    ``free`` bytes are left for these in memory, and ``limit`` is their fixed share.
+    """
+    options = ledger.options
+    if not shares_on_disk(ledger) or options is None:
+        return False
+    in_memory = ledger.in_memory([round_up(num_tokens, options.step)]) + options.offload_bytes(ledger.cache.rows)
+    return in_memory > free or (limit is not None and in_memory - ledger.others.nbytes(num_tokens) > limit)

@@ -33,10 +33,11 @@ PROCESS_BYTES = 128_000_000
 """The process without models, as the choice counts it. The real one differs a little from run to run."""
 
 SLOTS_FIRST = 2
-"""Tokens get no more than they must have where the budget has no room for so many layers."""
+"""Tokens get no more than they must have, with small steps, where the budget has no room for so many layers."""
 
 LEAST_STEP = 128
-"""A prefill step is not made smaller than this for the sake of fewer passes: many small parts compute slowly."""
+"""A prefill step is not made smaller than this for the sake of fewer passes or a slot: many small parts compute slowly.
+"""
 
 DRIVER_STEP = 256_000_000
 """With a GPU that has memory of its own, its libraries take most of the process. They count in such steps."""
@@ -61,7 +62,8 @@ def reserves(task: Task, budget: int) -> Iterator[Reserve]:
     for _, same_context in groupby(_all_reserves(task), key=attrgetter("context_length")):
         good: list[Reserve] = []
         for reserve in same_context:
-            if is_tight and _token_bytes(task, reserve) > _token_bytes(task, least):
+            is_more = reserve.context_length > least.context_length or reserve.prefill_step_size > LEAST_STEP
+            if is_tight and is_more and _token_bytes(task, reserve) > _token_bytes(task, least):
                 continue  # a slot more brings more
             if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
                 good.append(reserve)

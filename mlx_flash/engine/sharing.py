@@ -77,8 +77,7 @@ class Sharing:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
                             check_least(plan, Lane(row.whole, num_kept=row.num_joined), loans)
                 can_cut = rows[0].length > 1
-                most = most_granted(plan, [row.lane() for row in chosen], loans) if more else 0
-                prices = prices_of(plan, list(_with_first(chosen, more).values()), most)
+                prices = self._prices(plan, chosen, more, loans) if more else []
                 wish = prices[-1].cost if prices else 0
                 with self._all_have_room():
                     may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
@@ -136,6 +135,19 @@ class Sharing:
                 check_headroom(plan, [row.lane() for row in rows], loans)
         return {row: [row.left[0]] for row in rows}
 
+    def _prices(
+        self,
+        plan: ResidencyPlan,
+        rows: Sequence[Row],
+        more: Sequence[_More],
+        loans: Lending | None,
+        *,
+        on_disk: bool = False,
+    ) -> list[Price]:
+        """Return the bytes of as many more parts as may have room, and of one that may not."""
+        most = most_granted(plan, [row.lane() for row in rows], loans)
+        return prices_of(plan, list(_with_first(rows, more).values()), most, on_disk=on_disk)
+
     def _offloads(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
         if self._session.chain is not None or not shares_on_disk(plan.ledger):
@@ -146,8 +158,7 @@ class Sharing:
         self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, loans: Lending | None
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
-        most = most_granted(plan, [row.lane() for row in rows], loans)
-        prices = prices_of(plan, list(_with_first(rows, more).values()), most, on_disk=True)
+        prices = self._prices(plan, rows, more, loans, on_disk=True)
         waits = [each.waiting for each in prices]
         try:
             granted = check_headroom(plan, [row.lane() for row in rows], loans, waits[-1], offloads=True)

@@ -27,7 +27,7 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import LLAMA, same_bits, save, stock
 from shared_passes import MODELS, PROMPTS, STEP, Directories, directories
-from streamed import config, streamed_whole
+from streamed import LARGE_GB, config, streamed_whole
 
 __all__ = ["directories"]
 
@@ -139,7 +139,7 @@ def test_samplers_processors_and_stop_sequences(directories: Directories) -> Non
 @pytest.mark.parametrize("kv", [{"kv_cache": "stock"}, {"kv_cache": "disk", "kv_ram_gb": 0.006, "kv_step": 64}, {}])
 def test_caches_go_in_and_come_out(directories: Directories, kv: dict[str, Any]) -> None:
     """A conversation goes on from the caches of a batch as from those of its own run."""
-    with load_model(directories("llama"), config(ram_budget_gb=0.5, **kv))[0] as model:
+    with load_model(directories("llama"), config(ram_budget_gb=LARGE_GB, **kv))[0] as model:
         options: dict[str, Any] = {"return_prompt_caches": True, "return_token_ids": True, "prefill_step_size": STEP}
         first = mlx_flash.batch_generate(model, TOKENIZER, PROMPTS, max_tokens=3, **options)
         offsets = [entry.offset for entry in first.caches[0]]
@@ -201,7 +201,7 @@ def test_recurrent_states_are_handed_out_at_the_end_of_each_segment(directories:
 
 def test_stock_batches_and_other_models_are_left_to_mlx_lm(tmp_path: Path, directories: Directories) -> None:
     directory = save(tmp_path, LLAMA, mx.float32)
-    with load_model(directory, config(ram_budget_gb=0.5, batching="stock"))[0] as model:
+    with load_model(directory, config(ram_budget_gb=LARGE_GB, batching="stock"))[0] as model:
         mlx_flash.batch_generate(model, TOKENIZER, PROMPTS, max_tokens=3)
         assert model.counters.num_tokens_in > sum(map(len, PROMPTS)) + 3 * len(PROMPTS)  # padded
         assert isinstance(model, FlashLLM) and model.batching == "stock"

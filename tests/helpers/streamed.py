@@ -15,7 +15,7 @@ from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
 
-LARGE_GB = 0.5 if mx.default_device() == mx.cpu else 6
+LARGE_GB = 2 if mx.default_device() == mx.cpu else 6
 """A budget with room for the process and any of these models. With a GPU, the process alone takes 1.2 GB and more."""
 
 

@@ -146,7 +146,10 @@ class Slot:
         self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
-        """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. No array may need them."""
+        """Write rows, ``(heads, tokens, bytes)`` for each array, to the places from token ``at`` on.
+
+        No array that was handed out may have tokens there.
+        """
         for offset, component, new in zip(layout.slot_offsets(self.capacity), layout.components, rows, strict=True):
             size = component.heads * self.capacity * component.width_bytes
             whole = np.frombuffer(self.memory, np.uint8)[offset : offset + size]
@@ -253,7 +256,7 @@ class SlotRing:
         return slot
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
-        """Empty a slot for a layer of so many tokens. Calls that wait hold a slot each, which fits the last one."""
+        """Empty a slot for a layer of so many tokens. In a pass that parts share it has no room for further ones."""
         tokens = max(tokens, disk.expected)
         most, least = self._options.slot_tokens(tokens), round_up(max(tokens, 1), self._options.step)
         # Lazily committed large pages would be committed for the room behind each head too.

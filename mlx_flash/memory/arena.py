@@ -34,7 +34,6 @@ class Arena:
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
-        start: bytes of the array before them.
     """
 
     def __init__(
@@ -45,9 +44,9 @@ class Arena:
         make = untouched if is_untouched else _zeros
         self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
-        self.start = _first_page(everything)
+        self._start = _first_page(everything)
         self.nbytes = nbytes
-        self.memory = everything[self.start : self.start + nbytes]
+        self.memory = everything[self._start : self._start + nbytes]
         if is_untouched:
             PageChoice().take(self.memory)
         elif pages is None and is_read_into and not is_read_once:
@@ -76,7 +75,7 @@ class Arena:
 
     def _lazy_view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         size = math.prod(shape)
-        first = self.start + offset
+        first = self._start + offset
         page, within = divmod(first, DIRECT_ALIGNMENT)
         last_page = -(-(first + size * dtype.size) // DIRECT_ALIGNMENT)
         flat = self._array[page:last_page].view(dtype).reshape(-1)

@@ -218,7 +218,7 @@ class ResidencyPlan:
 
         Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
         beside the prompt's own keys and values, which go to disk if they do not fit. Where units are smaller than
-        layers, each takes a copy of a layer's in memory.
+        layers, each takes a copy of a layer's keys and values, except on disk.
         """
         step, ledger = self.prefill_step_size, self.ledger
         num_parts = -(-num_tokens // step)

@@ -33,11 +33,10 @@ PROCESS_BYTES = 128_000_000
 """The process without models, as the choice counts it. The real one differs a little from run to run."""
 
 SLOTS_FIRST = 2
-"""Tokens get no more than they must have, with small steps, where the budget has no room for so many layers."""
+"""Tokens get only the least context, and steps up to `LEAST_STEP`, where the budget has no room for so many layers."""
 
 LEAST_STEP = 128
-"""A prefill step is not made smaller than this for the sake of fewer passes or a slot: many small parts compute slowly.
-"""
+"""A prefill step is not made smaller for the sake of fewer passes, or of one more slot: many small parts are slow."""
 
 DRIVER_STEP = 256_000_000
 """With a GPU that has memory of its own, its libraries take most of the process. They count in such steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -122,6 +123,16 @@ def test_rows_on_disk_are_their_solo_runs(
         check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
 
 
+def offloaded(model: FlashLLM) -> list[Any]:
+    """Return the caches of several sequences, filled and on disk."""
+    caches = [make_prompt_cache(model) for _ in range(NUM_CONTEXTS)]
+    for number, cache in enumerate(caches):
+        fill(cache, number)
+        for entry in cache:
+            entry.rows.offload(())
+    return caches
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2, "tiles"])
 @pytest.mark.parametrize("has_room", [True, False])
 def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.array], cut: Any, has_room: bool) -> None:
@@ -131,11 +142,7 @@ def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.ar
     with streamed_whole(wide, cut=cut, prefill_step_size=STEP, **options) as model:
         model.plan = replace(model.plan, budget_bytes=10**9)
         assert model.kv is not None
-        caches = [make_prompt_cache(model) for _ in range(NUM_CONTEXTS)]
-        for number, cache in enumerate(caches):
-            fill(cache, number)
-            for entry in cache:
-                entry.rows.offload(())
+        caches = offloaded(model)
         slot = model.plan.cache.largest_row * 704
         if not has_room:
             model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=model.kv.memory_bytes + 2 * slot))
@@ -158,12 +165,9 @@ def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pyt
     options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 0.1, "context_length": 1500}
     with streamed_whole(wide, cut=2, prefill_step_size=STEP, **options) as model:
         assert model.kv is not None
-        caches = [make_prompt_cache(model) for _ in range(NUM_CONTEXTS)]
-        for number, cache in enumerate(caches):
-            fill(cache, number)
-            for entry in cache:
-                entry.rows.offload(())
-                entry.trim(680 if number else 0)
+        caches = offloaded(model)
+        for entry in itertools.chain(*caches[1:]):
+            entry.trim(680)
         slot = model.plan.cache.largest_row * model.kv.options.slot_tokens(700)
         before = mx.get_active_memory() - model.kv.reserved_bytes
         room = 5 * slot + model.kv.options.step * sum(model.plan.kv.rows) * NUM_CONTEXTS

@@ -88,3 +88,14 @@ def test_how_the_disk_is_read_decides_neither(
     most = everything(sizes, config, machine).peak_bytes
     config = with_budget(config, 3 * least // 2 + int(share * max(most - least, MIB)))
     assert tokens_of(make_plan(sizes, config, machine)) == tokens_of(make_plan(sizes, config, other))
+
+
+def test_a_tight_budget_has_no_smaller_steps_than_it_needs() -> None:
+    """A prompt in many small parts is slow; weights gain little from the room."""
+    sizes, config, machine = make_model(), FlashConfig(context_length=512), make_machine()
+    least = minimum_of(sizes, config, machine)
+    steps = [
+        make_plan(sizes, with_budget(config, least + more), machine).prefill_step_size
+        for more in (0, 8 * MIB, 32 * MIB)
+    ]
+    assert steps == [16, 64, 128]

@@ -35,6 +35,10 @@ PATIENCE_TICKS = 600
 """A message that takes longer does not come, although all ranks are there."""
 
 CONNECT_SECONDS = 20.0
+
+CLOSE_SECONDS = 1.0
+"""A rank that ends waits so long for a neighbour to have read its farewell."""
+
 _MAX_LINE = 1 << 16
 _MAX_REASON = 300
 _TOKEN_BITS = 20
@@ -86,6 +90,20 @@ class _Link:
         return {int(rank): str(why) for line in lines for rank, why in json.loads(line).items()}
 
     def close(self) -> None:
+        self._connection.close()
+
+    def finish(self, lost: dict[int, str]) -> None:
+        """Send a last line."""
+        self.send(lost)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close_when_read(self) -> None:
+        """Close when the neighbour has closed its side: a TCP connection with unread data drops unsent lines, too."""
+        with contextlib.suppress(OSError):
+            self._connection.settimeout(CLOSE_SECONDS)
+            while self._connection.recv(_MAX_LINE):
+                pass
         self._connection.close()
 
 
@@ -194,10 +212,11 @@ class Watch:
         self._thread.join()
         error = getattr(sys, "last_value", None)
         cause = f" ({type(error).__name__}: {error})"[:_MAX_REASON] if error else ""
-        self._send({**self._ended, self._rank: f"rank {self._rank} has ended{cause}"})
+        for link in self._links:
+            link.finish({**self._ended, self._rank: f"rank {self._rank} has ended{cause}"})
         self._woken.close()
         for link in self._links:
-            link.close()
+            link.close_when_read()
 
 
 def watch_neighbours(rank: int, size: int, gather: Gather) -> Watch:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -55,9 +56,9 @@ class Line:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.end.close()
         for each in self.watches:
             each.close()
-        self.end.close()
 
 
 def test_a_death_is_passed_on_by_name() -> None:
@@ -83,6 +84,24 @@ def test_a_rank_that_says_farewell_ends_only_those_that_wait_for_it() -> None:
         with line.watches[1].waiting("rank 1 waits"):
             wait_for(lambda: line.found[1])
         assert line.found[1][0] == "rank 8 has ended; rank 1 waits"
+
+
+def test_a_farewell_arrives_after_all_that_was_sent_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP drops what it has not sent yet if a connection is closed with a line of the neighbour unread."""
+    monkeypatch.setattr(Watch, "_run", lambda self: None)  # the line comes after the thread has ended
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        end.connect(listener.getsockname())
+        link = _Link(listener.accept()[0], 8)
+        for _ in range(1000):
+            link.send({0: "rank 0 has ended"})
+        end.sendall(b"{}\n")
+        with ThreadPoolExecutor(1) as pool:
+            closing = pool.submit(Watch(1, [link], lambda why: None).close)
+            received = b"".join(iter(lambda: end.recv(4096), b""))
+            end.close()
+            closing.result()
+    assert received.endswith(b'{"1": "rank 1 has ended"}\n')
 
 
 @pytest.mark.parametrize(

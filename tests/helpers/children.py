@@ -58,6 +58,12 @@ def run(
         return subprocess.CompletedProcess(program, process.exitcode, *(file.read_bytes() for file in files[1:]))
 
 
+def ensure_server() -> None:
+    """Start the server process, unless it runs. Whatever forks from it calls this first: it imports what it finds."""
+    with patch.dict(os.environ, ENV | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}):
+        forkserver.ensure_running()
+
+
 def start(
     *program: object, files: Sequence[Path], env: Mapping[str, str] = {}, cwd: Path = ROOT, forks: bool = True
 ) -> BaseProcess:
@@ -65,15 +71,18 @@ def start(
 
     Unless it ``forks``, Python starts anew, and ends as it does for users: a fork skips the end of the interpreter.
     """
-    with patch.dict(os.environ, ENV | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}):
-        forkserver.ensure_running()
+    ensure_server()
     context = _CONTEXT if forks else multiprocessing.get_context("spawn")
-    process = context.Process(target=_child, args=(list(map(str, program)), files, {**os.environ, **ENV, **env}, cwd))
+    process = context.Process(
+        target=_child, args=(list(map(str, program)), files, {**os.environ, **ENV, **env}, cwd, forks)
+    )
     process.start()
     return process
 
 
-def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: Path) -> None:
+def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: Path, forked: bool) -> None:
+    if forked and "preloaded" not in sys.modules:  # the server process says nothing of it
+        raise ImportError("the server process has not imported preloaded.py: it was started without ensure_server")
     gc.freeze()  # a collection would go through all that the server imported, and copy its pages
     for number, path in enumerate(files):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)

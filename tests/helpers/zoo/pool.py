@@ -14,10 +14,11 @@ from queue import SimpleQueue
 
 import mlx.core as mx
 
+import children
 from zoo.compare import Outcome, compare
 
 FORKS = multiprocessing.get_context("forkserver" if mx.default_device() == mx.cpu else "spawn")
-"""Of a server process that has computed nothing; in the tests, it has imported mlx-lm. CUDA does not survive a fork."""
+"""Of a server process that has imported mlx-lm and computed nothing. CUDA does not survive a fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Worker:
 
     def _ready(self) -> Connection:
         if self._connection is None:
+            if FORKS.get_start_method() == "forkserver":
+                children.ensure_server()
             self._connection, theirs = FORKS.Pipe()
             self._process = FORKS.Process(target=self._target, args=(theirs,), daemon=True)
             self._process.start()

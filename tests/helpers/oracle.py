@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ class FixedTimes(Times):
 
 
 def on_a_machine(monkeypatch: pytest.MonkeyPatch, pass_seconds: float, row_seconds: float) -> None:
+    """Let passes and rows take these times, and a guess of a draft model a microsecond."""
     monkeypatch.setattr("mlx_flash.engine.lifecycle.Times", lambda *_: FixedTimes(pass_seconds, row_seconds))
+    clock = itertools.count(0, 1e-6)
+    monkeypatch.setattr("mlx_flash.speculation.draft.time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
 
+import roomy
 from mlx_flash.commands import arguments, dispatch
 
 for name in (
@@ -19,3 +21,4 @@ for name in (
 dispatch._load_commands_of_models()
 for command in ("generate", "serve"):
     arguments.make_parser(command)  # the flags of mlx-lm's programs are read from their source
+shutil.disk_usage = roomy.disk_usage

@@ -20,6 +20,9 @@ Opened = TypeVar("Opened", bound="AtomicFile")
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
 
+FREE_SHARE = 1 / 10
+"""Share of a disk that copies and caches leave free, unless the user sets a limit."""
+
 _RETRY_SECONDS = 0.002
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems without locks."""
@@ -30,6 +33,11 @@ def make_private(folder: Path) -> None:
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def free_floor(path: Path) -> int:
+    """Return the bytes that stay free on the disk of a directory, which need not exist yet."""
+    return int(shutil.disk_usage(nearest(path)).total * FREE_SHARE)
 
 
 def free_bytes(path: Path) -> int:

@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.writer import write_errors
-from mlx_flash.files import PARTIAL_SUFFIX, nearest, open_locked, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, free_floor, open_locked, write_atomically
 from mlx_flash.folders import cache_directory
 
 MANIFEST_NAME = "copy.json"
 
 COPY_HINT = "or set derived_cache_gb=0"
 """Ends the hints of errors when a copy cannot be written."""
-
-FREE_SHARE = 1 / 10
-"""Share of the disk that stays free if no limit is set."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -154,11 +151,12 @@ class Room:
 
     def __init__(self, needed: int, fingerprint: str, limit: int | None) -> None:
         copies = list_copies()
-        usage = shutil.disk_usage(nearest(derived_directory()))
+        folder = derived_directory()
+        room = free_bytes(folder)
         if limit is None:
-            room = usage.free - int(usage.total * FREE_SHARE)
+            room -= free_floor(folder)
         else:
-            room = min(usage.free, limit - sum(copy.nbytes for copy in copies))
+            room = min(room, limit - sum(copy.nbytes for copy in copies))
         others = [copy for copy in copies if copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint]
         self._removable = [copy for copy in others if not is_held(copy)]
         self._excess = needed - room

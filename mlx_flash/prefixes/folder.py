@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -19,14 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_flash.errors import ReadError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, locked, make_private
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, free_bytes, free_floor, locked, make_private
 from mlx_flash.prefixes.pagefile import SUFFIX, EncodedPage, PageFile, PageKey, Place, path_of
 
 LOCK_SECONDS = 10.0
 """Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
-
-FREE_SHARE = 1 / 10
-"""Share of the disk that is left free when no floor is set."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -81,7 +77,7 @@ class PageFolder:
         """Make the folder writable, and remove what killed processes and damage have left in it."""
         make_private(self.path)
         if self.free_floor is None:
-            self.free_floor = int(shutil.disk_usage(self.path).total * FREE_SHARE)
+            self.free_floor = free_floor(self.path)
         with self.locked():
             self.repair()
         self.is_writable = True
@@ -295,7 +291,7 @@ def _remove_unheld(path: Path) -> bool:
 
 
 def _spare_bytes(folder: PageFolder) -> int:
-    return shutil.disk_usage(folder.path).free - (folder.free_floor or 0)
+    return free_bytes(folder.path) - (folder.free_floor or 0)
 
 
 def _unfinished_bytes(folder: Path) -> int:

@@ -37,7 +37,7 @@ PATIENCE_TICKS = 600
 CONNECT_SECONDS = 20.0
 
 CLOSE_SECONDS = 1.0
-"""A rank that ends waits so long for a neighbour to have read its farewell."""
+"""A rank that ends waits so long for its neighbours to have read its farewell."""
 
 _MAX_LINE = 1 << 16
 _MAX_REASON = 300
@@ -93,17 +93,18 @@ class _Link:
         self._connection.close()
 
     def finish(self, lost: dict[int, str]) -> None:
-        """Send a last line."""
+        """Send a last line, and tell TCP that no further one comes."""
         self.send(lost)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
-    def close_when_read(self) -> None:
-        """Close when the neighbour has closed its side: a TCP connection with unread data drops unsent lines, too."""
+    def close_when_read(self, deadline: float) -> None:
+        """Close when the neighbour has closed its side: TCP drops unsent lines if received ones are unread then."""
         with contextlib.suppress(OSError):
-            self._connection.settimeout(CLOSE_SECONDS)
-            while self._connection.recv(_MAX_LINE):
-                pass
+            while (left := deadline - time.monotonic()) > 0:
+                self._connection.settimeout(left)
+                if not self._connection.recv(_MAX_LINE):
+                    break
         self._connection.close()
 
 
@@ -215,8 +216,9 @@ class Watch:
         for link in self._links:
             link.finish({**self._ended, self._rank: f"rank {self._rank} has ended{cause}"})
         self._woken.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for link in self._links:
-            link.close_when_read()
+            link.close_when_read(deadline)
 
 
 def watch_neighbours(rank: int, size: int, gather: Gather) -> Watch:

@@ -199,10 +199,8 @@ def test_requests_beyond_the_budget_together_wait_and_keep_it(
     with running(tmp_path / "log", *command, forks=False) as server, ThreadPoolExecutor() as pool:
         assert list(pool.map(lambda text: chat(server, text), texts)) == expected
         status = Path(f"/proc/{server.process.pid}/status").read_text()
-        budget = int(
-            server.log.read_text().partition("in a budget of ")[2].split()[0]
-        )  # bytes, in the log's first line
-        assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= budget
+        budget_bytes = int(server.log.read_text().partition("in a budget of ")[2].split()[0])
+        assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= budget_bytes
 
 
 def test_models_without_a_hugging_face_cache(models: list[str], streaming: Server) -> None:

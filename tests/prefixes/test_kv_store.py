@@ -271,7 +271,7 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
         return shutil._ntuple_diskusage(disk, used + others, disk - used - others)  # type: ignore[attr-defined]
 
     others = 0
-    monkeypatch.setattr(page_folder.shutil, "disk_usage", usage)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
     store = opened(free_space_floor=16 * PAGE_BYTES)
     put(store, TOKENS[: 3 * STEP])
     put(store, [1] * 3 * STEP)

@@ -687,7 +687,7 @@ def test_thousands_of_layers_are_planned_in_no_time(budget: Any) -> None:
     sizes, machine = make_model(layers=[LLAMA_LAYER] * 2000), make_machine()
     with cProfile.Profile() as profile:
         plan = make_plan(sizes, FlashConfig(ram_budget_gb=budget), machine)
-    assert num_calls(profile) < 3000 * 2000  # about 1.5 s
+    assert num_calls(profile) < 3000 * 2000  # about 2 s
     check(plan, sizes, FlashConfig(), machine)
 
 

@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed-$(BACKEND)
 DEVELOPS := $(VENV)/.installed-dev-$(BACKEND)
 
 # Whoever tries mlx-flash gets what it runs with; tests and checks need much more.
-.PHONY: demo bench verify test test-quick test-optimized test-compat zoo check format clean
+.PHONY: demo bench verify test test-rest test-quick test-optimized test-compat zoo check format clean
 
 demo: $(INSTALLED)  ## run a model in a third of its size, then in memory; MODEL=DIR takes yours instead of building one
 	$(BIN)/python scripts/demo.py $(if $(MODEL),--model '$(MODEL)')
@@ -28,8 +28,11 @@ verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for 
 # `--write-durations` notes how long each file takes, in tests/durations.json.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test: $(DEVELOPS)  ## run all tests
-	$(PYTEST)
+test: $(DEVELOPS)  ## run every test of the package, with at most two cases of each
+	$(PYTEST) -m 'not rest'
+
+test-rest: $(DEVELOPS)  ## run what `make test` leaves out: all other cases, and the tests of benchmarks/
+	$(PYTEST) -m rest
 
 test-quick: $(DEVELOPS)  ## run a fast part of the tests, some of every folder, in a minute or so
 	$(PYTEST) -m quick

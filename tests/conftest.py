@@ -48,6 +48,10 @@ QUICK = {
 }
 """Files of which every test gets the marker ``quick``; in other files, single tests have it."""
 
+REST = {"test_bench", "test_benchmark", "test_real_text"}
+"""Files that test the programs of `benchmarks/`. Their tests get the marker ``rest``, and so do all cases of a test but the
+first and the last one."""
+
 TESTS = Path(__file__).resolve().parent
 DURATIONS = TESTS / "durations.json"
 """How many seconds each file took in the last run with ``--write-durations``."""
@@ -65,12 +69,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first, so that no worker is left with one of them at the end. Mark the quick tests."""
+    """Put the slowest files first, so that no worker is left with one of them at the end. Mark the tests."""
     seconds = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
         if item.path.stem in QUICK:
             item.add_marker(pytest.mark.quick)
+        if item.path.stem in REST:
+            item.add_marker(pytest.mark.rest)
+    for same in cases.values():
+        for item in same[1:-1]:
+            item.add_marker(pytest.mark.rest)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

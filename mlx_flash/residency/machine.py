@@ -39,11 +39,8 @@ _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
 DECODED_READ_SIZE = 2 << 20
-"""Smaller reads are joined up to this size where weights are compressed; the bytes in flight stay as many. Threads that
-decode hand Python's lock to each other after each step, which takes longer than what they do with it."""
-
-DECODED_IN_FLIGHT = 8 << 20
-"""So many bytes in flight are enough for compressed weights: more threads make each other wait."""
+"""Bytes of weights in a read where they are compressed, whatever size a disk likes best. Smaller reads take longer, since
+threads that decode hand Python's lock to each other after each step. With larger ones the disk rests more often."""
 
 _PROMPT_TOKENS = 16
 _NUM_PRODUCTS = 16
@@ -121,14 +118,15 @@ def look_at_machine(
 
 
 def _reads(config: FlashConfig, disk: DiskProfile, compression: Compression | None) -> tuple[int, int]:
-    """Return read size and queue depth. Threads that decode are as many as keep up with the disk."""
-    read_size, depth = disk.read_size, config.queue_depth or disk.queue_depth
-    if compression is not None and config.queue_depth is None:
-        while read_size < DECODED_READ_SIZE and depth > DEFAULT_QUEUE_DEPTH:
-            read_size, depth = 2 * read_size, depth // 2
-        depth = min(depth, max(DEFAULT_QUEUE_DEPTH, DECODED_IN_FLIGHT // read_size)) + compression.num_decoding
+    """Return read size and queue depth.
+
+    Where weights are compressed, as many threads decode as keep up with the disk. More would make each other wait.
+    """
+    read_size, depth = disk.read_size, disk.queue_depth
+    if compression is not None:
+        read_size, depth = DECODED_READ_SIZE, DEFAULT_QUEUE_DEPTH + compression.num_decoding
     read_size = int(config.read_size_mb * 1e6) if config.read_size_mb else read_size
-    return (read_size if compression is None else max(read_size, BLOCK_BYTES)), depth
+    return (read_size if compression is None else max(read_size, BLOCK_BYTES)), config.queue_depth or depth
 
 
 def computes_on_cores() -> bool:

@@ -39,8 +39,8 @@ _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
 DECODED_READ_SIZE = 2 << 20
-"""Bytes of weights in a read where they are compressed, whatever size a disk likes best. Smaller reads take longer, since
-threads that decode hand Python's lock to each other after each step. With larger ones the disk rests more often."""
+"""Bytes of weights in a read where they are compressed, whatever size a disk likes best. Smaller reads take longer,
+since threads that decode hand Python's lock to each other after each step. With larger ones the disk rests more."""
 
 _PROMPT_TOKENS = 16
 _NUM_PRODUCTS = 16

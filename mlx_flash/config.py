@@ -99,7 +99,7 @@ class FlashConfig:
         io: way of reading. ``"direct"`` bypasses the operating system's page cache, ``"buffered"`` uses it, ``"auto"``
             is direct where the file system supports that, except for the part of the files that free memory outside the
             budget can cache.
-        read_size_mb: size of one read in MB (10**6 bytes). None takes the result of a disk probe.
+        read_size_mb: MB (10**6 bytes) of one read. None takes a disk probe's result; 2 MiB for compressed weights.
         queue_depth: reads in flight at once. None takes the result of a disk probe.
         derived_cache_gb: disk space for packed copies of parameters that mlx-lm computes while loading, in GB. It holds
             for all models together; the least recently used copies are evicted. None leaves a tenth of the disk free.

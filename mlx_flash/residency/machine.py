@@ -39,8 +39,8 @@ _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
 DECODED_READ_SIZE = 2 << 20
-"""Bytes of weights in a read where they are compressed, whatever size a disk likes best. Smaller reads take longer,
-since threads that decode hand Python's lock to each other after each step. With larger ones the disk rests more."""
+"""Bytes of weights in a read where they are compressed, whatever size suits the disk best. Smaller reads take longer,
+since threads that decode hand Python's lock to each other after each step. With larger ones the disk waits more."""
 
 _PROMPT_TOKENS = 16
 _NUM_PRODUCTS = 16
@@ -120,7 +120,7 @@ def look_at_machine(
 def _reads(config: FlashConfig, disk: DiskProfile, compression: Compression | None) -> tuple[int, int]:
     """Return read size and queue depth.
 
-    Where weights are compressed, as many threads decode as keep up with the disk. More would make each other wait.
+    Where weights are compressed, as many threads decode as keep up with the disk. More would only wait for each other.
     """
     read_size, depth = disk.read_size, disk.queue_depth
     if compression is not None:

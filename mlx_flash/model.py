@@ -127,8 +127,7 @@ class FlashLLM(ModelFacade):
             ClosedError: the model was closed.
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        with self._life.turn() as passes:
-            passes.recover()
+        self._life.make_ready()
         settle(call.cache)
         with self._life.turn() as passes:
             try:
@@ -163,15 +162,15 @@ class FlashLLM(ModelFacade):
                 memory has room for them, and :meth:`Row.keep` takes tokens back.
             owed: what the first token makes up for, if the caller has computed it for a cache that lacks it.
         """
-        with self._life.turn() as passes:
-            passes.recover()
+        self._life.make_ready()
         if num_guesses:
             if owed is None:
                 settle(cache)
             whole, checkpoints = token_call(tokens, cache), Checkpoints()
             return Row(whole, [replace(part, checkpoints=checkpoints) for part in whole.parts(1)], owed)
         given, before = tokens, 0
-        if owed is None and (owed := owed_token(cache)) is not None:
+        is_granted = self._life.passes.grants.of(cache) is not None
+        if owed is None and not is_granted and (owed := owed_token(cache)) is not None:
             given, before = mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1), 1
         if given.shape[1] == 1 and wants_logits:
             return Row(call := token_call(given, cache), [call], owed)

@@ -5,7 +5,7 @@ With everything in memory a token takes what the one before it took, until the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.headroom import most_growth
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.undo import trim_all
+from mlx_flash.kv.base import PENDING
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.kv.views import trimmer
 from mlx_flash.memory.lazy import active_memory
@@ -49,21 +50,22 @@ class Grants:
     def __init__(self) -> None:
         self._grants: WeakKeyDictionary[Any, Grant] = WeakKeyDictionary()
 
+    def of(self, cache: Sequence[Any]) -> Grant | None:
+        """Return the grant of a prompt cache in which nothing is pending or broken, if there is one."""
+        grant = self._grants.get(cache[0]) if cache else None
+        if grant is None or grant.cache != id(cache) or type(cache[0]) is not grant.kind:
+            return None
+        return None if PENDING in vars(cache[0]) or PENDING in vars(cache[-1]) else grant
+
     def undo_of(self, plan: ResidencyPlan, call: ForwardCall) -> Callable[[], None] | None:
         """Return what takes a token back whose call surely fits the budget; None for all other calls."""
-        if call.num_tokens != 1 or not call.cache or not call.is_plain or call.checkpoints is not None:
+        if call.num_tokens != 1 or call.cache is None or not call.is_plain or call.checkpoints is not None:
             return None
-        entry: Any = call.cache[0]
-        grant = self._grants.get(entry)
-        if (
-            grant is None
-            or grant.plan is not plan
-            or grant.cache != id(call.cache)
-            or type(call.cache[0]) is not grant.kind
-        ):
+        grant = self.of(call.cache)
+        if grant is None or grant.plan is not plan or Changes.last != grant.change:
             return None
-        length: int = entry.offset
-        if length >= grant.stop or Changes.last != grant.change or active_memory() + grant.nbytes > plan.budget_bytes:
+        length: int = call.cache[0].offset
+        if length >= grant.stop or active_memory() + grant.nbytes > plan.budget_bytes:
             return None
         return partial(trim_all, call.cache, length)
 

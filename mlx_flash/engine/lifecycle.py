@@ -78,10 +78,12 @@ class Lifecycle:
 
     def start(self, progress: Progress | None = None) -> None:
         """Start the model, and all others that wait. As :meth:`FlashLLM.start`."""
-        _check_not_forked(self._pid)
+        if os.getpid() != self._pid:
+            raise _forked(self._pid)
         if self.engine is None or self._closed:
             with self._manager.lock:
-                self._check_open()
+                if self._closed:
+                    raise _closed()
                 self._manager.start(self, progress)
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
@@ -111,11 +113,19 @@ class Lifecycle:
         while True:
             self.start()
             with self._lock:
-                self._check_open()
+                if self._closed:
+                    raise _closed()
                 if self.engine is not None:
-                    self.recover()
+                    if self.unfinished is not None:
+                        self.recover()
                     yield self.passes
                     return
+
+    def make_ready(self) -> None:
+        """Start the model, and undo a pass that was interrupted. Waits for other threads only if there is one."""
+        if self.engine is None or self.passes.is_under_way:
+            with self.turn() as passes:
+                passes.recover()
 
     def recover(self) -> None:
         """Put the modules back as they were, if something is unfinished. Called while nobody else uses them."""
@@ -180,15 +190,14 @@ class Lifecycle:
             self._release.detach()
             self.session.engine.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the model was closed. Hint: load it again.")
+
+def _closed() -> ClosedError:
+    return ClosedError("the model was closed. Hint: load it again.")
 
 
-def _check_not_forked(pid: int) -> None:
-    """Check that this is the process that loaded a model. Raises: ClosedError: it is a forked child."""
-    if os.getpid() != pid:
-        raise ClosedError(
-            f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
-            "model after the fork, or use the spawn method of multiprocessing."
-        )
+def _forked(pid: int) -> ClosedError:
+    """Return the error of a forked child of the process that loaded a model."""
+    return ClosedError(
+        f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
+        "model after the fork, or use the spawn method of multiprocessing."
+    )

@@ -47,6 +47,7 @@ class Passes:
 
     Attributes:
         group, sharing: the calls that share a pass, and their choice.
+        grants: prompt caches whose next tokens surely have room.
         is_resident: True if everything is in memory: a pass waits for nothing, and its outputs need not be known.
     """
 
@@ -58,8 +59,9 @@ class Passes:
         self._kv = kv
         self._counters = counters
         self._under_way: dict[Row, Callable[[], None]] = {}
-        self._grants = Grants()
+        self.grants = Grants()
         self.is_resident = session.chain is None and session.prefixes is None and session.engine.is_resident
+        self._meter = None if self.is_resident else session.meter  # nothing is read
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -76,13 +78,17 @@ class Passes:
             PeerError: the ranks were called differently, or one was lost.
         """
         self.recover()
+        if self._kv is not None:
+            self._kv.in_turns = frozenset()
+        if len(rows) == 1 and self._run_granted(plan, rows[0]):
+            return
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
         loans = self._session.engine.lending if lends else None
         owed = [row.pending for row in waiting if row.pending is not None]
-        if self._kv is not None:  # parked between two tokens, a sequence would be copied for each of them
-            self._kv.in_turns = _groups_of(waiting) if self.is_resident and len(waiting) > 1 else frozenset()
+        if self._kv is not None and self.is_resident and len(waiting) > 1:
+            self._kv.in_turns = _groups_of(waiting)  # parked between two tokens, one would be copied for each of them
         try:
             for pending in owed:
                 pending.lift()
@@ -91,22 +97,27 @@ class Passes:
                     self._take_cached(self._session.prefixes, plan, row, loans)
                 waiting = [row for row in waiting if not row.is_done]
             while waiting:
-                row, pinned = waiting[0], self._session.engine.pinned
-                if (put_back := self._grants.undo_of(plan, row.left[0])) is not None:
-                    lanes, pinned.num_at_once = {row: [row.left[0]]}, None
-                elif lanes := self.sharing.choose(plan, waiting, loans):
+                lanes, pinned = {}, self._session.engine.pinned
+                if not self._run_granted(plan, waiting[0]) and (lanes := self.sharing.choose(plan, waiting, loans)):
                     calls = [call for lane in lanes.values() for call in lane]
                     pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
                     if self.is_resident and pinned.num_at_once is None:
-                        self._grants.note(plan, calls[0])
-                if lanes:
-                    self._run(lanes, put_back)
+                        self.grants.note(plan, calls[0])
+                    self._run(lanes)
                 waiting = waiting[max(1, len(lanes)) :]
             for pending in filter(attrgetter("is_settled"), owed):
                 pending.lift()  # its mark, too
         finally:
             for pending in owed:
                 pending.put()  # if its token was not computed
+
+    def _run_granted(self, plan: ResidencyPlan, row: Row) -> bool:
+        """Compute the next token of a row if its call surely has room. Return whether it had."""
+        if row.is_done or (put_back := self.grants.undo_of(plan, row.left[0])) is None:
+            return False
+        self._session.engine.pinned.num_at_once = None
+        self._run({row: [row.left[0]]}, put_back)
+        return True
 
     def _run(self, lanes: dict[Row, list[ForwardCall]], put_back: Callable[[], None] | None = None) -> None:
         """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
@@ -130,6 +141,11 @@ class Passes:
             self.recover()
             raise
         self._under_way = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while there is a pass, and after one that was interrupted, until :meth:`recover`."""
+        return bool(self._under_way)
 
     def recover(self) -> None:
         """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too."""
@@ -222,7 +238,8 @@ class Passes:
             num_decoding += batch_size if size == batch_size else 0
             num_guesses += len(calls) - len(certain)
         self._counters.begin(num_tokens, num_sequences, num_decoding)
-        self._session.meter.begin(is_comparable=len(lanes) == 1 and num_tokens == num_sequences)
+        if self._meter is not None:
+            self._meter.begin(is_comparable=len(lanes) == 1 and num_tokens == num_sequences)
         try:
             output = run()
         except BaseException:
@@ -232,8 +249,8 @@ class Passes:
         if self._kv is not None:
             self._kv.note()
         self._counters.end()
-        if len(lanes) == 1:
-            self._session.meter.end(num_tokens, num_sequences, num_guesses)
+        if len(lanes) == 1 and self._meter is not None:
+            self._meter.end(num_tokens, num_sequences, num_guesses)
         return output
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_flash.compat.compiler import evaluate
+from mlx_flash.compat.randomkeys import draw_as_between, random_key, set_random_key
+
+
+class Choice(NamedTuple):
+    """A token that was chosen, ``(1,)``, and the logarithms of all probabilities, ``(1, vocabulary)``."""
+
+    token: mx.array
+    logprobs: mx.array
 
 
 class Chooser:
@@ -22,21 +31,64 @@ class Chooser:
         self._sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
         self._processors = processors or ()
         self._tokens = mx.array(tokens) if self._processors else None
+        self._last: mx.array | None = None
+        self._ahead: Choice | None = None
+        self._keys: tuple[mx.array, mx.array] | None = None  # before and after the last token
+        self._next_key: mx.array | None = None  # before the next one, if its numbers are drawn already
 
-    def __call__(self, last: mx.array | None, output: mx.array, *, waits: bool) -> tuple[mx.array, mx.array]:
-        """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``.
+    def __call__(self, output: mx.array, *, waits: bool) -> Choice:
+        """Return the next token, and the probabilities that it was chosen from.
 
         Args:
-            last: the token before it; None for the prompt's, which processors know.
             output: the logits, of which the last row counts.
             waits: evaluate them. If not, that begins.
         """
+        if self._ahead is not None:
+            choice, self._ahead = self._ahead, None
+            return choice
         logits = output[:, -1, :]
         if self._tokens is not None:
-            self._tokens = self._tokens if last is None else mx.concat([self._tokens, last])
+            self._tokens = self._tokens if self._last is None else mx.concat([self._tokens, self._last])
             for process in self._processors:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        token = self._sampler(logprobs)
+        self._last = token = self._draw(logprobs)
         evaluate(token, logprobs, waits=waits)
-        return token, logprobs
+        return Choice(token, logprobs)
+
+    def choose_ahead(self, outputs: Sequence[mx.array]) -> None:
+        """Begin to compute logits, and choose the token after the last one, which the caller may not know yet.
+
+        The device then gets both at once, as in mlx-lm's loop. With processors, which may wait for the last token, it
+        gets the model first.
+        """
+        if self._tokens is None and outputs:
+            self._ahead = self(outputs[-1], waits=False)
+        else:
+            evaluate(outputs, waits=False)
+
+    def _draw(self, logprobs: mx.array) -> mx.array:
+        """Choose a token from log probabilities, with the random numbers that were drawn ahead, if there are any."""
+        ahead = None
+        if self._next_key is not None:
+            ahead = random_key()
+            set_random_key(self._next_key)
+            self._next_key = None
+        try:
+            before = random_key()
+            token: mx.array = self._sampler(logprobs)
+            after = random_key()
+        finally:
+            if ahead is not None:
+                set_random_key(ahead)
+        self._keys = None if after is before else (before, after)
+        return token
+
+    def draw_ahead(self) -> None:
+        """Draw the random numbers of the next token, which gets them when it is chosen.
+
+        When mlx-lm hands a token out, it has chosen the next one. What the caller draws from then on follows that.
+        """
+        key = random_key()
+        if self._ahead is None and self._keys is not None and self._next_key is None and draw_as_between(*self._keys):
+            self._next_key = key

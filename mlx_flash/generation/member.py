@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
-
-import mlx.core as mx
+from typing import Any
 
 from mlx_flash.compat.batchgenerator import Progress, Response, Waiting
+from mlx_flash.compat.randomkeys import random_key
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM
@@ -49,12 +48,12 @@ class Member:
         """
         uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
         prompt = [*tokens, *(token for segment in segments for token in segment)]
-        choose, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
+        chooser, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
         sequence = GeneratedSequence(
             model,
             cache,
             segments,
-            choose,
+            chooser,
             step=step,
             max_tokens=max_tokens,
             guesses=guesses,
@@ -78,10 +77,10 @@ class Member:
 
     def choose(self) -> None:
         """Choose the next token of a sequence that is ready."""
-        random = _random_state()
+        key = random_key()
         self.sequence.choose()
         self.has_chosen = True
-        if _random_state() is not random:  # whose order of numbers would depend on guesses
+        if random_key() is not key:  # whose order of numbers would depend on guesses
             self.sequence.guesses = None
 
     def answer(self) -> Any:
@@ -92,8 +91,3 @@ class Member:
         reason = "stop" if self.matcher.advance(number) else reason
         kept = (sequence.cache, sequence.tokens) if reason else (None, None)
         return Response(self.uid, number, logprobs, reason, *kept)
-
-
-def _random_state() -> Any:
-    """Return the key of MLX's random numbers. Drawing one replaces it."""
-    return cast(Any, mx.random).state[0]

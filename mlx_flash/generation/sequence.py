@@ -46,7 +46,7 @@ class GeneratedSequence:
         model: the model.
         cache: the prompt cache, which the tokens are added to.
         segments: parts of the prompt.
-        choose: chooses tokens.
+        chooser: chooses tokens.
         step: mlx-lm's ``prefill_step_size``.
         max_tokens: the most tokens that are chosen; negative for no limit.
         guesses: of the next tokens; None for none.
@@ -54,7 +54,7 @@ class GeneratedSequence:
         report: called with (tokens done, tokens to do) of the prompt. What it raises ends the pass.
 
     Attributes:
-        model, cache, max_tokens: as given.
+        model, cache, chooser, max_tokens: as given.
         segments: those that are left.
         guesses: as given; None once nothing is guessed any more.
         has_room: False once guesses had no room. Nothing is guessed then, but a draft model still needs the text.
@@ -71,7 +71,7 @@ class GeneratedSequence:
         model: FlashLLM,
         cache: list[Any],
         segments: list[list[int]],
-        choose: Chooser,
+        chooser: Chooser,
         *,
         step: int,
         max_tokens: int,
@@ -80,11 +80,12 @@ class GeneratedSequence:
         report: Progress = lambda done, total: None,
     ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self.chooser = chooser
         self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
         self.row: Row | None = None
         self.num_tokens = self.num_rows = self.num_restored = 0
         self.ends_segment = self.has_room = True
-        self._choose, self._step, self._report = choose, step, report
+        self._step, self._report = step, report
         self._new: list[int] = []  # the tokens of the row
         self._num_guesses = 0  # tokens at its end that may be taken back
         self._at = -1  # number of the logits to choose from
@@ -162,7 +163,7 @@ class GeneratedSequence:
         """Choose the token that follows. It is known after :meth:`take`."""
         assert self.row is not None
         output = self.row.outputs[self._at]
-        self._token, self._logprobs = self._choose(self._token, output, waits=not self.model.is_resident)
+        self._token, self._logprobs = self.chooser(output, waits=not self.model.is_resident)
         self.num_tokens += 1
         self.num_restored += self.row.num_restored if self.num_tokens == 1 else 0
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
@@ -270,7 +271,7 @@ def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None
     return [part], False
 
 
-def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
+def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None, chooses_ahead: bool = False) -> None:
     """Compute a part of each sequence, in as few passes as memory allows. Errors of one sequence are in its row.
 
     A pass that computes tokens alone is measured.
@@ -278,6 +279,7 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     Args:
         sequences: of one model.
         most: as in :meth:`GeneratedSequence.begin`.
+        chooses_ahead: whether rows of one token are chosen from, where everything is in memory.
 
     Raises:
         ReadError: weights could not be read, and no sequence went on.
@@ -292,7 +294,10 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     are_tokens = 0 not in counts
     if model.is_resident and max(counts) < 2:  # nothing is guessed
         model.advance(rows)
-        if are_tokens:  # the device computes while the tokens before are handed out
+        if are_tokens and chooses_ahead:  # the device computes while the tokens before are handed out
+            for sequence, row in zip(sequences, rows, strict=True):
+                sequence.chooser.choose_ahead(row.outputs)
+        elif are_tokens:
             evaluate([row.outputs for row in rows], waits=False)
         return
     engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()

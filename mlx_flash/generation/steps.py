@@ -142,8 +142,9 @@ def _generate(
                 sequence.choose()
                 is_computed = model.is_resident and (prompt_cache is not None or sequence.num_tokens != max_tokens)
                 if is_computed:
-                    compute([sequence])
+                    compute([sequence], chooses_ahead=True)
                 token = sequence.take()
+                sequence.chooser.draw_ahead()
             pending = None
             if prompt_cache is not None and not is_computed:  # the caller sees every token that was handed out in it
                 pending = sequence.owe()

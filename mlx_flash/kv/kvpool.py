@@ -54,7 +54,7 @@ class KVPool(Opaque):
         self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self.layers = Layers(options.step)
-        self._noted: Sums | None = None  # those of the last :meth:`note`
+        self._noted: Sums | None = None  # those of the last :meth:`note`, while all is in memory
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
@@ -103,14 +103,14 @@ class KVPool(Opaque):
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it. While all is in memory, and no layer changes, it is."""
         sums = self.layers.sums
-        if sums is self._noted and not sums.num_on_disk and not self.ring.nbytes:
+        if sums is self._noted:
             return self.usage
         files, stats = self.files, self.stats
         files_used = {disk.file for disk in self.layers.on_disk.values()} if sums.num_on_disk else ()
         disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
         self.usage = KVUsage(*sizes, stats.num_offloaded, stats.wait_seconds)
-        self._noted = sums
+        self._noted = None if sums.num_on_disk or self.ring.nbytes else sums  # slots change without a layer
         return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:

@@ -12,6 +12,7 @@ from typing import TextIO, cast
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash.compat.randomkeys import random_key, set_random_key
 from mlx_flash.errors import PeerError
 from mlx_flash.ranks.watch import Watch, watch_neighbours
 
@@ -120,10 +121,10 @@ class Peers:
 
     def share_seed(self) -> None:
         """Make all ranks draw the same random numbers, if they do not yet. All ranks call it."""
-        key = cast(list[mx.array], mx.random.state)[0]
+        key = random_key()
         (shared,) = self.broadcast([key], 0, "the state of the random numbers")
         if any(row[0] for row in self.gather([float(key.tolist() != shared.tolist())])):
-            mx.random.seed(cast(int, shared.view(mx.uint64).item()))
+            set_random_key(shared)
 
     def send(self, arrays: Sequence[mx.array], to: int, what: str) -> None:
         """Send arrays to a neighbour."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from mlx_flash.compat.randomkeys import random_key, set_random_key
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.request import Sampling
 
@@ -59,12 +60,12 @@ class SeededSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Return the next token."""
-        if self._key is not None:
-            high, low = cast(list[int], self._key.tolist())
-            self._seed = high << 32 | low
-        mx.random.seed(self._seed)
+        if self._key is None:
+            mx.random.seed(self._seed)
+        else:
+            set_random_key(self._key)
         token = self._sampler(logprobs)
-        self._key = cast(list[mx.array], mx.random.state)[0]
+        self._key = random_key()
         mx.async_eval(token, self._key)
         return token
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,55 @@ def test_tokens_and_passes(directory: Path, name: str) -> None:
         assert (
             model.counters.num_passes == -(-(len(PROMPT) - 1) // STEP) + NUM_TOKENS
         )  # none for a token after the last
+
+
+SAMPLERS = {
+    "one number": {"sampler": make_sampler(temp=0.9)},
+    "two numbers": {"sampler": make_sampler(temp=0.9, xtc_probability=0.5, xtc_threshold=0.01)},
+    "none": {"sampler": make_sampler(temp=0.0)},
+    "after processors": {"sampler": make_sampler(temp=0.9), **OPTIONS["processors"]},
+}
+
+
+@pytest.mark.parametrize("budget", [LARGE_GB, "min"])
+@pytest.mark.parametrize("stop", [NUM_TOKENS, 3])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_random_numbers_of_the_caller_are_as_with_mlx_lm(llama: Path, name: str, stop: int, budget: Any) -> None:
+    """It has chosen a token more than it hands out, and so has drawn one more number: a second text depends on it."""
+
+    def drawn(step: Any, model: Any) -> tuple[list[list[int]], list[float]]:
+        mx.random.seed(3)
+        texts, numbers = [], []
+        for _ in range(3):
+            texts.append([])
+            with closing(step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, **SAMPLERS[name])) as steps:
+                for token, _ in islice(steps, stop):
+                    texts[-1].append(token)
+                    if len(texts) == 3:  # numbers between two tokens are the caller's, too
+                        numbers.append(mx.random.uniform().item())
+        return texts, numbers
+
+    expected = drawn(stock_generate_step, stock(llama))
+    with load_model(llama, config(ram_budget_gb=budget))[0] as model:
+        assert drawn(mlx_flash.generate_step, model) == expected
+
+
+def test_a_seed_between_two_tokens_is_for_those_after_the_next(llama: Path) -> None:
+    def found(step: Any, model: Any, seed: int) -> list[int]:
+        mx.random.seed(3)
+        tokens = []
+        for token, _ in step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, sampler=make_sampler(temp=3.0)):
+            tokens.append(token)
+            if len(tokens) == 2:
+                mx.random.seed(seed)
+        return tokens
+
+    plain = stock(llama)
+    expected = [found(stock_generate_step, plain, seed) for seed in (1, 2)]
+    assert expected[0][:3] == expected[1][:3] and expected[0] != expected[1]
+    for budget in (LARGE_GB, "min"):
+        with load_model(llama, config(ram_budget_gb=budget))[0] as model:
+            assert [found(mlx_flash.generate_step, model, seed) for seed in (1, 2)] == expected
 
 
 def test_caches_between_two_tokens_and_at_the_end(directory: Path) -> None:

@@ -85,8 +85,9 @@ class PooledCache:
 
     def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (mlx-lm's name)
         """Return the attention mask for ``N`` new tokens."""
-        forgotten = self.pool.options.forgotten_tokens(self.size(), N)
-        return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
+        options, length = self.rows.options, self.rows.store.length
+        forgotten = 0 if options.max_tokens is None else options.forgotten_tokens(length, N)
+        return create_attention_mask(N, *args, offset=length - forgotten, **kwargs)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return all tokens that are kept."""

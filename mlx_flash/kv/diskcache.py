@@ -16,6 +16,7 @@ from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group, LayerRows
+from mlx_flash.kv.memory import MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.storage.safetensors import read_shard
 
@@ -63,8 +64,12 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept. Raises: as its rows do."""
-        found = self.rows.append([keys, values])
-        return found[0], found[1]
+        rows = self.rows
+        with rows.pool.lock:
+            store, found = rows.store, None
+            if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
+                found = append_within(store, keys, values)
+            return found or cast("tuple[mx.array, mx.array]", tuple(rows.append([keys, values])))
 
     @property
     def keys(self) -> mx.array | None:

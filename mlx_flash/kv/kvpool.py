@@ -61,7 +61,7 @@ class KVPool(Opaque):
         self._numbers = count()
         # tokens of layers that surely have room in memory: a sum over all layers, for each of them, takes milliseconds
         self.granted: Mapping[LayerRows, int] = {}
-        self._current_groups: frozenset[Group] = frozenset()
+        self.computed: frozenset[Group] = frozenset()  # what is computed now
         self.in_turns: frozenset[Group] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
         self._closed = False
@@ -120,7 +120,7 @@ class KVPool(Opaque):
         """
         if self._closed:
             raise _closed()
-        if rows.group not in self._current_groups:
+        if rows.group not in self.computed:
             self.begin({rows.group})
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
             rows.offload(new)
@@ -157,9 +157,9 @@ class KVPool(Opaque):
         if self._closed:
             raise _closed()
         groups = self.in_turns if self.in_turns.issuperset(groups) else groups
-        if groups == self._current_groups:
+        if groups == self.computed:
             return
-        previous, self._current_groups = self._current_groups, frozenset(groups)
+        previous, self.computed = self.computed, frozenset(groups)
         for group in sorted(groups, key=lambda group: group.number):
             group.used_at = next(self._clock)
         if sum(self._park_idle(rows) for rows in self.layers if rows.group in previous):
@@ -167,7 +167,7 @@ class KVPool(Opaque):
 
     def _park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
-        if rows.group in self._current_groups or not parking_pays(rows, self.options.step):
+        if rows.group in self.computed or not parking_pays(rows, self.options.step):
             return False
         if self.memory_bytes + copied_bytes(rows) > self.limit:
             return False
@@ -211,6 +211,7 @@ class KVPool(Opaque):
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
         with self.lock:
             self._closed = True
+            self.computed = frozenset()  # so that each use asks for room, and is refused
             self.ring.release()
             self.files.close()
 

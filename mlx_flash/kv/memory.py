@@ -164,6 +164,26 @@ class MemoryRows:
         self.buffers = Buffers.of(layout or self.layout, pages=pages)
 
 
+def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
+    """Add keys and values to a layer whose buffers have room for them, and return all; None where they have no room.
+
+    Called for nearly every token and layer: loops over two arrays would take a tenth of its time.
+    """
+    start, buffers = store._length, store.buffers
+    end = start + keys.shape[2]
+    if end > buffers.capacity:  # which is 0 while parked
+        return None
+    all_keys, all_values = buffers.arrays
+    place = ..., slice(start, end), slice(None)
+    all_keys[place] = keys
+    all_values[place] = values
+    store._length = end
+    if end == buffers.capacity:
+        return all_keys, all_values
+    place = ..., slice(end), slice(None)
+    return all_keys[place], all_values[place]
+
+
 def shortened(array: mx.array, length: int) -> mx.array:
     """Return a copy of the first rows, ``(batch, heads, tokens, width)``; it is evaluated."""
     found = mx.contiguous(array[..., :length, :])

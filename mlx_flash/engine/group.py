@@ -123,10 +123,11 @@ class CallGroup:
         return None
 
     def run(
-        self, lanes: Sequence[Sequence[ForwardCall]], compute: Compute, progress: Callable[[float], None]
+        self, lanes: Sequence[Sequence[ForwardCall]], compute: Sequence[Compute], progress: Callable[[float], None]
     ) -> list[Outcome]:
         """Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
 
+        ``compute`` has what computes the calls of each lane.
         Progress is told if all caches can be put back. What it raises ends the pass.
 
         Raises:
@@ -140,7 +141,7 @@ class CallGroup:
             return self._run(lanes, compute, progress)
 
     def _run(
-        self, lanes: Sequence[Sequence[ForwardCall]], compute: Compute, progress: Callable[[float], None]
+        self, lanes: Sequence[Sequence[ForwardCall]], compute: Sequence[Compute], progress: Callable[[float], None]
     ) -> list[Outcome]:
         made = [_LaneRun(calls, self._is_proven) for calls in lanes]
         places = [(lane, index) for lane in made for index in range(len(lane.calls))]
@@ -154,7 +155,10 @@ class CallGroup:
             agree=self._agree,
             num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
         )
-        tasks = [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
+        tasks = [
+            [partial(lane.task, index, each) for index in range(len(lane.calls))]
+            for lane, each in zip(made, compute, strict=True)
+        ]
         found = lockstep.run(tasks)
         outcomes = [lane.outcome(each) for lane, each in zip(made, found, strict=True)]
         for lane, outcome in zip(made, outcomes, strict=True):

@@ -125,11 +125,13 @@ class Passes:
         try:
             outcomes: Sequence[Outcome] = [None]
             if sum(map(len, lanes.values())) > 1:
-                run = partial(self.group.run, [*lanes.values()], self._call, _report(lanes))
+                compute = [partial(self._call, row=row, is_pass=False) for row in lanes]
+                run = partial(self.group.run, [*lanes.values()], compute, _report(lanes))
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
                     if len(calls) > 1:
+                        self._under_way[row]()
                         calls, self._under_way[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
                 if isinstance(outcome, Exception):
@@ -160,7 +162,7 @@ class Passes:
         call = row.left[0]
         self._session.engine.drop_logits(not call.wants_logits)
         try:
-            output = self._call(call, row)
+            output = self._call(call, row, is_pass=True)
             if len(row.left) > 1:  # lets the intermediate results go
                 mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
@@ -196,8 +198,8 @@ class Passes:
             raise
         self._under_way = {}
 
-    def _call(self, call: ForwardCall, row: Row | None = None) -> Any:
-        """Call the model, for the tokens that the prefix cache does not answer. Of a row alone it is a pass."""
+    def _call(self, call: ForwardCall, row: Row, *, is_pass: bool) -> Any:
+        """Call the model, for the tokens that the prefix cache does not answer. A pass is counted."""
         prefixes, chain, cached = self._session.prefixes, self._session.chain, None
         if prefixes is not None and call.cache is not None:
             if call.tokens is None or not call.is_plain:
@@ -213,18 +215,17 @@ class Passes:
                 mx.async_eval(*recurrent_states(rest.cache or ()))
                 return output
             with ExitStack() as stack:
-                if row is not None:
+                if is_pass:
                     stack.enter_context(chain.calls([rest.tokens], [rest.cache]))
                 stack.enter_context(chain.computing(rest.cache))
                 return self._model(*rest.arguments, **rest.keywords)
 
         output: Any = None
         if cached is None or not cached.is_answered:
-            output = run() if row is None else self._counted([[rest]], run)
+            output = self._counted([[rest]], run) if is_pass else run()
         if prefixes is not None and cached is not None:
             prefixes.end(cached)
-            if row is not None:
-                row.num_restored += cached.num_restored
+            row.num_restored += cached.num_restored
         return DroppedResult() if cached is not None and cached.num_restored else output
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:

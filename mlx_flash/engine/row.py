@@ -111,7 +111,7 @@ class Row:
 
     def undo(self, calls: Sequence[ForwardCall], put_back: Callable[[], None] | None = None) -> Callable[[], None]:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""
-        left, num_outputs, error = deque(self.left), len(self.outputs), self.error
+        left, num_outputs, num_restored, error = deque(self.left), len(self.outputs), self.num_restored, self.error
         self.put_back = put_back = put_back or undo_of(calls)
         was_owed = self.pending is not None and self.pending.is_owed
 
@@ -119,7 +119,7 @@ class Row:
             put_back()
             if self.pending is not None:
                 self.pending.is_owed = was_owed
-            self.left, self.error = deque(left), error
+            self.left, self.num_restored, self.error = deque(left), num_restored, error
             del self.outputs[num_outputs:]
 
         return undo

@@ -22,15 +22,19 @@ def set_random_key(key: mx.array) -> None:
 
 
 def draw_as_between(before: mx.array, after: mx.array) -> bool:
-    """Draw as many numbers as led from one key to another. Return whether their number was found."""
-    for number in range(1, _MOST_NUMBERS + 1):
-        before = _next(before)
-        if mx.array_equal(before, after).item():
-            key = random_key()
-            for _ in range(number):
-                key = _next(key)
-            set_random_key(key)
-            return True
+    """Draw as many numbers as led from one key to another. Return whether their number was found.
+
+    This waits for the three keys, and for nothing that the device computes after them.
+    """
+    with mx.stream(mx.cpu):
+        for number in range(1, _MOST_NUMBERS + 1):
+            before = _next(before)
+            if mx.array_equal(before, after).item():
+                key = random_key()
+                for _ in range(number):
+                    key = _next(key)
+                set_random_key(key)
+                return True
     return False
 
 

@@ -53,7 +53,8 @@ class Chooser:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         self._last = token = self._draw(logprobs)
-        evaluate(token, logprobs, waits=waits)
+        keys = () if self._keys is None else self._keys[1:]  # later, it would wait for the pass after this one
+        evaluate(token, logprobs, *keys, waits=waits)
         return Choice(token, logprobs)
 
     def choose_ahead(self, outputs: Sequence[mx.array]) -> None:

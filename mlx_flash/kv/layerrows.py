@@ -66,7 +66,7 @@ class LayerRows:
         self.expected = 0  # as in DiskRows
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self._no_rows = MemoryRows(self.options)
-        self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # where it is, with room
+        self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # in memory, with room
 
     def offload(self, new: Sequence[mx.array]) -> None:
         """Go to disk, without the tokens that other layers have there. The pool decides when. Raises: WriteError.

@@ -22,9 +22,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sequences_of(model: FlashLLM) -> list[GeneratedSequence]:
-    chooser = Chooser(None, None, [])
     return [
-        GeneratedSequence(model, model.make_cache(), [prompt], chooser, step=STEP, max_tokens=1) for prompt in PROMPTS
+        GeneratedSequence(model, model.make_cache(), [prompt], Chooser(None, None, []), step=STEP, max_tokens=1)
+        for prompt in PROMPTS
     ]
 
 

@@ -18,7 +18,7 @@ from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.layout.swap import SwappedClass, clone_with, remember, restore_class, swap_class
+from mlx_flash.layout.swap import SwappedClass, clone_with, expose_children, remember, restore_class, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
@@ -128,6 +128,8 @@ class Engine:
             if plan.pool is not None:
                 self._start_experts(layout.experts, plan.pool, poison, options)
             self.lending = Lending(self.loans, self.experts, grows=options.grows)
+            if self.is_resident:  # Python has as much to do as the device
+                self._changed += [module for module in modules.values() if expose_children(module)]
         except BaseException:
             self.close()
             raise

@@ -14,8 +14,43 @@ _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, set)
 
 
+def _hiding(name: str) -> Callable[..., Any]:
+    """Return a method of a dict that ends :func:`expose_children` first: children may be others afterwards."""
+
+    def method(module: Any, *args: Any, **keywords: Any) -> Any:
+        for key in [key for key, value in vars(module).items() if isinstance(value, nn.Module)]:
+            del vars(module)[key]
+        return getattr(super(SwappedClass, module), name)(*args, **keywords)
+
+    return method
+
+
 class SwappedClass:
     """Base of the mixins whose ``__call__`` answers in place of the module's own."""
+
+    _flash_state: Any
+
+    __setitem__, __delitem__, __ior__ = map(_hiding, ("__setitem__", "__delitem__", "__ior__"))
+    clear, pop, popitem, setdefault, update = map(_hiding, ("clear", "pop", "popitem", "setdefault", "update"))
+
+
+class ExposedChildren(SwappedClass):
+    """Mixin of modules that compute what they always do."""
+
+
+def expose_children(module: nn.Module) -> bool:
+    """Make the children of a module attributes of the object, too. Return whether its class was swapped for it.
+
+    Python finds these at once; else MLX's ``__getattr__`` looks each of them up, in a Python call. :func:`remember`
+    undoes it.
+    """
+    children = {key: child for key, child in module.items() if isinstance(child, nn.Module)}
+    children = {key: child for key, child in children.items() if not hasattr(type(module), key)}
+    is_swapped = bool(children) and not isinstance(module, SwappedClass)
+    if is_swapped:
+        swap_class(module, ExposedChildren, None)
+    vars(module).update(children)
+    return is_swapped
 
 
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
@@ -91,7 +126,8 @@ def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     clone = cast(nn.Module, own.__new__(own))
     dict.update(clone, module)
     dict.update(clone, arrays)
-    clone.__dict__.update({key: value for key, value in vars(module).items() if key != _STATE})
+    shared = {key: value for key, value in vars(module).items() if key != _STATE and not isinstance(value, nn.Module)}
+    vars(clone).update(shared)
     return clone
 
 

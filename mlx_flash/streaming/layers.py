@@ -98,7 +98,7 @@ class PinnedLayer(SwappedClass):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, number = state_of(self)
+        state, number = self._flash_state  # as state_of() returns, for each layer and token
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if state.num_at_once is not None and (number + 1) % state.num_at_once == 0:
             compute(result, args, kwargs)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 
-from mlx_flash.layout.swap import holdings, remember
+from mlx_flash.layout.swap import clone_tree, expose_children, holdings, remember, restore_class
 
 
 class Tables(nn.Module):
@@ -34,3 +40,64 @@ def test_what_calls_add_to_containers_goes() -> None:
         put_back()
         assert [list(container) for container in containers] == [[1], [1], [1]]
         assert module.tables is containers[0] and holdings(module) == before
+
+
+class Twice(nn.Module):
+    """A child."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return 2 * x
+
+
+class Parent(nn.Module):
+    copy = None  # a name that the class answers before any child does
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Twice()
+        self["copy"] = Twice()
+        self.weight = mx.ones(3)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.child(x)
+
+
+class Half(nn.Module):
+    """Another child."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x / 2
+
+
+WRITES: dict[str, Callable[[Any, nn.Module], object]] = {
+    "set": lambda parent, other: setattr(parent, "child", other),
+    "set as an item": lambda parent, other: operator.setitem(parent, "child", other),
+    "update of modules": lambda parent, other: parent.update_modules({"child": other}),
+    "update in place": lambda parent, other: operator.ior(parent, {"child": other}),
+    "delete, and set": lambda parent, other: (delattr(parent, "child"), setattr(parent, "child", other)),
+    "pop, and set": lambda parent, other: (parent.pop("child"), parent.setdefault("child", other)),
+    "clear, and set": lambda parent, other: (parent.clear(), operator.setitem(parent, "child", other)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_an_exposed_child_can_be_replaced(write: Callable[[Any, nn.Module], object]) -> None:
+    parent, other = Parent(), Half()
+    put_back = remember([parent])
+    assert expose_children(parent)
+    assert vars(parent)["child"] is parent["child"] and "copy" not in vars(parent)
+    assert type(parent).__name__ == "Parent" and parent(mx.array(8)).item() == 16
+    write(parent, other)
+    assert parent(mx.array(8)).item() == 4
+    restore_class(parent)
+    put_back()
+    assert type(parent) is Parent and "child" not in vars(parent) and parent(mx.array(8)).item() == 16
+
+
+def test_a_copy_of_exposed_children_has_its_own() -> None:
+    parent = Parent()
+    expose_children(parent)
+    clone = clone_tree(parent, {})
+    assert clone.child is clone["child"] is not parent.child
+    deep = copy.deepcopy(parent)
+    assert deep.child is deep["child"] is not parent.child

@@ -6,13 +6,16 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+_random: Any = mx.random  # whose type stubs lack the state
+
 _MOST_NUMBERS = 8
 """The most random numbers that a sampler is expected to draw for a token. mlx-lm's draw one or two."""
 
 
 def random_key() -> mx.array:
     """Return the key; the same object until a number is drawn."""
-    return cast(mx.array, cast(Any, mx.random).state[0])
+    key: mx.array = _random.state[0]
+    return key
 
 
 def set_random_key(key: mx.array) -> None:

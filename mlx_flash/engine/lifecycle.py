@@ -133,9 +133,8 @@ class Lifecycle:
             self.unfinished()
             self.unfinished = None
 
-    @property
     def lends(self) -> bool:
-        """True if weights may have the memory that is reserved for calls until these need it."""
+        """Return whether weights may have the memory that is reserved for calls until these need it."""
         return self.config.lend_reserves and self._manager.is_alone
 
     def end_loans(self) -> None:

@@ -63,7 +63,7 @@ class Passes:
         self.is_resident = session.chain is None and session.prefixes is None and session.engine.is_resident
         self._meter = None if self.is_resident else session.meter  # nothing is read
 
-    def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
+    def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: Callable[[], bool]) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
 
         Rows with few parts go first. What fails in one row is noted there.
@@ -71,13 +71,14 @@ class Passes:
         Args:
             plan: the plan of the model.
             rows: the rows.
-            lends: whether reserved memory may be lent.
+            lends: returns whether reserved memory may be lent.
 
         Raises:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
-        self.recover()
+        if self._under_way:
+            self.recover()
         if self._kv is not None:
             self._kv.in_turns = frozenset()
         if len(rows) == 1 and self._run_granted(plan, rows[0]):
@@ -85,7 +86,7 @@ class Passes:
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
-        loans = self._session.engine.lending if lends else None
+        loans = self._session.engine.lending if lends() else None
         owed = [row.pending for row in waiting if row.pending is not None]
         if self._kv is not None and self.is_resident and len(waiting) > 1:
             self._kv.in_turns = _groups_of(waiting)  # parked between two tokens, one would be copied for each of them
@@ -112,16 +113,40 @@ class Passes:
                 pending.put()  # if its token was not computed
 
     def _run_granted(self, plan: ResidencyPlan, row: Row) -> bool:
-        """Compute the next token of a row if its call surely has room. Return whether it had."""
-        if row.is_done or (put_back := self.grants.undo_of(plan, row.left[0])) is None:
+        """Compute the next token of a row if its call surely has room. Return whether it had.
+
+        Nothing is read for it, no layer's memory changes, and its cache can be trimmed.
+        """
+        if row.is_done or (put_back := self.grants.undo_of(plan, call := row.left[0])) is None:
             return False
         self._session.engine.pinned.num_at_once = None
-        self._run({row: [row.left[0]]}, put_back)
+        self._under_way = {row: row.undo([call], put_back)}
+        try:
+            self._counters.begin(1, 1, 1)
+            try:
+                outcome: list[Any] | Exception = [self._model(*call.arguments, **call.keywords)]
+            except CALL_ERRORS as error:
+                outcome = error
+            self._counters.end(failed=isinstance(outcome, Exception))
+            self._end(row, [call], outcome)
+        except BaseException:
+            self._counters.end(failed=True)
+            self.recover()
+            raise
+        self._under_way = {}
         return True
 
-    def _run(self, lanes: dict[Row, list[ForwardCall]], put_back: Callable[[], None] | None = None) -> None:
+    def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
+        """Note the outputs of the next calls of a row, or why there are none."""
+        if isinstance(outcome, Exception):
+            self._under_way[row]()
+            row.error = explained(outcome)
+        else:
+            row.finish(calls, outcome)
+
+    def _run(self, lanes: dict[Row, list[ForwardCall]]) -> None:
         """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
-        self._under_way = {row: row.undo(calls, put_back) for row, calls in lanes.items()}
+        self._under_way = {row: row.undo(calls) for row, calls in lanes.items()}
         try:
             outcomes: Sequence[Outcome] = [None]
             if sum(map(len, lanes.values())) > 1:
@@ -134,11 +159,7 @@ class Passes:
                         self._under_way[row]()
                         calls, self._under_way[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
-                if isinstance(outcome, Exception):
-                    self._under_way[row]()
-                    row.error = explained(outcome)
-                else:
-                    row.finish(calls, outcome)
+                self._end(row, calls, outcome)
         except BaseException:
             self.recover()
             raise

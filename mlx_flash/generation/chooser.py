@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_flash.compat.compiler import evaluate
 from mlx_flash.compat.randomkeys import draw_as_between, random_key, set_random_key
 
-
-class Choice(NamedTuple):
-    """A token that was chosen, ``(1,)``, and the logarithms of all probabilities, ``(1, vocabulary)``."""
-
-    token: mx.array
-    logprobs: mx.array
+Choice = tuple[mx.array, mx.array]
+"""A token that was chosen, ``(1,)``, and the logarithms of all probabilities, ``(1, vocabulary)``."""
 
 
 class Chooser:
@@ -55,7 +51,7 @@ class Chooser:
         self._last = token = self._draw(logprobs)
         keys = () if self._keys is None else self._keys[1:]  # later, it would wait for the pass after this one
         evaluate(token, logprobs, *keys, waits=waits)
-        return Choice(token, logprobs)
+        return token, logprobs
 
     def choose_ahead(self, outputs: Sequence[mx.array]) -> None:
         """Begin to compute logits, and choose the token after the last one, which the caller may not know yet.

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -210,7 +210,8 @@ class GeneratedSequence:
     def last(self) -> int:
         """The token that was chosen last."""
         assert self._token is not None
-        return cast(int, self._token.item())
+        number: Any = self._token.item()
+        return int(number)
 
     def end(self) -> None:
         """End before the last token is computed, although it may have been guessed. Nothing is guessed any more."""

@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx_flash.kv.checkpoints import Checkpoints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen, it would take three times as long to make one for each token
 class ForwardCall:
-    """The arguments of one call, and what they say about it.
+    """The arguments of one call, and what they say about it. It does not change.
 
     Attributes:
         arguments: as the caller gave them; mlx-lm's models take the tokens first, then the prompt cache.

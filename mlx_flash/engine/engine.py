@@ -28,8 +28,7 @@ from mlx_flash.streaming.layers import (
     EmbeddingRows,
     HeadState,
     LayerState,
-    PinnedLayer,
-    PinnedState,
+    PinnedLayers,
     StreamedLayer,
     TableState,
     Tile,
@@ -98,7 +97,7 @@ class Engine:
         self.stream = WeightStream([], reader, poison, 0)
         self.loans = Loans(self.stream)
         self.lending = Lending(self.loans, None, grows=False)
-        self.pinned = PinnedState()
+        self.pinned = PinnedLayers()
         self.units: list[Unit] = []
         self.experts: Experts | None = None
         self._alignment = alignment
@@ -188,8 +187,7 @@ class Engine:
     def _watch_pinned(self, layout: ModelLayout) -> None:
         for unit in layout.layers:
             if not isinstance(unit.module, SwappedClass):
-                self._swap(unit, PinnedLayer, (self.pinned, self.pinned.num_layers), [])
-                self.pinned.num_layers += 1
+                self.pinned.modules.append(unit.module)
 
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
         parameters = [parameter for parameter in unit.large if parameter.name in names]
@@ -275,6 +273,7 @@ class Engine:
         self.loans.close()
         if self.experts is not None:
             self.experts.pool.close()
+        self.pinned.compute_at_once(None)
         for module in self._changed:
             restore_class(module)
         if self._changed or self._bound:

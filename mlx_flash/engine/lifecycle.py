@@ -113,17 +113,29 @@ class Lifecycle:
         while True:
             self.start()
             with self._lock:
-                if self._closed:
-                    raise _closed()
-                if self.engine is not None:
-                    if self.unfinished is not None:
-                        self.recover()
+                if self._is_ready():
                     yield self.passes
                     return
 
+    def in_turn(self, use: Callable[[Passes], None]) -> None:
+        """Do something while :meth:`turn` holds the lock. For each token, a context manager would take half its time."""
+        while True:
+            self.start()
+            with self._lock:
+                if self._is_ready():
+                    return use(self.passes)
+
+    def _is_ready(self) -> bool:
+        """Put right what an interrupt has left. Return False if the model has to be started again."""
+        if self._closed:
+            raise _closed()
+        if self.engine is not None and self.unfinished is not None:
+            self.recover()
+        return self.engine is not None
+
     def make_ready(self) -> None:
         """Start the model, and undo a pass that was interrupted. Waits for other threads only if there is one."""
-        if self.engine is None or self.passes.is_under_way:
+        if self.engine is None or self.passes.under_way:
             with self.turn() as passes:
                 passes.recover()
 

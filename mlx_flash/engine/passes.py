@@ -48,6 +48,8 @@ class Passes:
     Attributes:
         group, sharing: the calls that share a pass, and their choice.
         grants: prompt caches whose next tokens surely have room.
+        under_way: what undoes the rows of a pass, while there is one, and after one that was interrupted until
+            :meth:`recover`.
         is_resident: True if everything is in memory: a pass waits for nothing, and its outputs need not be known.
     """
 
@@ -58,7 +60,7 @@ class Passes:
         self._session = session
         self._kv = kv
         self._counters = counters
-        self._under_way: dict[Row, Callable[[], None]] = {}
+        self.under_way: dict[Row, Callable[[], None]] = {}
         self.grants = Grants()
         self.is_resident = session.chain is None and session.prefixes is None and session.engine.is_resident
         self._meter = None if self.is_resident else session.meter  # nothing is read
@@ -77,7 +79,7 @@ class Passes:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
-        if self._under_way:
+        if self.under_way:
             self.recover()
         if self._kv is not None:
             self._kv.in_turns = frozenset()
@@ -101,7 +103,7 @@ class Passes:
                 lanes, pinned = {}, self._session.engine.pinned
                 if not self._run_granted(plan, waiting[0]) and (lanes := self.sharing.choose(plan, waiting, loans)):
                     calls = [call for lane in lanes.values() for call in lane]
-                    pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
+                    pinned.compute_at_once(layers_at_once(plan, list(map(Lane, calls)), len(pinned.modules)))
                     if self.is_resident and pinned.num_at_once is None:
                         self.grants.note(plan, calls[0])
                     self._run(lanes)
@@ -119,8 +121,8 @@ class Passes:
         """
         if row.is_done or (put_back := self.grants.undo_of(plan, call := row.left[0])) is None:
             return False
-        self._session.engine.pinned.num_at_once = None
-        self._under_way = {row: row.undo([call], put_back)}
+        self._session.engine.pinned.compute_at_once(None)
+        self.under_way = {row: row.undo([call], put_back)}
         try:
             self._counters.begin(1, 1, 1)
             try:
@@ -133,20 +135,20 @@ class Passes:
             self._counters.end(failed=True)
             self.recover()
             raise
-        self._under_way = {}
+        self.under_way = {}
         return True
 
     def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
         """Note the outputs of the next calls of a row, or why there are none."""
         if isinstance(outcome, Exception):
-            self._under_way[row]()
+            self.under_way[row]()
             row.error = explained(outcome)
         else:
             row.finish(calls, outcome)
 
     def _run(self, lanes: dict[Row, list[ForwardCall]]) -> None:
         """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
-        self._under_way = {row: row.undo(calls) for row, calls in lanes.items()}
+        self.under_way = {row: row.undo(calls) for row, calls in lanes.items()}
         try:
             outcomes: Sequence[Outcome] = [None]
             if sum(map(len, lanes.values())) > 1:
@@ -156,27 +158,22 @@ class Passes:
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
                     if len(calls) > 1:
-                        self._under_way[row]()
-                        calls, self._under_way[row] = calls[:1], row.undo(calls[:1])
+                        self.under_way[row]()
+                        calls, self.under_way[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
                 self._end(row, calls, outcome)
         except BaseException:
             self.recover()
             raise
-        self._under_way = {}
-
-    @property
-    def is_under_way(self) -> bool:
-        """True while there is a pass, and after one that was interrupted, until :meth:`recover`."""
-        return bool(self._under_way)
+        self.under_way = {}
 
     def recover(self) -> None:
         """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too."""
-        if self._under_way:
-            for undo in self._under_way.values():
+        if self.under_way:
+            for undo in self.under_way.values():
                 undo()
             self._session.engine.recover()
-            self._under_way = {}
+            self.under_way = {}
 
     def _alone(self, row: Row) -> list[Any] | Exception:
         """Return the output of the next part of a row, in a pass of its own, or why there is none."""
@@ -205,19 +202,19 @@ class Passes:
             check_headroom(plan, [Lane(call, 1)], loans)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
-        self._under_way = {row: row.undo([call])}
+        self.under_way = {row: row.undo([call])}
         try:
             cached = prefixes.begin(prompt[:, :number], cache, is_prompt=True)
             if cached is not None:  # fewer tokens, or none, where a page is damaged
                 prefixes.end(cached.first(cached.num_restored))
                 row.skip(cached.num_restored)
         except CALL_ERRORS as error:
-            self._under_way[row]()
+            self.under_way[row]()
             row.error = explained(error)
         except BaseException:
             self.recover()
             raise
-        self._under_way = {}
+        self.under_way = {}
 
     def _call(self, call: ForwardCall, row: Row, *, is_pass: bool) -> Any:
         """Call the model, for the tokens that the prefix cache does not answer. A pass is counted."""

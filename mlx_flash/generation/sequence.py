@@ -141,7 +141,7 @@ class GeneratedSequence:
         row = self.row
         if row is None or row.error is not None or self.segments:
             return False
-        return bool(row.outputs) and (row.is_done or self._at >= 0)
+        return bool(row.outputs) and (not row.left or self._at >= 0)
 
     @property
     def num_left(self) -> int:

@@ -13,6 +13,7 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import sizes
 
@@ -36,6 +37,8 @@ class PooledCache:
     def offset(self) -> int:
         """Position of the next token."""
         store = self.rows.store
+        if isinstance(store, MemoryRows) and store.buffers.capacity:  # each layer asks twice for each token
+            return store.num_rows + store.num_forgotten
         return store.length + store.num_forgotten
 
     @property

@@ -61,7 +61,7 @@ class MemoryRows:
         mx.eval(arrays)
         self.buffers = Buffers.of(RowLayout.of(arrays, options.step) if arrays else None, arrays)  # replaced as a whole
         self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
-        self._length = length
+        self.num_rows = length  # in the buffers; it does not count while parked
         self._options = options
 
     @property
@@ -83,7 +83,7 @@ class MemoryRows:
     def length(self) -> int:
         """Number of tokens."""
         pages = self.buffers.pages
-        return num_tokens(pages) if pages else self._length
+        return num_tokens(pages) if pages else self.num_rows
 
     @property
     def in_numbers(self) -> Layer:
@@ -95,19 +95,19 @@ class MemoryRows:
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
         capacity = self.buffers.capacity
-        return not capacity or self._length + num_new > capacity
+        return not capacity or self.num_rows + num_new > capacity
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         num_new = new[0].shape[2]
         if self.takes_more(num_new):
             length, grown = self.length, self._grown(new)
-            self._length = length
+            self.num_rows = length
             self.buffers = grown
-        end = self._length + num_new
+        end = self.num_rows + num_new
         for array, rows in zip(self.buffers.arrays, new, strict=True):
-            array[..., self._length : end, :] = rows
-        self._length = end
+            array[..., self.num_rows : end, :] = rows
+        self.num_rows = end
 
     def _grown(self, new: Sequence[mx.array]) -> Buffers:
         """Return buffers with all tokens, and room for new ones."""
@@ -124,7 +124,7 @@ class MemoryRows:
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
-        arrays, length = self.buffers.arrays, self._length
+        arrays, length = self.buffers.arrays, self.num_rows
         if not arrays:
             return self.read(0, self.length)
         return [*arrays] if length == self.buffers.capacity else [array[..., :length, :] for array in arrays]
@@ -141,7 +141,7 @@ class MemoryRows:
         if self.pages:
             self.park(cut(self.pages, length))
         else:
-            self._length = length
+            self.num_rows = length
 
     def without(self, start: int, stop: int) -> MemoryRows:
         """Return the rows without some tokens; those behind them move up. Evaluate them."""
@@ -160,7 +160,7 @@ class MemoryRows:
     def park(self, pages: MemoryPages, layout: RowLayout | None = None) -> None:
         """Replace the buffers by pages with all tokens, of this layout if there were no tokens before."""
         if not pages:
-            self._length = 0
+            self.num_rows = 0
         self.buffers = Buffers.of(layout or self.layout, pages=pages)
 
 
@@ -169,7 +169,7 @@ def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[
 
     Called for nearly every token and layer: loops over two arrays would take a tenth of its time.
     """
-    start, buffers = store._length, store.buffers
+    start, buffers = store.num_rows, store.buffers
     end = start + keys.shape[2]
     if end > buffers.capacity:  # which is 0 while parked
         return None
@@ -177,7 +177,7 @@ def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[
     place = ..., slice(start, end), slice(None)
     all_keys[place] = keys
     all_values[place] = values
-    store._length = end
+    store.num_rows = end
     if end == buffers.capacity:
         return all_keys, all_values
     place = ..., slice(end), slice(None)

@@ -28,8 +28,6 @@ def _hiding(name: str) -> Callable[..., Any]:
 class SwappedClass:
     """Base of the mixins whose ``__call__`` answers in place of the module's own."""
 
-    _flash_state: Any
-
     __setitem__, __delitem__, __ior__ = map(_hiding, ("__setitem__", "__delitem__", "__ior__"))
     clear, pop, popitem, setdefault, update = map(_hiding, ("clear", "pop", "popitem", "setdefault", "update"))
 

@@ -56,7 +56,9 @@ class Guesses:
     def add(self, token: int) -> None:
         """Add the next token of the text."""
         for each in self._sources:
-            each.add(token)
+            each.source.add(token)
+            if each.unchecked is not None:
+                each.check(token)
 
     def look(self, limit: int) -> bool:
         """Return whether there is a guess.
@@ -97,13 +99,12 @@ class _Judged:
 
     def __init__(self, source: Source) -> None:
         self.source, self.acceptance, self.quality = source, Acceptance(source.expected), 0
-        self._unchecked: int | None = None
+        self.unchecked: int | None = None
 
-    def add(self, token: int) -> None:
-        self.source.add(token)
-        if self._unchecked is not None:
-            self.acceptance.note(self.quality, 1, int(token == self._unchecked))
-            self._unchecked = None
+    def check(self, token: int) -> None:
+        """Note whether the guess that was passed over is the token."""
+        self.acceptance.note(self.quality, 1, int(token == self.unchecked))
+        self.unchecked = None
 
     def worth(self, times: Times, limit: int, num_others: int) -> Worth:
         """Return how many of its guesses to compute."""
@@ -115,4 +116,4 @@ class _Judged:
         if self.source.guess_seconds:
             self.acceptance.note(self.quality, 0, 0)
         else:
-            self._unchecked = self.source.guess(1)[0]
+            self.unchecked = self.source.guess(1)[0]

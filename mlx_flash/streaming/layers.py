@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, state_of
+from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, restore_class, state_of, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.storage.placement import Piece, Segment
@@ -78,30 +78,41 @@ def compute(*roots: Any) -> None:
         mx.synchronize()
 
 
-@dataclass(slots=True)
-class PinnedState:
-    """State of all layers whose weights stay in memory.
-
-    Attributes:
-        num_layers: how many there are.
-        num_at_once: layers of the next calls that are computed before the next one begins; None for all.
-    """
-
-    num_layers: int = 0
-    num_at_once: int | None = None
-
-
-class PinnedLayer(SwappedClass):
-    """A layer in memory, on a GPU that MLX records work for far ahead.
+class PinnedLayers:
+    """The layers in memory that calls may have to wait for, on a GPU that MLX records work for far ahead.
 
     MLX keeps the intermediate results of recorded work until it is done: those of all layers, if nobody waits.
+
+    Attributes:
+        modules: the layers.
+        num_at_once: layers that are computed before the next one begins; None for all; 0 where an interrupt came while
+            that was changed.
     """
 
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.num_at_once: int | None = None
+
+    def compute_at_once(self, number: int | None) -> None:
+        """Change :attr:`num_at_once`. Layers that nobody waits for are as they were."""
+        if number == self.num_at_once:
+            return
+        self.num_at_once = 0
+        for position, module in enumerate(self.modules, 1):
+            is_last = number is not None and position % number == 0
+            if is_last and not isinstance(module, _LastAtOnce):
+                swap_class(module, _LastAtOnce, None)
+            elif not is_last and isinstance(module, _LastAtOnce):
+                restore_class(module)
+        self.num_at_once = number
+
+
+class _LastAtOnce(SwappedClass):
+    """A layer that is computed, and those before it, before the next one begins."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, number = self._flash_state  # as state_of() returns, for each layer and token
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if state.num_at_once is not None and (number + 1) % state.num_at_once == 0:
-            compute(result, args, kwargs)
+        compute(result, args, kwargs)
         return result
 
 

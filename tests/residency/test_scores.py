@@ -14,12 +14,11 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.layout.swap import swap_class
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency import scores
 from mlx_flash.residency.scores import RESULTS, bytes_per_pair
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
-from mlx_flash.streaming.layers import PinnedLayer, PinnedState
+from mlx_flash.streaming.layers import PinnedLayers
 from models import save, stock
 from streamed import config
 from zoo import configuration
@@ -44,8 +43,10 @@ def seen_per_pair(directory: Path, long: int = LONG, *, quantized: bool = False)
     A freed buffer that is used again may be two pages larger than what is asked for: let MLX keep none.
     """
     model, peaks = stock(directory), []
-    for layer in model.layers if has_own_memory() else ():  # as where memory is short: else the scores of all are kept
-        swap_class(layer, PinnedLayer, (PinnedState(num_at_once=1), 0))
+    if has_own_memory():  # as where memory is short: else the scores of all layers are kept
+        pinned = PinnedLayers()
+        pinned.modules += model.layers
+        pinned.compute_at_once(1)
     for context in (SHORT, long):
         filled = _filled(model, context, quantized=quantized)
         tokens, found = mx.zeros((1, NUM_TOKENS), mx.int32), []

@@ -118,7 +118,7 @@ class Lifecycle:
                     return
 
     def in_turn(self, use: Callable[[Passes], None]) -> None:
-        """Do something while :meth:`turn` holds the lock. For each token, a context manager would take half its time."""
+        """Do something in a :meth:`turn`, for which a context manager would take half the time, at each token."""
         while True:
             self.start()
             with self._lock:

@@ -13,7 +13,7 @@ from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.refusals import too_large
-from mlx_flash.kv.growth import update_growth
+from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.driver import has_own_memory
@@ -129,7 +129,7 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
         process=ledger.process,
         in_use=_in_use({pool for lane in lanes for pool in lane.pools}),
         activations=ledger.computed(tokens),
-        growth=sum([_growth_of_others(plan, lane) for lane in lanes]) + states,
+        growth=_growth_of_others(plan, lanes) + states,
     )
 
 
@@ -139,15 +139,16 @@ def _in_use(pools: set[KVPool]) -> int:
     return max(0, active_memory() - reserved) + sum([pool.memory_bytes for pool in pools])
 
 
-def _growth_of_others(plan: ResidencyPlan, lane: Lane) -> int:
-    """Return the bytes that a call adds to mlx-lm's own caches."""
-    call, entries = lane.call, lane.others
-    if not entries:
-        return 0
-    states = 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
-    per_layer = call.batch_size * _bytes_of_others(plan, lane) // len(entries)
-    growth = update_growth(entries, call.num_tokens // call.batch_size, [per_layer] * len(entries))
-    return states + growth.added
+def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+    """Return the most bytes that calls add to mlx-lm's own caches, which copy one layer after another as they grow."""
+    states, growths = 0, [Growth(0, 0)]
+    for lane in lanes:
+        call, entries = lane.call, lane.others
+        if entries:
+            states += 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
+            per_layer = call.batch_size * _bytes_of_others(plan, lane) // len(entries)
+            growths.append(update_growth(entries, call.num_tokens // call.batch_size, [per_layer] * len(entries)))
+    return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
 
 
 def _bytes_of_others(plan: ResidencyPlan, lane: Lane) -> int:

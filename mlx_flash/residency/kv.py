@@ -94,8 +94,8 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
     rows = sizes.cache.rows
     if not rows or config.kv_cache == "stock":
         ledger = Ledger(sizes.cache, sizes.activations)
-        nbytes = ledger.in_memory([round_up(context_length, CACHE_STEP)]) + ledger.states(prefill_step_size)
-        return KVShare(None, rows, nbytes)
+        tokens = context_length + CACHE_STEP  # mlx-lm's caches grow by a step at any length
+        return KVShare(None, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size))
     options = _options(config, 0, context_length)
     ledger = Ledger(sizes.cache, sizes.activations, options, prefill_step_size)
     tokens, growth = ledger.held(context_length), max(CACHE_STEP, options.step)

@@ -301,3 +301,22 @@ def test_token_that_is_not_added_up_fits_when_it_is(
                 patch.setattr(headroom, "_has_room", lambda *_: False)
                 check_headroom(smaller, [lane])
     assert decisions == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("make", "num_new"),
+    [(KVCache, 1), (KVCache, 16), (lambda: RotatingKVCache(4096), 1), (lambda: RotatingKVCache(900), 16)],
+    ids=["token", "tokens", "window", "full window"],
+)
+def test_copy_of_a_layer_that_grows_is_within_the_budget(tmp_path: Path, make: Callable[[], Any], num_new: int) -> None:
+    """mlx-lm's caches copy the tokens of a layer when they grow, here 2 MB beside the arrays that stay."""
+    save(tmp_path, LLAMA | {"num_key_value_heads": 4, "head_dim": 64}, bits=None)
+    settings = FlashConfig(ram_budget_gb=footprint() / 1e9 + MORE_GB, kv_cache="stock", telemetry=False)
+    with load_model(tmp_path, settings)[0] as model:
+        cache, tokens = [make() for _ in range(5)], mx.zeros((1, num_new), mx.int32)
+        mx.eval(model(mx.zeros((1, 1024), mx.int32), cache=cache))
+        need = headroom.needed(model.plan, [Lane(parse_call((tokens, cache), {}))])
+        model.plan = replace(model.plan, budget_bytes=need.total)
+        mx.reset_peak_memory()
+        mx.eval(model(tokens, cache=cache))
+        assert need.process + mx.get_peak_memory() <= model.plan.budget_bytes

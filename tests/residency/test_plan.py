@@ -163,8 +163,9 @@ def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) 
     else:
         least = max(CACHE_STEP, config.prefill_step_size or 0)
         assert plan.context_length in {*CONTEXT_LENGTHS, least}
-        a_copy = sizes.cache.largest_row * context + sizes.cache.call_bytes * plan.prefill_step_size
-        assert plan.kv_bytes - a_copy <= KV_SHARE * plan.budget_bytes or plan.context_length == least
+        a_step = sizes.cache.token_bytes * CACHE_STEP
+        a_copy = sizes.cache.largest_row * (context + CACHE_STEP) + sizes.cache.call_bytes * plan.prefill_step_size
+        assert plan.kv_bytes - a_step - a_copy <= KV_SHARE * plan.budget_bytes or plan.context_length == least
     if config.prefill_step_size:
         assert plan.prefill_step_size == min(config.prefill_step_size, plan.context_length)
     else:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv
-from mlx_flash.kv.admit import admit, admit_quietly, ledger_of, quiet_width, way_within
+from mlx_flash.kv.admit import Adding, admit, admit_quietly, ledger_of, quiet_width, way_within
 from mlx_flash.kv.kvledger import KVLedger
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
@@ -51,20 +51,20 @@ class OwnCaches:
         """The bytes that a pass adds to caches in memory, as far as the plan lets them grow."""
         if self.is_quiet or self._pool is None:
             return 0
-        growth, limit = self._call.growth, self._plan.kv.limit
+        growth, limit = self._ledger.growth, self._plan.kv.limit
         growth = growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
         return max(growth, self.growth_on_disk(NUM_SLOTS)) if self._pool.layers.is_on_disk else growth
 
     def growth_on_disk(self, num_slots: int = 1) -> int:
         """Return the bytes that a pass adds with every layer on disk."""
-        return 0 if self._pool is None else max(0, self._call.least_with(num_slots) - self._pool.memory_bytes)
+        return 0 if self._pool is None else max(0, self._ledger.least_with(num_slots) - self._pool.memory_bytes)
 
     def goes_to_disk(self, missing: int) -> bool:
         """Return whether some layers go to disk, or stay there, if so many bytes are missing for the pass."""
         pool = self._pool
         if pool is None or pool.options.budget_bytes is None:
             return False
-        way = self._call.way(self._rooms(pool, missing)[-1])
+        way = self._ledger.way(self._rooms(pool, missing)[-1])
         return bool(way.num_slots) and not way.missing
 
     def admit(self, missing: int) -> int:
@@ -79,8 +79,8 @@ class OwnCaches:
             held = self._slots_held if pool.layers.is_on_disk else 0
             room, lacking = self.room(missing, held)
             if not lacking:
-                admit(pool, *self._arguments, room)
-                vars(self).pop("_call", None)  # layers may have moved
+                admit(pool, self._adding, room)
+                vars(self).pop("_ledger", None)  # layers may have moved
             if lacking or held or not pool.layers.is_on_disk or not self._slots_held:
                 return lacking
 
@@ -97,7 +97,7 @@ class OwnCaches:
         if pool is None:
             return 0, missing
         for room in self._rooms(pool, missing, held):
-            wanted = way_within(pool, self._call, room).missing
+            wanted = way_within(pool, self._ledger, room).missing
             if not wanted:
                 break
         if wanted and plan.kv.is_fixed and room == plan.kv.limit:
@@ -123,20 +123,17 @@ class OwnCaches:
         return max(slot, *[each.nbytes for each in self._pool.ring.slots]) * (len(together) - 1)
 
     @cached_property
-    def _call(self) -> KVLedger:
+    def _ledger(self) -> KVLedger:
         assert self._pool is not None
-        return ledger_of(self._pool, *self._arguments)
+        return ledger_of(self._pool, self._adding)
 
     @cached_property
-    def _arguments(self) -> tuple[list[LayerRows], list[int], int, list[int]]:
-        """The layers, the new tokens of each, how many go through at a time, and the bytes of a token in each.
-
-        Tokens are those of one sequence; a token of a batch has the bytes of all its sequences.
-        """
+    def _adding(self) -> Adding:
+        """The tokens that the calls add."""
         rows, num_layers = self._plan.kv.rows, max([len(lane.own) for lane in self._lanes])
         row_bytes = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
         tokens = [lane.tokens for lane in self._lanes]
         step = max([new.num_at_once // new.batch_size for new in tokens])
         of_lanes = [new.batch_size for new, lane in zip(tokens, self._lanes, strict=True) for _ in lane.own]
         sizes = [row_bytes[i % num_layers] * batch_size for i, batch_size in enumerate(of_lanes)]
-        return self._layers, self._num_new, step, sizes
+        return Adding(self._layers, self._num_new, step, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mlx_flash.kv.kvledger import Coming, KVLedger, Way
 from mlx_flash.kv.kvpool import KVPool
@@ -11,32 +12,37 @@ from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.memory import MemoryRows
 
 
-def admit(
-    pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
-) -> int:
+class Adding(NamedTuple):
+    """Tokens that a call, or several in lockstep, add to layers of caches."""
+
+    layers: Sequence[LayerRows]
+    num_new: Sequence[int]  # tokens of each sequence that each layer gets
+    step: int  # how many of them go through the model at a time
+    row_bytes: Sequence[int]  # of a token of all sequences in each layer; not used where there are tokens already
+
+
+def admit(pool: KVPool, adding: Adding, limit: int) -> int:
     """Prepare a call, or several in lockstep: offload layers before it takes memory, and set what it may take.
 
-    The call adds ``num_new`` tokens to each layer, of which ``step`` go through the model at a time. ``row_bytes`` are
-    those of a token in each layer; not used where there are tokens already. ``limit`` is the most memory of all caches
-    together, reads and writes in flight included. Return the bytes that are missing: 0 when the call can begin. Raises:
-    WriteError: there is no room on the disk.
+    ``limit`` is the most memory of all caches together, reads and writes in flight included. Return the bytes that are
+    missing: 0 when the call can begin. Raises: WriteError: there is no room on the disk.
     """
-    if layers:
-        pool.begin({rows.group for rows in layers})
-    call = ledger_of(pool, layers, num_new, step, row_bytes)
-    way = way_within(pool, call, limit)
+    if adding.layers:
+        pool.begin({rows.group for rows in adding.layers})
+    ledger = ledger_of(pool, adding)
+    way = way_within(pool, ledger, limit)
     if way.missing or pool.options.budget_bytes is None:
         return way.missing
     pool.budget_bytes, pool.under_way_bytes = limit, way.under_way_bytes
-    in_parts = any(each.num_new > step for each in call.coming.values())
-    for rows, each in call.coming.items():
+    in_parts = any(each.num_new > adding.step for each in ledger.coming.values())
+    for rows, each in ledger.coming.items():
         rows.expect(each.held if in_parts else 0)
     if way.num_slots:
         pool.ring.resize(way.num_slots)
         pool.files.limit_queue(way.num_slots)
-    if layers:
-        pool.free(lambda: pool.ledger(call.coming, step).peak, layers[0].group)
-    stays = {} if way.num_slots else {rows: each.held for rows, each in call.coming.items()}
+    if adding.layers:
+        pool.free(lambda: pool.ledger(ledger.coming, adding.step).peak, adding.layers[0].group)
+    stays = {} if way.num_slots else {rows: each.held for rows, each in ledger.coming.items()}
     pool.granted = weakref.WeakKeyDictionary(stays)
     return 0
 
@@ -73,20 +79,18 @@ def quiet_width(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int
     return largest
 
 
-def ledger_of(
-    pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
-) -> KVLedger:
-    """Return the ledger of a call; the arguments are those of :func:`admit`."""
-    held = pool.options.held_tokens
+def ledger_of(pool: KVPool, adding: Adding) -> KVLedger:
+    """Return the ledger of the tokens that come to some layers."""
+    step, held = adding.step, pool.options.held_tokens
     coming = {
         rows: Coming(sum(rows.store.in_numbers.widths) or nbytes, new, held(rows.length + new, step))
-        for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
+        for rows, new, nbytes in zip(adding.layers, adding.num_new, adding.row_bytes, strict=True)
     }
     return pool.ledger(coming, step)
 
 
-def way_within(pool: KVPool, call: KVLedger, limit: int) -> Way:
+def way_within(pool: KVPool, ledger: KVLedger, limit: int) -> Way:
     """Return how a call stays within a limit. Raises: WriteError: there is no room on the disk."""
-    way = call.way(limit)
+    way = ledger.way(limit)
     pool.files.check_room(way.disk_bytes)
     return way

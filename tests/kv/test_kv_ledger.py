@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FlashError
-from mlx_flash.kv.admit import admit, ledger_of, quiet_width
+from mlx_flash.kv.admit import Adding, admit, ledger_of, quiet_width
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import Coming, KVLedger, Layer
 from mlx_flash.kv.kvpool import KVPool
@@ -68,14 +68,10 @@ def test_ledger_counts_all_arrays_and_no_call_takes_more(
 def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: str, count: int) -> None:
     layers = [cache.rows for cache in caches]
     if name in ("feed", "call"):
-        if name == "call" and admit(
-            pool, layers, [count] * LAYERS, count, sizes_of(layers), pool.options.budget_bytes or 1 << 40
-        ):
+        adding = Adding(layers, [count] * LAYERS, count, sizes_of(layers))
+        if name == "call" and admit(pool, adding, pool.options.budget_bytes or 1 << 40):
             return
-        peak, num_offloaded = (
-            ledger_of(pool, layers, [count] * LAYERS, count, sizes_of(layers)).peak,
-            pool.stats.num_offloaded,
-        )
+        peak, num_offloaded = ledger_of(pool, adding).peak, pool.stats.num_offloaded
         for i, cache in enumerate(caches):
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
             assert pool.memory_bytes <= peak or pool.stats.num_offloaded > num_offloaded
@@ -106,13 +102,13 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
     layers = [cache.rows for caches in together for cache in caches]
-    call = ledger_of(pool, layers, [count] * len(layers), count, sizes_of(layers))
-    assert call.peak >= call.now
-    missing = [call.way(limit).missing for limit in (0, call.now, call.peak, call.peak + 50_000, 1 << 40)]
+    ledger = ledger_of(pool, Adding(layers, [count] * len(layers), count, sizes_of(layers)))
+    assert ledger.peak >= ledger.now
+    missing = [ledger.way(limit).missing for limit in (0, ledger.now, ledger.peak, ledger.peak + 50_000, 1 << 40)]
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0
     if (width := quiet_width(pool, layers, [count] * len(layers))) is not None:
         assert width == max(sum(rows.store.in_numbers.widths) for rows in layers)
-        assert not pool.layers.on_disk and call.peak == call.now and call.growth == 0
+        assert not pool.layers.on_disk and ledger.peak == ledger.now and ledger.growth == 0
 
 
 def test_now_is_a_sum_over_layers() -> None:
@@ -146,11 +142,11 @@ def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
 
 def test_peak_counts_the_copy_of_a_layer_that_drops_tokens() -> None:
     layers = {"a": Layer((100, 100), 60, 64), "b": Layer((100, 100), 60, 64)}
-    call = KVLedger(KVOptions(step=16, max_tokens=64), layers, {"a": Coming(200, 8, 64)})
-    assert call.peak == 3 * 200 * 64
+    ledger = KVLedger(KVOptions(step=16, max_tokens=64), layers, {"a": Coming(200, 8, 64)})
+    assert ledger.peak == 3 * 200 * 64
 
 
 def test_slots_count_with_the_tokens_to_come() -> None:
     layers = {"a": Layer((4096,), 16, is_on_disk=True)}
-    call = KVLedger(KVOptions(step=16), layers, {"a": Coming(4096, 1, 17)})
-    assert (call.now, call.peak) == (4096 * (16 + 2 * 16), 4096 * (16 + 2 * 32))
+    ledger = KVLedger(KVOptions(step=16), layers, {"a": Coming(4096, 1, 17)})
+    assert (ledger.now, ledger.peak) == (4096 * (16 + 2 * 16), 4096 * (16 + 2 * 32))

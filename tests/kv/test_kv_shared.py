@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kv_rows import address, equal, offload_all, rows_of
-from mlx_flash.kv.admit import admit
+from mlx_flash.kv.admit import Adding, admit
 from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.kvledger import Coming
 from mlx_flash.kv.kvpool import KVPool
@@ -270,7 +270,7 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
         first.mine.clear()
         gc.collect()
     layers = [entry.rows for entry in second.mine]
-    needed = admit(pool, layers, [16] * LAYERS, 16, [0] * LAYERS, limit=0)
+    needed = admit(pool, Adding(layers, [16] * LAYERS, 16, [0] * LAYERS), limit=0)
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)

@@ -108,7 +108,7 @@ class KeptCaches:
         else:
             length = 0
         plain = MemoryRows(rows.options, arrays, entry.offset)
-        rows.memory.park((*known, *plain.copied(length)), plain.layout)
+        rows.memory.hold((*known, *plain.copied(length)), plain.layout)
         cache = DiskKVCache(rows=rows)
         pass_on(entry, cache)
         return cache
@@ -139,7 +139,7 @@ class KeptCaches:
                 pages.append(Page(first, min(page.length, at)))
                 if second is not None and page.length > at:
                     pages.append(Page(second, page.length - at))
-            holder.memory.park(tuple(pages))
+            holder.memory.hold(tuple(pages))
 
 
 def _make_room(pool: KVPool, rows: LayerRows) -> None:

@@ -145,7 +145,7 @@ class KVPool(Opaque):
             if (disk := rows.disk) is not None:
                 other.replace(disk.fork())
             else:
-                other.memory.park(as_pages(rows), rows.memory.layout)
+                other.memory.hold(as_pages(rows), rows.memory.layout)
                 other.memory.num_forgotten = rows.memory.num_forgotten
                 other.stored = rows.stored
             note_copy(rows, other, rows.length)

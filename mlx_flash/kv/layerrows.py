@@ -237,7 +237,7 @@ def _spread(index: int) -> int:
 
 def park(rows: LayerRows) -> None:
     """Replace the buffers of a layer in memory by pages, shared ones where other layers have the same tokens."""
-    rows.memory.park(as_pages(rows))
+    rows.memory.hold(as_pages(rows))
 
 
 def as_pages(rows: LayerRows) -> MemoryPages:

@@ -139,7 +139,7 @@ class MemoryRows:
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on."""
         if self.pages:
-            self.park(cut(self.pages, length))
+            self.hold(cut(self.pages, length))
         else:
             self.num_rows = length
 
@@ -149,7 +149,7 @@ class MemoryRows:
             kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
             return MemoryRows(self._options, kept, self.length - stop + start, self.num_forgotten + stop - start)
         other = MemoryRows(self._options, num_forgotten=self.num_forgotten + stop - start)
-        other.park((*cut(self.pages, start), *self.copied(stop)), self.layout)
+        other.hold((*cut(self.pages, start), *self.copied(stop)), self.layout)
         return other
 
     def copied(self, start: int) -> MemoryPages:
@@ -157,8 +157,8 @@ class MemoryRows:
         rest = self.length - start
         return (Page(InMemory(self.read(start, self.length)), rest),) if rest else ()
 
-    def park(self, pages: MemoryPages, layout: RowLayout | None = None) -> None:
-        """Replace the buffers by pages with all tokens, of this layout if there were no tokens before."""
+    def hold(self, pages: MemoryPages, layout: RowLayout | None = None) -> None:
+        """Hold pages with all tokens instead of buffers. They have this layout if there were no tokens before."""
         if not pages:
             self.num_rows = 0
         self.buffers = Buffers.of(layout or self.layout, pages=pages)

@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.memory import Buffers, shortened
+from mlx_flash.kv.memory import MemoryRows, shortened
 from mlx_flash.layout.reachable import arrays_in
 
 PutBack = Callable[[], None]
@@ -105,8 +105,9 @@ def _shrink_to(entry: Any, capacity: int) -> None:
     if not 0 < capacity < _capacity(entry):
         return
     if isinstance(entry, PooledCache):
-        memory = entry.rows.memory
-        memory.buffers = Buffers.of(memory.layout, [shortened(array, capacity) for array in memory.arrays])
+        rows, memory = entry.rows, entry.rows.memory
+        arrays = [shortened(array, capacity) for array in memory.arrays]
+        rows.replace(MemoryRows(rows.options, arrays, memory.length, memory.num_forgotten))
     else:
         entry.keys, entry.values = tree_map(partial(shortened, length=capacity), (entry.keys, entry.values))
 

@@ -17,8 +17,8 @@ from mlx_flash.engine.headroom import most_growth
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.undo import trim_all
 from mlx_flash.kv.base import PENDING
+from mlx_flash.kv.checkpoints import trimmer
 from mlx_flash.kv.memory import Changes, MemoryRows
-from mlx_flash.kv.views import trimmer
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan
 

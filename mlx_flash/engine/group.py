@@ -17,7 +17,8 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.undo import break_cache
 from mlx_flash.errors import FlashError, PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed, snapshot, trimmer
+from mlx_flash.kv.checkpoints import snapshot, trimmer
+from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.ranks.spread import Spread

@@ -15,7 +15,8 @@ from typing import Any, cast
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.errors import CacheError, FlashError
-from mlx_flash.kv.views import can_be_viewed, snapshot, trim_all_to, trimmable
+from mlx_flash.kv.checkpoints import snapshot, trim_all_to, trimmable
+from mlx_flash.kv.views import can_be_viewed
 
 _USES = ("update_and_fetch", "make_mask", "trim", "to_quantized", "merge", "extract", "extend", "filter", "prepare")
 _SPECIAL_USES = ("__getitem__", "__setitem__")

@@ -24,7 +24,7 @@ from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.generation.chooser import Chooser
-from mlx_flash.kv.views import trimmer
+from mlx_flash.kv.checkpoints import trimmer
 from mlx_flash.model import FlashLLM
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
 

@@ -1,9 +1,9 @@
-"""Checkpoints of caches: what puts an entry back after tokens that were computed in vain."""
+"""Checkpoints, snapshots and trimming, which put caches back after tokens that were computed in vain."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.memory import MemoryRows, shortened
 from mlx_flash.layout.reachable import arrays_in
@@ -91,6 +92,44 @@ def trim_to(entry: Any, offset: int) -> None:
     """Take the tokens from an offset on from an entry, if it has any."""
     if entry.offset > offset:
         entry.trim(entry.offset - offset)
+
+
+def snapshot(cache: Sequence[Any]) -> PutBack | None:
+    """Return what puts empty entries back as they are; None if one of them holds anything."""
+    entries = entries_of(cache)
+    if any(arrays_in(vars(entry)) or not entry.empty() for entry in entries):
+        return None
+    before = [{} if isinstance(entry, PooledCache) else copy.deepcopy(vars(entry)) for entry in entries]
+
+    def put_back() -> None:
+        for entry, attributes in zip(entries, before, strict=True):
+            if isinstance(entry, PooledCache):
+                entry.trim(entry.size())
+            else:
+                entry.__dict__ = attributes
+
+    return put_back
+
+
+def trimmer(cache: Sequence[Any]) -> PutBack | None:
+    """Return what trims every entry to the tokens that it has now; None if one cannot be trimmed."""
+    offsets = trimmable(cache)
+    return None if offsets is None else partial(trim_all_to, cache, offsets)
+
+
+def trimmable(cache: Sequence[Any]) -> list[int] | None:
+    """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
+    if not all(issubclass(kind, PooledCache | KVCache | QuantizedKVCache) for kind in set(map(type, cache))):
+        return None
+    if any(isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None for entry in cache):
+        return None
+    return [entry.offset for entry in cache]
+
+
+def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
+    """Trim every entry to an offset."""
+    for entry, offset in zip(cache, offsets, strict=True):
+        trim_to(entry, offset)
 
 
 def _capacity(entry: Any) -> int:

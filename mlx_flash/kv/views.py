@@ -9,9 +9,8 @@ becomes the entry itself: both have one class and one ``__dict__``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache as cached
-from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -26,7 +25,7 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import Checkpoints, trim_to
+from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.growth import example_update
 from mlx_flash.layout.reachable import Opaque, arrays_in
 
@@ -101,44 +100,6 @@ class CacheViews:
 def can_be_viewed(cache: Sequence[Any]) -> bool:
     """Return whether views of all entries exist: they are mlx-lm's caches of one sequence, or of a pool."""
     return all(issubclass(kind, PooledCache) or kind in _KINDS for kind in set(map(type, entries_of(cache))))
-
-
-def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
-    """Return what puts empty entries back as they are; None if one of them holds anything."""
-    entries = entries_of(cache)
-    if any(arrays_in(vars(entry)) or not entry.empty() for entry in entries):
-        return None
-    before = [{} if isinstance(entry, PooledCache) else copy.deepcopy(vars(entry)) for entry in entries]
-
-    def put_back() -> None:
-        for entry, attributes in zip(entries, before, strict=True):
-            if isinstance(entry, PooledCache):
-                entry.trim(entry.size())
-            else:
-                entry.__dict__ = attributes
-
-    return put_back
-
-
-def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
-    """Return what trims every entry to the tokens that it has now; None if one cannot be trimmed."""
-    offsets = trimmable(cache)
-    return None if offsets is None else partial(trim_all_to, cache, offsets)
-
-
-def trimmable(cache: Sequence[Any]) -> list[int] | None:
-    """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
-    if not all(issubclass(kind, PooledCache | KVCache | QuantizedKVCache) for kind in set(map(type, cache))):
-        return None
-    if any(isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None for entry in cache):
-        return None
-    return [entry.offset for entry in cache]
-
-
-def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
-    """Trim every entry to an offset."""
-    for entry, offset in zip(cache, offsets, strict=True):
-        trim_to(entry, offset)
 
 
 def _same_structure(cache: Sequence[Any], parts: Iterator[Any]) -> list[Any]:

@@ -10,10 +10,10 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from interrupt_points import Program
+from mlx_flash.kv.checkpoints import trimmer
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.views import trimmer
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import PrefixCache

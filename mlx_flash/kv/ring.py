@@ -54,7 +54,7 @@ class Slot:
         self.used_at = 0.0  # seconds
         self.touched = 0  # bytes written to since the memory was allocated
         self.num_moved = 0  # times that a pending computation kept the old memory
-        self._pages: mx.array | None = None
+        self._array: mx.array | None = None
         self._arena: Arena | None = None
         self._is_large = False
         self._owner: weakref.ref[DiskRows] | None = None
@@ -82,9 +82,9 @@ class Slot:
         if self.nbytes < needed:
             self.release()  # the old memory first, then the new
             needed = max(needed, rows.layout.slot_bytes(most))
-            self._pages = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
-            mx.eval(self._pages)
-            self._arena, self.handed_out = Arena(needed, self._pages), 0
+            self._array = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
+            mx.eval(self._array)
+            self._arena, self.handed_out = Arena(needed, self._array), 0
         self.claim()
         if commits_lazily() and not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
             use_huge_pages(self.memory, at_once=False)
@@ -95,8 +95,8 @@ class Slot:
     def release(self) -> None:
         """Empty the slot, and free its memory."""
         self.clear()
-        if self._pages is not None:
-            self._arena, self._pages, self.handed_out, self.touched, self._is_large = None, None, 0, 0, False
+        if self._array is not None:
+            self._arena, self._array, self.handed_out, self.touched, self._is_large = None, None, 0, 0, False
             release_freed_memory()
 
     def clear(self) -> None:
@@ -128,21 +128,21 @@ class Slot:
 
     def claim(self) -> None:
         """Make sure that no pending computation reads the memory. If one does, the slot moves, and is empty then."""
-        if not self.handed_out or self._pages is None or self._arena is None:
+        if not self.handed_out or self._array is None or self._arena is None:
             return
         nbytes, address = self._arena.nbytes, address_of(self._arena.memory)
         owner, self._owner = self._owner, None
         self._arena = None
-        pages = self._pages
-        pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page aligns the others
-        mx.eval(pages)
-        self._arena, self.handed_out = Arena(nbytes, pages), 0
+        array = self._array
+        array[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page of memory aligns the others
+        mx.eval(array)
+        self._arena, self.handed_out = Arena(nbytes, array), 0
         if address_of(self._arena.memory) != address:
             self.num_moved += 1
             self._is_large = False
             self.tokens = self.touched = 0
             if commits_lazily():
-                give_back(pages)  # a copy is committed as a whole
+                give_back(array)  # a copy is committed as a whole
         self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:

@@ -15,13 +15,13 @@ from mlx_flash.residency.speed import Machine
 
 @dataclass(slots=True)
 class Forecast:
-    """A forecast, made once, when the run has been long enough to measure. Any thread may ask; it works on numbers.
+    """A forecast, made once for a plan, after enough passes to measure. Any thread may ask; it works on numbers.
 
     Args:
         sizes: the model in numbers.
         config: the settings.
         machine: with the speeds that the plan was made with.
-        plan: the plan in force.
+        plan: the plan in force; replaced with the budget.
         meter: knows the speeds that the run has reached.
     """
 
@@ -30,16 +30,17 @@ class Forecast:
     machine: Machine
     plan: ResidencyPlan
     meter: SpeedMeter
-    _made: tuple[Outlook | None] | None = field(default=None, init=False)
+    _made: tuple[ResidencyPlan, Outlook | None] | None = field(default=None, init=False)
 
     def outlook(self) -> Outlook | None:
         """Return the gain of a larger budget; None while the run is too short, and where there is no gain."""
-        if self._made is None:
+        made, plan = self._made, self.plan
+        if made is None or made[0] is not plan:
             speed = self.meter.speed(self.machine.speed)
             if speed is None:
                 return None
-            self._made = (outlook(self.sizes, self.config, self.machine.at_speed(speed), self.plan),)
-        return self._made[0]
+            made = self._made = plan, outlook(self.sizes, self.config, self.machine.at_speed(speed), plan)
+        return made[1]
 
     def telemetry(self) -> dict[str, Any]:
         """Return the forecast for the published state."""

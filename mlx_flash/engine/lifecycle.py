@@ -24,6 +24,7 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.prefixes.prefixcache import PrefixCache
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.worth import Times
 
 
@@ -43,7 +44,7 @@ class Lifecycle:
         counters: what its calls did so far.
         governor: counts writes.
         session: the plan in force; None before :meth:`start`.
-        engine, prefixes, forecast: those of the session; None before :meth:`start`.
+        engine, prefixes, forecast: those of the session; None without one.
         passes, times: its passes, and their measured times. There from :meth:`start` on.
         unfinished: puts back what is changed in the modules for a moment; None if nothing is. An interrupt may keep it
             from running to its end, so each use of the model begins with it.
@@ -158,7 +159,7 @@ class Lifecycle:
     def share_budget(self, nbytes: int) -> None:
         """Count against the budget of the process. The smallest one of each model holds only those before it."""
         if nbytes > self.plan.budget_bytes:
-            self.plan = replace(self.plan, budget_bytes=nbytes)
+            self._adapt(replace(self.plan, budget_bytes=nbytes))
 
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
@@ -167,15 +168,21 @@ class Lifecycle:
             if self.engine is not None and is_alone and self.config.lend_reserves:
                 adapted = self.engine.lending.adapt(self.plan, nbytes)
                 if adapted is not None:
-                    self.plan = adapted
+                    self._adapt(adapted)
                     self.engine.lending.recall(footprint() - nbytes)
                     return
             self.prepared = self.prepared.planned(self.config, base_bytes)
             self.plan, self._is_planned = self.prepared.plan, is_alone
-            self.engine = None
+            self.engine = self.prefixes = self.forecast = None
             self._stop()
             self.session = None
             release_freed_memory()
+
+    def _adapt(self, plan: ResidencyPlan) -> None:
+        """Go on with a plan for another budget, in the same session."""
+        self.plan = plan
+        if self.forecast is not None:
+            self.forecast.plan = plan
 
     def close(self) -> nn.Module:
         """End streaming. As :meth:`FlashLLM.close`."""

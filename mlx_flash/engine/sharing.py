@@ -126,8 +126,7 @@ class Sharing:
         offloads = num_granted < len(more) and self._offloads(plan, rows, loans)
         if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, loans)) is not None:
             return chosen
-        waits = [each.waiting for each in prices]
-        chosen = self._most(plan, rows, more, waits, num_granted, loans)
+        chosen = self._most(plan, rows, more, prices, num_granted, loans)
         if chosen is not None:
             return chosen
         if num_granted or offloads:  # since it was checked with more of them
@@ -159,20 +158,19 @@ class Sharing:
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
         prices = self._prices(plan, rows, more, loans, on_disk=True)
-        waits = [each.waiting for each in prices]
         try:
-            granted = check_headroom(plan, [row.lane() for row in rows], loans, waits[-1], offloads=True)
+            granted = check_headroom(plan, [row.lane() for row in rows], loans, prices[-1].waiting, offloads=True)
         except BudgetError:
             return None
         number = sum(each.cost <= granted for each in prices)
-        return self._most(plan, rows, more, waits, number, loans, offloads=True) if number > num_granted else None
+        return self._most(plan, rows, more, prices, number, loans, offloads=True) if number > num_granted else None
 
     def _most(
         self,
         plan: ResidencyPlan,
         rows: Sequence[Row],
         more: Sequence[_More],
-        waits: Sequence[int],
+        prices: Sequence[Price],
         number: int,
         loans: Lending | None,
         *,
@@ -181,7 +179,7 @@ class Sharing:
         """Return the first parts, and so many more as fit: few less than it could be; None if not even one does."""
         while number:
             chosen = _with_first(rows, more[:number])
-            if self._least(_fits(plan, chosen, waits[number - 1], loans, offloads=offloads)):
+            if self._least(_fits(plan, chosen, prices[number - 1].waiting, loans, offloads=offloads)):
                 return chosen
             number -= max(1, number // 8)
         return None

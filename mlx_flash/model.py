@@ -203,10 +203,10 @@ class FlashLLM(ModelFacade):
         life.in_turn(lambda passes: passes.advance(life.plan, rows, lends=life.lends))
 
     @property
-    def is_resident(self) -> bool:
+    def begins_ahead(self) -> bool:
         """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
         life = self._life
-        return life.engine is not None and life.passes.is_resident
+        return life.engine is not None and life.passes.begins_ahead
 
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether the budget holds sequences that share passes, on every rank, until all have ended.

@@ -57,7 +57,7 @@ class Grants:
             return None
         return None if PENDING in vars(cache[0]) or PENDING in vars(cache[-1]) else grant
 
-    def undo_of(self, plan: ResidencyPlan, call: ForwardCall) -> Callable[[], None] | None:
+    def undo_if_granted(self, plan: ResidencyPlan, call: ForwardCall) -> Callable[[], None] | None:
         """Return what takes a token back whose call surely fits the budget; None for all other calls."""
         if call.num_tokens != 1 or call.cache is None or not call.is_plain or call.checkpoints is not None:
             return None

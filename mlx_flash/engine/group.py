@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +13,7 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.undo import break_cache
-from mlx_flash.errors import FlashError, PeerError, StreamedWeightsError
+from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import snapshot, trimmer
 from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
@@ -36,19 +34,21 @@ class _LaneRun:
     Args:
         calls: the calls, in order.
         is_proven: whether the model is known to need no order.
+
+    Attributes:
+        can_undo, can_repeat: whether the cache can be put back after calls in order, and after any others.
     """
 
     def __init__(self, calls: Sequence[ForwardCall], is_proven: bool) -> None:
         self.cache = calls[0].cache or ()
-        self.trim = trimmer(self.cache)
-        self.put_back = None
+        self.can_undo = trimmer(self.cache) is not None
+        self.can_repeat = False
         self.views = None
         self.calls = list(calls)
         if len(calls) > 1:
-            self.put_back = None if is_proven else snapshot(self.cache)
             lengths, checkpoints = [call.num_tokens // call.batch_size for call in calls], calls[0].checkpoints
-            if checkpoints is not None:
-                self.put_back = self.trim = partial(checkpoints.take_back, 0)
+            self.can_undo |= checkpoints is not None
+            self.can_repeat = checkpoints is not None or (not is_proven and snapshot(self.cache) is not None)
             self.views = CacheViews(self.cache, lengths, checkpoints)
             self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
 
@@ -61,14 +61,10 @@ class _LaneRun:
         return output
 
     def outcome(self, found: list[Any] | Exception) -> Outcome:
-        """Return the outcome of the calls. Put the cache back if one has failed."""
-        if isinstance(found, Exception):
-            undo = self.put_back or self.trim or partial(break_cache, self.cache)
-            with suppress(FlashError, OSError):  # the caller repeats it, and breaks a cache that cannot be put back
-                undo()
-            if isinstance(found, SharedEntryError):
-                found.__traceback__ = None  # its frames refer to the error, and to the calls with their logits
-                return None if self.put_back is not None else _out_of_order(found)
+        """Return the outcome of the calls. If it is not their outputs, the caller puts the cache back."""
+        if isinstance(found, SharedEntryError):
+            found.__traceback__ = None  # its frames refer to the error, and to the calls with their logits
+            return None if self.can_repeat else _out_of_order(found)
         return found
 
 
@@ -147,7 +143,7 @@ class CallGroup:
         made = [_LaneRun(calls, self._is_proven) for calls in lanes]
         places = [(lane, index) for lane in made for index in range(len(lane.calls))]
         num_units = max(1, len(self._engine.stream.units))
-        can_undo = all(lane.trim is not None for lane in made)
+        can_undo = all(lane.can_undo for lane in made)
         lockstep = Lockstep(
             self._engine.stream,
             before=lambda number: self._before(*places[number]),

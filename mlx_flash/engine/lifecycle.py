@@ -114,7 +114,10 @@ class Lifecycle:
         while True:
             self.start()
             with self._lock:
-                if self._is_ready():
+                if self._closed:
+                    raise _closed()
+                if self.engine is not None:
+                    self.recover()
                     yield self.passes
                     return
 
@@ -123,16 +126,11 @@ class Lifecycle:
         while True:
             self.start()
             with self._lock:
-                if self._is_ready():
+                if self._closed:
+                    raise _closed()
+                if self.engine is not None:
+                    self.recover()
                     return use(self.passes)
-
-    def _is_ready(self) -> bool:
-        """Put right what an interrupt has left. Return False if the model has to be started again."""
-        if self._closed:
-            raise _closed()
-        if self.engine is not None and self.unfinished is not None:
-            self.recover()
-        return self.engine is not None
 
     def make_ready(self) -> None:
         """Start the model, and undo a pass that was interrupted. Waits for other threads only if there is one."""

@@ -40,8 +40,7 @@ class Pending(Opaque):
         token: the token that is owed, if a call of the model may take it over.
 
     Attributes:
-        token: as given.
-        is_owed: whether tokens are owed.
+        difference, token: as given; the difference is 0 once there is none.
         found: what ``settle`` returned.
     """
 
@@ -49,7 +48,6 @@ class Pending(Opaque):
         self, cache: Sequence[Any], difference: int, settle: Callable[[], Any], token: int | None = None
     ) -> None:
         self.token = token
-        self.is_owed = difference > 0
         self.found: Any = None
         self.difference = difference
         self._entries = entries_of(cache)
@@ -62,9 +60,14 @@ class Pending(Opaque):
         return self
 
     @property
+    def is_owed(self) -> bool:
+        """True if tokens are owed."""
+        return self.difference > 0
+
+    @property
     def is_settled(self) -> bool:
         """True if the cache holds what it says."""
-        return not self.is_owed and self.difference >= 0
+        return self.difference == 0
 
     def check_is_of(self, entry: Any) -> None:
         """Refuse (CacheError) a copy of an entry that was made while interrupts had cut a change in two."""
@@ -141,7 +144,7 @@ class Pending(Opaque):
         self.lift()
         if not self.is_settled:
             self.found = self._settle()
-            self.is_owed, self.difference = False, 0
+            self.difference = 0
             self.lift()
 
     @property

@@ -23,7 +23,7 @@ class Row:
 
     Args:
         whole: all of it as one call.
-        parts: the calls that it consists of.
+        parts: the calls that it consists of; more than at first, once they are cut.
         pending: what the first part makes up for; None where the prompt cache holds what it says.
         num_extra: tokens before those that the caller has given: an owed one.
         joins: whether the logits of all parts become one array. Then the one of each part is dropped.
@@ -34,7 +34,6 @@ class Row:
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
-        is_cut: whether there are more parts than at first.
         put_back: makes the prompt cache as it was before the last pass.
         was_sought: whether the prefix cache was asked for the tokens of a prompt.
         num_restored: tokens that came from it.
@@ -49,7 +48,6 @@ class Row:
     left: deque[ForwardCall] = field(init=False)
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    is_cut: bool = False
     put_back: Callable[[], None] = lambda: None
     was_sought: bool = False
     num_restored: int = 0
@@ -74,8 +72,7 @@ class Row:
     @property
     def num_joined(self) -> int:
         """Tokens whose logits will be in one array that is not made yet."""
-        is_whole = len(self.parts) == 1 and not self.is_cut
-        return 0 if is_whole or self.outputs or not self.joins else self.whole.num_tokens
+        return 0 if len(self.parts) == 1 or self.outputs or not self.joins else self.whole.num_tokens
 
     @property
     def length(self) -> int:
@@ -105,20 +102,20 @@ class Row:
     def cut(self) -> int:
         """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
         step = 1 << (self.length - 1).bit_length() - 1
-        self.is_cut = True
         self.left = deque(part for call in self.left for part in call.parts(step))
+        self.parts = tuple(self.left)
         return step
 
     def undo(self, calls: Sequence[ForwardCall], put_back: Callable[[], None] | None = None) -> Callable[[], None]:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""
         left, num_outputs, num_restored, error = deque(self.left), len(self.outputs), self.num_restored, self.error
         self.put_back = put_back = put_back or undo_of(calls)
-        was_owed = self.pending is not None and self.pending.is_owed
+        difference = 0 if self.pending is None else self.pending.difference
 
         def undo() -> None:
             put_back()
             if self.pending is not None:
-                self.pending.is_owed = was_owed
+                self.pending.difference = difference
             self.left, self.num_restored, self.error = deque(left), num_restored, error
             del self.outputs[num_outputs:]
 
@@ -144,12 +141,12 @@ class Row:
         """Take the outputs of the next parts."""
         for call, output in zip(calls, outputs, strict=True):
             if self.pending is not None:
-                self.pending.is_owed = False
+                self.pending.difference = 0
             first = self.left.popleft()
             assert first is call
-            if self.joins and (len(self.parts) > 1 or self.is_cut):
+            if self.joins and len(self.parts) > 1:
                 self._join(call, output)
-            elif call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
+            elif call.wants_logits or len(self.parts) == 1:
                 self.outputs.append(output)
         self.tell(0)
 

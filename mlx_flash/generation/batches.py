@@ -96,7 +96,7 @@ class RowGenerator(BatchGenerator):
         answers: list[Any] = []
         for member in [*self._members]:
             self._choose(member, prompts)
-        if self._flash.is_resident:
+        if self._flash.begins_ahead:
             compute([member.sequence for member in self._members if member.goes_on])
         for member in [*self._members]:
             self._take(member, answers)

@@ -59,10 +59,10 @@ class Chooser:
         The device then gets both at once, as in mlx-lm's loop. With processors, which may wait for the last token, it
         gets the model first.
         """
-        if self._tokens is None and outputs:
-            self._ahead = self(outputs[-1], waits=False)
-        else:
+        if self._tokens is not None:
             evaluate(outputs, waits=False)
+        if outputs:
+            self._ahead = self(outputs[-1], waits=False)
 
     def _draw(self, logprobs: mx.array) -> mx.array:
         """Choose a token from log probabilities, with the random numbers that were drawn ahead, if there are any."""

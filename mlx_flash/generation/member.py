@@ -26,7 +26,6 @@ class Member:
         num_prompt: tokens of the prompt.
         most_tokens: the most tokens that its cache will have.
         matcher: finds the end of the answer.
-        has_chosen: whether a token was chosen, and not handed out.
     """
 
     uid: int
@@ -34,7 +33,6 @@ class Member:
     num_prompt: int
     most_tokens: int
     matcher: Any
-    has_chosen: bool = False
 
     @classmethod
     def of(cls, waiting: Waiting, model: FlashLLM, step: int, report: Callable[[int, int, int], None]) -> Member:
@@ -71,6 +69,11 @@ class Member:
         )
 
     @property
+    def has_chosen(self) -> bool:
+        """True if a token was chosen, and not handed out."""
+        return self.sequence.num_tokens > self.sequence.num_taken
+
+    @property
     def goes_on(self) -> bool:
         """True if a token was chosen that is not the last one."""
         return self.has_chosen and self.sequence.num_tokens < self.sequence.max_tokens
@@ -79,13 +82,12 @@ class Member:
         """Choose the next token of a sequence that is ready."""
         key = random_key()
         self.sequence.choose()
-        self.has_chosen = True
         if random_key() is not key:  # whose order of numbers would depend on guesses
             self.sequence.guesses = None
 
     def answer(self) -> Any:
         """Return the token that was chosen."""
-        sequence, self.has_chosen = self.sequence, False
+        sequence = self.sequence
         number, logprobs, _ = sequence.take()
         reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
         reason = "stop" if self.matcher.advance(number) else reason

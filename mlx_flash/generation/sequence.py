@@ -60,7 +60,7 @@ class GeneratedSequence:
         has_room: False once guesses had no room. Nothing is guessed then, but a draft model still needs the text.
         tokens: those in the cache.
         row: what is computed now, or was computed and not chosen from; None where the next row is not known.
-        num_tokens: tokens that were chosen.
+        num_tokens, num_taken: tokens that were chosen, and those of them that were handed out.
         num_rows: rows of one token that are computed now; 0 for a part of the prompt.
         num_restored: tokens of the prompt that came from the prefix cache.
         ends_segment: the row that is computed ends with a segment.
@@ -83,7 +83,7 @@ class GeneratedSequence:
         self.chooser = chooser
         self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
         self.row: Row | None = None
-        self.num_tokens = self.num_rows = self.num_restored = 0
+        self.num_tokens = self.num_taken = self.num_rows = self.num_restored = 0
         self.ends_segment = self.has_room = True
         self._step, self._report = step, report
         self._new: list[int] = []  # the tokens of the row
@@ -91,7 +91,6 @@ class GeneratedSequence:
         self._at = -1  # number of the logits to choose from
         self._token: mx.array | None = None
         self._logprobs = mx.array([])
-        self._num_taken = 0
         self._owed: Pending | None = None
         self._reason: str | None = None
 
@@ -111,7 +110,7 @@ class GeneratedSequence:
             ends, is_last = list(accumulate(map(len, taken[:-1]))), not self.segments
             self.row = self.model.row(mx.array([self._new]), self.cache, self._step, wants_logits=is_last, ends=ends)
             self.row.report = self._report
-        elif self.model.is_resident:
+        elif self.model.begins_ahead:
             self._new = []
             self.row = self.model.row(self._token[None], self.cache, self._step, owed=self._owed)
         else:
@@ -163,7 +162,7 @@ class GeneratedSequence:
         """Choose the token that follows. It is known after :meth:`take`."""
         assert self.row is not None
         output = self.row.outputs[self._at]
-        self._token, self._logprobs = self.chooser(output, waits=not self.model.is_resident)
+        self._token, self._logprobs = self.chooser(output, waits=not self.model.begins_ahead)
         self.num_tokens += 1
         self.num_restored += self.row.num_restored if self.num_tokens == 1 else 0
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
@@ -183,12 +182,12 @@ class GeneratedSequence:
                 self.row, self._at = None, -1
         elif self.row is not None and self.row.is_done and self.row.error is None:  # it was begun before
             self.tokens.append(number)
-        self._num_taken = self.num_tokens
+        self.num_taken = self.num_tokens
         return Token(number, self._logprobs.squeeze(0), is_right)
 
     def withdraw(self) -> None:
         """Take a token from the cache that was chosen, and not taken; or make the cache refuse every use."""
-        if self.num_tokens > self._num_taken and self._at < 0 and self.row is not None and self.row.is_done:
+        if self.num_tokens > self.num_taken and self._at < 0 and self.row is not None and self.row.is_done:
             self.row.put_back()
 
     @property
@@ -293,7 +292,7 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None, 
         num_others += max(0, sequence.num_rows - 1)
     counts = [sequence.num_rows for sequence in sequences]
     are_tokens = 0 not in counts
-    if model.is_resident and max(counts) < 2:  # nothing is guessed
+    if model.begins_ahead and max(counts) < 2:  # nothing is guessed
         model.advance(rows)
         if are_tokens and chooses_ahead:  # the device computes while the tokens before are handed out
             for sequence, row in zip(sequences, rows, strict=True):

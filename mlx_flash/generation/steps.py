@@ -140,7 +140,7 @@ def _generate(
             _compute(sequence, stream)
             with mx.stream(stream):
                 sequence.choose()
-                is_computed = model.is_resident and (prompt_cache is not None or sequence.num_tokens != max_tokens)
+                is_computed = model.begins_ahead and (prompt_cache is not None or sequence.num_tokens != max_tokens)
                 if is_computed:
                     compute([sequence], chooses_ahead=True)
                 token = sequence.take()

@@ -40,10 +40,10 @@ class StreamedLayer(SwappedClass):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: LayerState = state_of(self)
         run = super().__call__  # type: ignore[misc]
-        return run_resident(state.stream, state.index, run, args, kwargs)
+        return run_streamed(state.stream, state.index, run, args, kwargs)
 
 
-def run_resident(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Acquire, call, evaluate, release.
 
     The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
@@ -145,7 +145,7 @@ class HeadState:
         """Call the module's own method on every tile. Return the outputs side by side, ``(..., rows)``."""
         if self.is_dropped:
             return method(self.whole, x)
-        outputs = [run_resident(self.stream, t.index, partial(method, t.module), (x,), {}) for t in self.tiles]
+        outputs = [run_streamed(self.stream, t.index, partial(method, t.module), (x,), {}) for t in self.tiles]
         return mx.concatenate(outputs, axis=-1)
 
 

@@ -144,13 +144,13 @@ def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], mon
 
 def test_a_computation_that_differs_is_named(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Right weights, wrong result: as of a kernel that chooses by shape or address."""
-    original, count = layers.run_resident, iter(range(1 << 30))
+    original, count = layers.run_streamed, iter(range(1 << 30))
 
     def rounded(stream: WeightStream, index: int, *rest: Any) -> Any:
         result = original(stream, index, *rest)
         return result * (1 + 2**-20) if index == 2 and next(count) == 1 else result
 
-    monkeypatch.setattr(layers, "run_resident", rounded)
+    monkeypatch.setattr(layers, "run_streamed", rounded)
     status, receipt = verified(folder("llama"), "--num-slots", 2)
     assert status == EXIT_DIFFERS and not receipt["wrong_bytes"] and receipt["difference"]
 

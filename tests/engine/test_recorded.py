@@ -15,7 +15,6 @@ from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import layers_at_once, needed
 from mlx_flash.engine.lane import Lane
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.streaming.layers import PinnedLayer
 from models import LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole
 
@@ -80,15 +79,14 @@ def test_streamed_layers_are_waited_for_always(directory: Path, waits: list[None
         model.plan = replace(model.plan, prefill_step_size=64)
         assert same_bits(run(model, PROMPT[:1]), run(stock(directory), PROMPT[:1]))
         assert len(waits) >= NUM_LAYERS
-        assert not model.engine.pinned.num_layers
+        assert not model.engine.pinned.modules
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="about other devices")
 def test_layers_in_memory_stay_as_they_are_on_other_devices(directory: Path) -> None:
     with in_memory(directory) as model:
         run(model, PROMPT)
-        assert not model.engine.pinned.num_layers
-        assert not any(isinstance(layer, PinnedLayer) for layer in model.layers)
+        assert not model.engine.pinned.modules
 
 
 def test_scores_count_for_single_tokens_that_have_no_kernel(directory: Path) -> None:

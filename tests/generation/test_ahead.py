@@ -46,7 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_memory(directory: Path, **settings: Any) -> FlashLLM:
     model = load_model(directory, config(ram_budget_gb=LARGE_GB, **settings))[0]
     model.start()
-    assert model.is_resident
+    assert model.begins_ahead
     return model
 
 
@@ -265,3 +265,22 @@ def test_tokens_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.Mon
         with pytest.raises(BudgetError):
             next(steps)
         assert count == before + 1
+
+
+def test_processors_run_as_far_ahead_as_by_mlx_lm(llama: Path) -> None:
+    """A token is handed out after processors have seen the next one's logits, while the device computes."""
+
+    def events(step: Any, model: Any) -> list[tuple[str, int]]:
+        seen: list[tuple[str, int]] = []
+
+        def process(tokens: mx.array, logits: mx.array) -> mx.array:
+            seen.append(("processed", tokens.size))
+            return logits
+
+        for token, _ in step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, logits_processors=[process]):
+            seen.append(("handed out", int(token)))
+        return seen
+
+    *expected, _, last = events(stock_generate_step, stock(llama))  # without the token after the last one
+    with in_memory(llama) as model:
+        assert events(mlx_flash.generate_step, model) == [*expected, last]

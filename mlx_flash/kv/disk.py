@@ -177,7 +177,7 @@ def _next_pages(
     page, step = planned.get(begin), disk.layout.step
     if page is not None and disk.length <= page.end <= end:
         draft = page.draft()
-        if draft is not None and not draft.is_taken:
+        if draft is not None:
             return page.end, draft
     upcoming = min([other for other in planned if other > begin and not (other - begin) % step], default=end)
     num_full = (min(upcoming, end) - begin) // step

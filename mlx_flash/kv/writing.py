@@ -230,7 +230,7 @@ class Draft(WrittenFile):
     def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
         super().__init__(path, reader, writer, direct)
         self.room = room
-        self.is_taken = False  # whether the prefix cache has it, and nothing more may be written. Set by the caller
+        self.is_taken = False  # whether the prefix cache has it. Set by the caller, which writes no more to it
         self._end = room
         self._pages: dict[int, tuple[list[BlobInfo], Write]] = {}  # by layer, with no checksums yet
 

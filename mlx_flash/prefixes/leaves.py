@@ -56,18 +56,11 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
 
 
 def forget(cache: Sequence[Any]) -> None:
-    """Note that the content of a prompt cache is not known."""
+    """Forget the content of a prompt cache, and which pages a call was to complete."""
     for entry in entries_of(cache):
         getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
         if isinstance(entry, PooledCache):
-            entry.rows.planned = NOTHING_PLANNED  # of a call that was interrupted
-
-
-def forget_plans(leaves: Sequence[RowLeaf]) -> None:
-    """Forget which pages a call was to complete."""
-    for leaf in leaves:
-        if leaf.own is not None:
-            leaf.own.planned = NOTHING_PLANNED
+            entry.rows.planned = NOTHING_PLANNED
 
 
 class Leaf:

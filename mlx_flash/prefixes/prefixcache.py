@@ -29,7 +29,7 @@ from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.leaves import Call, Leaf, RowLeaf, forget, forget_plans, form_of, leaves_of, new_array, rows_in
+from mlx_flash.prefixes.leaves import Call, Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
 from mlx_flash.prefixes.pagefile import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
@@ -91,9 +91,8 @@ class PrefixCache:
             history = call.history.with_labels(call.labels, call.ends)
         else:
             history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
-        is_stored = self._store(call, history)
-        forget_plans(call.rows)
-        if is_stored:
+        forget([leaf.entry for leaf in call.leaves])  # first: nothing more is written to drafts that are stored
+        if self._store(call, history):
             for leaf in call.leaves:
                 leaf.note(history)
 
@@ -217,7 +216,7 @@ class PrefixCache:
         rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
         blobs = {i: leaf.read(start, end) for i, leaf in rest.items()}
         if draft is not None:
-            draft.is_taken = True  # first: an interrupt may leave it planned
+            draft.is_taken = True
         if name := self._put(history, number, blobs, draft):
             place = cached(partial(self.store.place, name))
             for i, leaf in rest.items():

@@ -196,19 +196,23 @@ def test_descriptions_have_room_in_drafts(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt leaves it planned. The pages are restored then, and cannot be referred to."""
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
+    """An interrupt leaves it unplanned. The pages are restored then, and cannot be referred to."""
     machine = Machine(tmp_path)
-    talk = machine.talk()
+    talk, store = machine.talk(), machine.prefixes.store
+    put = store.put
+
+    def interrupted(*args: Any, **kwargs: Any) -> str:
+        name = put(*args, **kwargs)
+        if kwargs["ends"].index(96) == args[1]:
+            raise KeyboardInterrupt
+        return name
+
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.prefixes.prefixcache.forget_plans", interrupted)
+        patch.setattr(store, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             talk.feed(LONG[:96])
     machine.written()
-    assert all(entry.rows.planned for entry in talk.cache)
+    assert not any(entry.rows.planned for entry in talk.cache)
     for entry in talk.cache:
         entry.trim(entry.offset)
     monkeypatch.setattr(kvfiles, "MOST_FILES", 0)

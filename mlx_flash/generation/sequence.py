@@ -163,11 +163,11 @@ class GeneratedSequence:
         assert self.row is not None
         output = self.row.outputs[self._at]
         self._token, self._logprobs = self.chooser(output, waits=not self.model.begins_ahead)
-        self.num_tokens += 1
-        self.num_restored += self.row.num_restored if self.num_tokens == 1 else 0
+        self.num_restored += 0 if self.num_tokens else self.row.num_restored
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
         if self._at < 0:
-            self.row = None
+            self.row = None  # before the token counts: withdraw() would take the row of another one back
+        self.num_tokens += 1
 
     def take(self) -> Token:
         """Return the token that was chosen. Guesses that it proves wrong are taken back."""

@@ -136,6 +136,9 @@ def _generate(
     pending = None
     try:
         _compute(sequence, stream)
+        if not max_tokens and sequence.row is not None:  # mlx-lm has chosen a token here, too, with random numbers
+            with mx.stream(stream):
+                sequence.chooser(sequence.row.outputs[-1], waits=True)
         while sequence.num_tokens != max_tokens:
             _compute(sequence, stream)
             with mx.stream(stream):

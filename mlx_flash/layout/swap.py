@@ -18,7 +18,7 @@ def _hiding(name: str) -> Callable[..., Any]:
     """Return a method of a dict that ends :func:`expose_children` first: children may be others afterwards."""
 
     def method(module: Any, *args: Any, **keywords: Any) -> Any:
-        for key in [key for key, value in vars(module).items() if isinstance(value, nn.Module)]:
+        for key in _exposed(module):
             del vars(module)[key]
         return getattr(super(SwappedClass, module), name)(*args, **keywords)
 
@@ -32,8 +32,18 @@ class SwappedClass:
     clear, pop, popitem, setdefault, update = map(_hiding, ("clear", "pop", "popitem", "setdefault", "update"))
 
 
+def _exposed(module: nn.Module) -> list[str]:
+    """Return the keys of children that are attributes of the object, too."""
+    attributes = vars(module).items()
+    return [key for key, value in attributes if isinstance(value, nn.Module) and dict.get(module, key) is value]
+
+
 class ExposedChildren(SwappedClass):
-    """Mixin of modules that compute what they always do."""
+    """Mixin of modules that compute what they always do. Their copies have their own class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        clone = clone_with(cast(nn.Module, self), {})
+        return _made, (type(clone), dict(clone), vars(clone))
 
 
 def expose_children(module: nn.Module) -> bool:
@@ -120,13 +130,17 @@ def _size(value: Any) -> int:
 
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     """A module of the same own class and settings that holds other arrays."""
-    own = own_class(module)
-    clone = cast(nn.Module, own.__new__(own))
-    dict.update(clone, module)
-    dict.update(clone, arrays)
-    shared = {key: value for key, value in vars(module).items() if key != _STATE and not isinstance(value, nn.Module)}
-    vars(clone).update(shared)
-    return clone
+    left_out = {_STATE, *_exposed(module)}
+    attributes = {key: value for key, value in vars(module).items() if key not in left_out}
+    return _made(own_class(module), {**module, **arrays}, attributes)
+
+
+def _made(kind: Any, items: Mapping[str, Any], attributes: Mapping[str, Any]) -> nn.Module:
+    """Return a module with these contents."""
+    module = cast(nn.Module, kind.__new__(kind))
+    dict.update(module, items)
+    vars(module).update(attributes)
+    return module
 
 
 def clone_tree(module: nn.Module, arrays: Mapping[tuple[int, Any], mx.array]) -> nn.Module:

@@ -242,6 +242,24 @@ def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert gone() is None
 
 
+@pytest.mark.parametrize("budget", ["min", 8.0])
+def test_a_model_that_nobody_has_is_freed_at_once(tmp_path: Path, budget: Any) -> None:
+    """Its memory does not wait for Python's collector of cycles: a plan that was given up referred to its callers."""
+    directory = models.save(tmp_path / "model", models.WIDE_LLAMA)
+
+    def started_and_left() -> Any:
+        model = mlx_flash.load_model(directory, settings(budget, context_length=64))[0]
+        model.start()
+        return weakref.ref(model)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert started_and_left()() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts system threads in /proc")
 def test_threads_that_generate_leave_no_more_system_threads_than_with_mlx_lm(tmp_path: Path) -> None:
     """MLX has a system thread for each stream and keeps it, so both leave some for each thread that generated."""

@@ -284,3 +284,15 @@ def test_processors_run_as_far_ahead_as_by_mlx_lm(llama: Path) -> None:
     *expected, _, last = events(stock_generate_step, stock(llama))  # without the token after the last one
     with in_memory(llama) as model:
         assert events(mlx_flash.generate_step, model) == [*expected, last]
+
+
+@pytest.mark.parametrize("budget", [LARGE_GB, "min"])
+def test_random_numbers_after_no_token_are_mlx_lms(llama: Path, budget: Any) -> None:
+    def drawn(step: Any, model: Any) -> int:
+        mx.random.seed(3)
+        assert not list(step(mx.array(PROMPT), model, max_tokens=0, sampler=make_sampler(temp=0.9)))
+        return int(mx.random.randint(0, 1 << 30).item())
+
+    expected = drawn(stock_generate_step, stock(llama))
+    with load_model(llama, config(ram_budget_gb=budget))[0] as model:
+        assert drawn(mlx_flash.generate_step, model) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_flash.layout.swap import clone_tree, expose_children, holdings, remember, restore_class
+from mlx_flash.layout.swap import clone_tree, clone_with, expose_children, holdings, remember, restore_class
 
 
 class Tables(nn.Module):
@@ -99,5 +100,15 @@ def test_a_copy_of_exposed_children_has_its_own() -> None:
     expose_children(parent)
     clone = clone_tree(parent, {})
     assert clone.child is clone["child"] is not parent.child
-    deep = copy.deepcopy(parent)
-    assert deep.child is deep["child"] is not parent.child
+    for other in (copy.deepcopy(parent), copy.copy(parent), pickle.loads(pickle.dumps(parent))):
+        assert type(other) is Parent and "child" not in vars(other) and other(mx.array(8)).item() == 16
+    assert copy.deepcopy(parent).child is not parent.child is copy.copy(parent).child
+
+
+def test_other_attributes_stay() -> None:
+    parent = Parent()
+    expose_children(parent)
+    friend = Twice()
+    object.__setattr__(parent, "friend", friend)
+    parent.child = Half()
+    assert vars(parent)["friend"] is friend and clone_with(parent, {}).friend is friend

@@ -33,7 +33,7 @@ _LITTLE_BYTES = 16_000_000
 def check_headroom(
     plan: ResidencyPlan,
     lanes: Sequence[Lane],
-    loans: Lending | None = None,
+    lending: Lending | None = None,
     wish: int = 0,
     *,
     may_shrink: bool = False,
@@ -55,17 +55,17 @@ def check_headroom(
     own = OwnCaches(plan, lanes)
     if not wish and _has_room(plan, lanes, own):
         return 0
-    _settle_batches([entry for lane in lanes for entry in lane.others], loans)
+    _settle_batches([entry for lane in lanes for entry in lane.others], lending)
     need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes
     growth_of_own = 0
-    if wish or loans is not None or may_shrink:
+    if wish or lending is not None or may_shrink:
         growth_of_own = own.growth_on_disk() if offloads else own.growth  # one slot will do for a prompt
-    room = (max(0, loans.nbytes) if loans is not None else 0) - missing - growth_of_own
+    room = (max(0, lending.nbytes) if lending is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted
-    if loans is not None:
-        freed = _settle(plan, loans, missing + growth_of_own, need.process + need.in_use)
+    if lending is not None:
+        freed = _settle(plan, lending, missing + growth_of_own, need.process + need.in_use)
         need, missing = replace(need, in_use=need.in_use - freed), missing - freed
     if may_shrink and need.activations > plan.activation_bytes and missing + growth_of_own > 0:
         raise too_large(plan, lanes, need, missing + growth_of_own)
@@ -75,25 +75,25 @@ def check_headroom(
     return granted
 
 
-def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -> None:
+def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
     """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing."""
     lanes = [replace(lane, step=1)]
     need = needed(plan, lanes)
-    missing = need.total - plan.budget_bytes - (loans.recallable if loans is not None else 0)
+    missing = need.total - plan.budget_bytes - (lending.recallable if lending is not None else 0)
     missing = OwnCaches(plan, lanes).room(missing)[1]
     if missing > 0:
         raise too_large(plan, lanes, need, missing)
 
 
-def most_granted(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None) -> int:
+def most_granted(plan: ResidencyPlan, lanes: Sequence[Lane], lending: Lending | None) -> int:
     """Return bytes that :func:`check_headroom` may grant at most. Changes nothing."""
-    lent = max(loans.nbytes, loans.recallable) if loans is not None else 0
+    lent = max(lending.nbytes, lending.recallable) if lending is not None else 0
     return plan.budget_bytes - needed(plan, lanes).total + lent
 
 
-def goes_to_disk(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None) -> bool:
+def goes_to_disk(plan: ResidencyPlan, lanes: Sequence[Lane], lending: Lending | None) -> bool:
     """Return whether layers go to disk for so many tokens, or stay there. Changes nothing."""
-    recallable = loans.recallable if loans is not None else 0
+    recallable = lending.recallable if lending is not None else 0
     return OwnCaches(plan, lanes).goes_to_disk(needed(plan, lanes).total - plan.budget_bytes - recallable)
 
 
@@ -181,7 +181,7 @@ def most_growth(plan: ResidencyPlan, lane: Lane, new: NewTokens) -> int:
     return states + 2 * new.batch_size * (new.context + CACHE_STEP) * _bytes_of_others(plan, lane)
 
 
-def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -> int:
+def _settle(plan: ResidencyPlan, lending: Lending, short: int, known_bytes: int) -> int:
     """End loans where memory is short, and lend what is left over. Return the bytes that were freed.
 
     What the process has beyond ``known_bytes``, the footprint as plan and arrays explain it, such as holes between
@@ -193,20 +193,20 @@ def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -
         unknown = max(0, footprint() - known_bytes)
     short += unknown
     if short > 0:
-        return loans.recall(short)
-    loans.lend(-short - unlent_bytes(plan))
+        return lending.recall(short)
+    lending.lend(-short - unlent_bytes(plan))
     return 0
 
 
-def _settle_batches(entries: Sequence[Any], loans: Lending | None) -> None:
+def _settle_batches(entries: Sequence[Any], lending: Lending | None) -> None:
     """Evaluate, layer by layer, the batches that sequences were added to or removed from since their last call.
 
     mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they would be there twice.
     """
     paddings = {id(entry): vars(entry).get("left_padding") for entry in entries}
     changed = [entry for entry in entries if paddings[id(entry)] is not vars(entry).get(_SETTLED)]
-    if changed and loans is not None:
-        loans.recall(min(nbytes_in(changed), loans.nbytes))
+    if changed and lending is not None:
+        lending.recall(min(nbytes_in(changed), lending.nbytes))
     for entry in changed:
         mx.eval(arrays_in(entry))
         setattr(entry, _SETTLED, paddings[id(entry)])

@@ -88,7 +88,7 @@ class Passes:
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
-        loans = self._session.engine.lending if lends() else None
+        lending = self._session.engine.lending if lends() else None
         owed = [row.pending for row in waiting if row.pending is not None]
         if self._kv is not None and self.begins_ahead and len(waiting) > 1:
             self._kv.in_turns = _groups_of(waiting)  # parked between two tokens, one would be copied for each of them
@@ -97,11 +97,11 @@ class Passes:
                 pending.lift()
             if self._session.prefixes is not None:
                 for row in waiting:
-                    self._take_cached(self._session.prefixes, plan, row, loans)
+                    self._take_cached(self._session.prefixes, plan, row, lending)
                 waiting = [row for row in waiting if not row.is_done]
             while waiting:
                 lanes, pinned = {}, self._session.engine.pinned
-                if not self._run_granted(plan, waiting[0]) and (lanes := self.sharing.choose(plan, waiting, loans)):
+                if not self._run_granted(plan, waiting[0]) and (lanes := self.sharing.choose(plan, waiting, lending)):
                     calls = [call for lane in lanes.values() for call in lane]
                     pinned.compute_at_once(layers_at_once(plan, list(map(Lane, calls)), len(pinned.modules)))
                     if self.begins_ahead and pinned.num_at_once is None:
@@ -193,7 +193,7 @@ class Passes:
             return error
         return [output]
 
-    def _take_cached(self, prefixes: PrefixCache, plan: ResidencyPlan, row: Row, loans: Lending | None) -> None:
+    def _take_cached(self, prefixes: PrefixCache, plan: ResidencyPlan, row: Row, lending: Lending | None) -> None:
         """Take the longest cached prefix of a prompt from disk, in one go, before its parts are computed.
 
         In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
@@ -205,7 +205,7 @@ class Passes:
             return
         call = row.left[0].with_tokens(prompt[:, :number])
         try:
-            check_headroom(plan, [Lane(call, 1)], loans)
+            check_headroom(plan, [Lane(call, 1)], lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
         with self._undoing({row: row.undo([call])}):

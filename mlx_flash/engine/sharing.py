@@ -62,7 +62,7 @@ class Sharing:
         self._all_have_room = nullcontext if chain is None else chain.all_have_room
         self._least: Callable[[int], int] = int if chain is None else chain.least
 
-    def choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
+    def choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> dict[Row, list[ForwardCall]]:
         """Return as many of the rows as memory allows, each with the parts that share the next pass.
 
         If not even the first one fits, it gets the error, and nothing is returned.
@@ -75,14 +75,14 @@ class Sharing:
                 with self._all_have_room():
                     for row in chosen:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
-                            check_least(plan, Lane(row.whole, num_kept=row.num_joined), loans)
+                            check_least(plan, Lane(row.whole, num_kept=row.num_joined), lending)
                 can_cut = rows[0].length > 1
-                prices = self._prices(plan, chosen, more, loans) if more else []
+                prices = self._prices(plan, chosen, more, lending) if more else []
                 wish = prices[-1].cost if prices else 0
                 with self._all_have_room():
                     may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
-                    granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
-                return self._with_more(plan, chosen, more, prices, granted, loans)
+                    granted = check_headroom(plan, [row.lane() for row in chosen], lending, wish, may_shrink=may_shrink)
+                return self._with_more(plan, chosen, more, prices, granted, lending)
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
@@ -118,20 +118,20 @@ class Sharing:
         more: Sequence[_More],
         prices: Sequence[Price],
         granted: int,
-        loans: Lending | None,
+        lending: Lending | None,
     ) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows on every rank."""
         num_granted = sum(each.cost <= granted for each in prices)
         num_granted = self._least(num_granted) if more else 0
-        offloads = num_granted < len(more) and self._offloads(plan, rows, loans)
-        if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, loans)) is not None:
+        offloads = num_granted < len(more) and self._offloads(plan, rows, lending)
+        if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, lending)) is not None:
             return chosen
-        chosen = self._most(plan, rows, more, prices, num_granted, loans)
+        chosen = self._most(plan, rows, more, prices, num_granted, lending)
         if chosen is not None:
             return chosen
         if num_granted or offloads:  # since it was checked with more of them
             with self._all_have_room():
-                check_headroom(plan, [row.lane() for row in rows], loans)
+                check_headroom(plan, [row.lane() for row in rows], lending)
         return {row: [row.left[0]] for row in rows}
 
     def _prices(
@@ -139,31 +139,31 @@ class Sharing:
         plan: ResidencyPlan,
         rows: Sequence[Row],
         more: Sequence[_More],
-        loans: Lending | None,
+        lending: Lending | None,
         *,
         on_disk: bool = False,
     ) -> list[Price]:
         """Return the bytes of as many more parts as may have room, and of one that may not."""
-        most = most_granted(plan, [row.lane() for row in rows], loans)
+        most = most_granted(plan, [row.lane() for row in rows], lending)
         return prices_of(plan, list(_with_first(rows, more).values()), most, on_disk=on_disk)
 
-    def _offloads(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> bool:
+    def _offloads(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
         if self._session.chain is not None or not shares_on_disk(plan.ledger):
             return False
-        return goes_to_disk(plan, [row.lane(len(row.left)) for row in rows], loans)
+        return goes_to_disk(plan, [row.lane(len(row.left)) for row in rows], lending)
 
     def _on_disk(
-        self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, loans: Lending | None
+        self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, lending: Lending | None
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
-        prices = self._prices(plan, rows, more, loans, on_disk=True)
+        prices = self._prices(plan, rows, more, lending, on_disk=True)
         try:
-            granted = check_headroom(plan, [row.lane() for row in rows], loans, prices[-1].waiting, offloads=True)
+            granted = check_headroom(plan, [row.lane() for row in rows], lending, prices[-1].waiting, offloads=True)
         except BudgetError:
             return None
         number = sum(each.cost <= granted for each in prices)
-        return self._most(plan, rows, more, prices, number, loans, offloads=True) if number > num_granted else None
+        return self._most(plan, rows, more, prices, number, lending, offloads=True) if number > num_granted else None
 
     def _most(
         self,
@@ -172,14 +172,14 @@ class Sharing:
         more: Sequence[_More],
         prices: Sequence[Price],
         number: int,
-        loans: Lending | None,
+        lending: Lending | None,
         *,
         offloads: bool = False,
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return the first parts, and so many more as fit: few less than it could be; None if not even one does."""
         while number:
             chosen = _with_first(rows, more[:number])
-            if self._least(_fits(plan, chosen, prices[number - 1].waiting, loans, offloads=offloads)):
+            if self._least(_fits(plan, chosen, prices[number - 1].waiting, lending, offloads=offloads)):
                 return chosen
             number -= max(1, number // 8)
         return None
@@ -206,12 +206,12 @@ def _with_first(rows: Sequence[Row], more: Sequence[_More]) -> dict[Row, list[Fo
 
 
 def _fits(
-    plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], waiting: int, loans: Lending | None, *, offloads: bool
+    plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], waiting: int, lending: Lending | None, *, offloads: bool
 ) -> bool:
     """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
     lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
     try:
-        return check_headroom(plan, lanes, loans, waiting, may_shrink=True, offloads=offloads) == waiting
+        return check_headroom(plan, lanes, lending, waiting, may_shrink=True, offloads=offloads) == waiting
     except BudgetError:
         return False
 

@@ -43,7 +43,7 @@ def admit(pool: KVPool, adding: Adding, limit: int) -> int:
     if adding.layers:
         pool.free(lambda: pool.ledger(ledger.coming, adding.step).peak, adding.layers[0].group)
     stays = {} if way.num_slots else {rows: each.held for rows, each in ledger.coming.items()}
-    pool.granted = weakref.WeakKeyDictionary(stays)
+    pool.admitted = weakref.WeakKeyDictionary(stays)
     return 0
 
 

@@ -60,7 +60,7 @@ class KVPool(Opaque):
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._numbers = count()
         # tokens of layers that surely have room in memory: a sum over all layers, for each of them, takes milliseconds
-        self.granted: Mapping[LayerRows, int] = {}
+        self.admitted: Mapping[LayerRows, int] = {}
         self.computed: frozenset[Group] = frozenset()  # what is computed now
         self.in_turns: frozenset[Group] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
@@ -128,7 +128,7 @@ class KVPool(Opaque):
             return
         if not new:
             self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
-        elif rows.store.takes_more(num_new := new[0].shape[2]) and rows.length + num_new > self.granted.get(rows, 0):
+        elif rows.store.takes_more(num_new := new[0].shape[2]) and rows.length + num_new > self.admitted.get(rows, 0):
             nbytes = sum(rows.store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
             coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
@@ -176,7 +176,7 @@ class KVPool(Opaque):
 
     def _make_fit(self, needed: Callable[[], int], group: Group, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
-        self.granted = {}
+        self.admitted = {}
         if needed() <= self.limit:
             return
         self.free(needed, group, rows, new)

@@ -199,8 +199,8 @@ class FlashLLM(ModelFacade):
         Raises:
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
-        life = self._life
-        life.in_turn(lambda passes: passes.advance(life.plan, rows, lends=life.lends))
+        with self._life.turn() as passes:
+            passes.advance(self._life.plan, rows, lends=self._life.lends)
 
     @property
     def begins_ahead(self) -> bool:

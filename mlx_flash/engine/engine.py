@@ -127,7 +127,7 @@ class Engine:
             if plan.pool is not None:
                 self._start_experts(layout.experts, plan.pool, poison, options)
             self.lending = Lending(self.loans, self.experts, grows=options.grows)
-            if self.is_resident:  # Python has as much to do as the device
+            if self.is_resident:  # no read is waited for, so the time of Python counts
                 self._changed += [module for module in modules.values() if expose_children(module)]
         except BaseException:
             self.close()

@@ -114,23 +114,10 @@ class Lifecycle:
         while True:
             self.start()
             with self._lock:
-                if self._closed:
-                    raise _closed()
-                if self.engine is not None:
+                if self.engine is not None and not self._closed:  # else start() starts it again, or refuses
                     self.recover()
                     yield self.passes
                     return
-
-    def in_turn(self, use: Callable[[Passes], None]) -> None:
-        """Do something in a :meth:`turn`, for which a context manager would take half the time, at each token."""
-        while True:
-            self.start()
-            with self._lock:
-                if self._closed:
-                    raise _closed()
-                if self.engine is not None:
-                    self.recover()
-                    return use(self.passes)
 
     def make_ready(self) -> None:
         """Start the model, and undo a pass that was interrupted. Waits for other threads only if there is one."""

@@ -136,7 +136,7 @@ def _generate(
     pending = None
     try:
         _compute(sequence, stream)
-        if not max_tokens and sequence.row is not None:  # mlx-lm has chosen a token here, too, with random numbers
+        if not max_tokens and sequence.row is not None:  # mlx-lm chooses one, and drops it
             with mx.stream(stream):
                 sequence.chooser(sequence.row.outputs[-1], waits=True)
         while sequence.num_tokens != max_tokens:

@@ -15,7 +15,7 @@ _CONTAINERS = (dict, list, set)
 
 
 def _hiding(name: str) -> Callable[..., Any]:
-    """Return a method of a dict that ends :func:`expose_children` first: children may be others afterwards."""
+    """Return a method that writes as dict's does, and first removes what :func:`expose_children` has added."""
 
     def method(module: Any, *args: Any, **keywords: Any) -> Any:
         for key in _exposed(module):

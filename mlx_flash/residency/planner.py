@@ -97,7 +97,7 @@ def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine, most: int | 
         try:
             plans.append(_plan_with_kv(task, most, like_memory=bool(plans)))
         except BudgetError as error:
-            errors.append(error.with_traceback(None))  # whose frames have this list, and the model of a caller
+            errors.append(error.with_traceback(None))  # its frames refer to this list: a cycle
     if not plans:
         raise min(errors, key=lambda error: error.minimum_bytes)
     minimum = min([plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors])

@@ -287,7 +287,7 @@ def test_processors_run_as_far_ahead_as_by_mlx_lm(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [LARGE_GB, "min"])
-def test_random_numbers_after_no_token_are_mlx_lms(llama: Path, budget: Any) -> None:
+def test_max_tokens_0_draws_as_many_random_numbers_as_mlx_lm(llama: Path, budget: Any) -> None:
     def drawn(step: Any, model: Any) -> int:
         mx.random.seed(3)
         assert not list(step(mx.array(PROMPT), model, max_tokens=0, sampler=make_sampler(temp=0.9)))

@@ -104,7 +104,7 @@ def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Pat
 def test_a_layer_in_memory_finds_its_children_at_once(
     saved: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX looks a child of a module up in a call of Python, a tenth of the time before the device begins."""
+    """MLX looks up each child of a module in a call of Python: about a tenth of the model's time in Python."""
     with load_model(saved(name), config(ram_budget_gb=LARGE_GB))[0] as model:
         steps = mlx_flash.generate_step(mx.array([5, 17, 290]), model, max_tokens=5)
         next(steps)

@@ -105,7 +105,7 @@ def test_a_copy_of_exposed_children_has_its_own() -> None:
     assert copy.deepcopy(parent).child is not parent.child is copy.copy(parent).child
 
 
-def test_other_attributes_stay() -> None:
+def test_attributes_that_are_no_children_stay() -> None:
     parent = Parent()
     expose_children(parent)
     friend = Twice()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
@@ -29,6 +29,7 @@ ENV = {
 }
 """Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
 
+util.get_temp_dir()  # for the server's socket: the temporary folder of a test would go with the test
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preloaded"])
 

@@ -29,7 +29,7 @@ Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "auto", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "disk"]
-Batching = Literal["exact", "stock"]
+Batching = Literal["auto", "exact", "stock"]
 PrefixMode = Literal["off", "exact", "longest"]
 RanksMode = Literal["layers", "tensor"]
 
@@ -83,9 +83,9 @@ class FlashConfig:
             None leaves a tenth of the disk free.
         ssd_write_gb_per_day: limit of what all processes write to the prefix cache in a day, in GB. A KV cache on disk
             counts too, but goes on beyond the limit. 0 writes neither. None is 20.
-        batching: way of computing several requests or prompts at once. ``"exact"`` reads the weights once for all, and
-            computes each one as if it were alone, bit for bit. ``"stock"`` computes mlx-lm's batches, which are padded
-            and differ in the last bits.
+        batching: way of computing several requests or prompts at once. ``"exact"`` computes each as if it were alone,
+            bit for bit. ``"stock"`` computes mlx-lm's padded batches, where the last bits depend on the others.
+            ``"auto"`` is ``"stock"`` where all weights are in memory, and ``"exact"`` otherwise.
         lend_reserves: keep more weights in memory while the context is short and no large prompt is computed. They are
             dropped as keys, values and intermediate results need their memory.
         speculation: guess tokens from earlier text, and check several in one pass where computing them costs no time.
@@ -123,7 +123,7 @@ class FlashConfig:
     kv_prefix_tenant: str | None = None
     kv_prefix_gb: float | None = None
     ssd_write_gb_per_day: float | None = None
-    batching: Batching = "exact"
+    batching: Batching = "auto"
     lend_reserves: bool = True
     speculation: bool = True
     ranks_mode: RanksMode = "layers"

@@ -68,7 +68,7 @@ class FlashLLM(ModelFacade):
         kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
-        batching: the way several sequences are computed: ``"exact"`` or ``"stock"``.
+        batching: the setting.
         times: measured times of its passes. There from :meth:`start` on.
         prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
         forecast: the gain of a larger budget; None before :meth:`start`.

@@ -19,8 +19,25 @@ Progress: Any = require(_module, "PromptProcessingBatch").Response
 Response: Any = require(_module, "GenerationBatch").Response
 """A token: (uid, token, logprobs, finish_reason, prompt_cache, all_tokens)."""
 
+GenerationBatch: Any = require(
+    _module,
+    "GenerationBatch",
+    "uids",
+    "inputs",
+    "prompt_cache",
+    "tokens",
+    "samplers",
+    "fallback_sampler",
+    "logits_processors",
+    "stop_sequences",
+    "max_tokens",
+)
+"""Answers with a row each in one array, padded to the longest."""
+
+merge_caches: Callable[[list[list[Any]]], list[Any]] = require(_module, "_merge_caches", "caches")
+
 stock_batch_generate: Callable[..., Any] = require(
-    _module, "batch_generate", "model", "prompt_caches", "return_prompt_caches", "kwargs"
+    _module, "batch_generate", "model", "prompts", "prompt_caches", "max_tokens", "return_prompt_caches", "kwargs"
 )
 
 require_that("BatchGenerator" in stock_batch_generate.__code__.co_names, "batch_generate makes no BatchGenerator")
@@ -32,9 +49,29 @@ for _attribute in ("_unprocessed_sequences", "_counters", "completion_batch_size
     require_that(_attribute in _set, f"BatchGenerator sets no {_attribute}")
 
 
-def wants_caches(frame: FrameType) -> bool | None:
-    """Return whether ``batch_generate`` returns prompt caches, from its frame; None if the frame is another's."""
-    return frame.f_locals["return_prompt_caches"] if frame.f_code is stock_batch_generate.__code__ else None
+class Wanted(NamedTuple):
+    """The work that ``batch_generate`` was called for.
+
+    Attributes:
+        caches: whether it returns prompt caches.
+        lengths: the most tokens of each sequence, prompt and answer, of the longest that are computed together.
+    """
+
+    caches: bool
+    lengths: list[int]
+
+
+def wanted_of(frame: FrameType) -> Wanted | None:
+    """Return what ``batch_generate`` was called for, from its frame; None if the frame is another's."""
+    if frame.f_code is not stock_batch_generate.__code__:
+        return None
+    given = frame.f_locals
+    prompts, most = given["prompts"], given["max_tokens"]
+    answers = [most] * len(prompts) if isinstance(most, int) else most
+    caches = given["prompt_caches"] or [()] * len(prompts)
+    before = [max((getattr(entry, "offset", 0) for entry in cache), default=0) for cache in caches]
+    lengths = sorted(map(sum, zip(before, map(len, prompts), answers, strict=False)), reverse=True)
+    return Wanted(given["return_prompt_caches"], lengths[: given["kwargs"].get("completion_batch_size", 32)])
 
 
 def current_batch_generator() -> Any:

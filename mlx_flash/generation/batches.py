@@ -1,4 +1,4 @@
-"""Exact batches: sequences that share passes over the weights, each bit for bit as if it were computed alone.
+"""Rows: sequences that share passes over the weights, each bit for bit as if it were computed alone.
 
 mlx-lm computes a batch as one array with a row for each sequence, padded to the longest one. Kernels then work on other
 shapes than for a sequence alone, and on GPUs the last bits differ. Here each sequence keeps its own cache and its own
@@ -11,19 +11,23 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.batchgenerator import (
     BatchGenerator,
     StockBatchGenerator,
     stock_batch_generate,
-    wants_caches,
+    wanted_of,
 )
 from mlx_flash.compat.generation import with_names
 from mlx_flash.errors import CacheError
 from mlx_flash.generation.member import Member
 from mlx_flash.generation.sequence import compute
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.admission import room_bytes, together_bytes
 
 
 class RowGenerator(BatchGenerator):
@@ -43,6 +47,9 @@ class RowGenerator(BatchGenerator):
         on_prompt: called during a pass with the number of a sequence that is alone in it, and the tokens of its prompt
             that are done and to do. What it raises ends the pass, and :meth:`next` raises it.
         options: as mlx-lm's generator takes them.
+
+    Attributes:
+        num_elsewhere: number of sequences that a subclass computes itself.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class RowGenerator(BatchGenerator):
         self._on_prompt = on_prompt
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
         self._may_lack_tokens = False
+        self.num_elsewhere = 0
 
     def _next(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each sequence, unless an interrupt ended an earlier call: tokens may be lost."""
@@ -96,8 +104,7 @@ class RowGenerator(BatchGenerator):
         answers: list[Any] = []
         for member in [*self._members]:
             self._choose(member, prompts)
-        if self._flash.begins_ahead:
-            compute([member.sequence for member in self._members if member.goes_on])
+        self._begin_ahead([member for member in self._members if member.goes_on])
         for member in [*self._members]:
             self._take(member, answers)
         if not self._members and not self.num_waiting:
@@ -106,13 +113,19 @@ class RowGenerator(BatchGenerator):
         self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=seconds)
         return prompts, answers
 
+    def _begin_ahead(self, members: Sequence[Member]) -> None:
+        """Begin to compute the tokens after those that were chosen, where everything is in memory."""
+        if self._flash.begins_ahead:
+            compute([member.sequence for member in members])
+
     @property
     def _num_left(self) -> int:
         return sum(member.sequence.num_left for member in self._members)
 
     def _join(self) -> None:
         num_prompts = sum(not member.sequence.num_tokens for member in self._members)
-        room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - len(self._members))
+        num_running = len(self._members) + self.num_elsewhere
+        room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - num_running)
         for _ in range(min(room, self.num_waiting)):
             if not self._has_room():
                 return
@@ -194,6 +207,29 @@ class RowGenerator(BatchGenerator):
         return waiting + sum(int(entry.nbytes) for member in self._members for entry in member.sequence.cache)
 
 
+def computes_rows(model: FlashLLM, lengths: Sequence[int]) -> bool:
+    """Return whether sequences are rows, each computed as if it were alone. If not, they are batches of mlx-lm's.
+
+    With ``batching="auto"`` rows are computed where weights are streamed, and where mlx-lm's batches, which are padded,
+    have no room or do not keep to the settings.
+
+    Args:
+        model: the model, which is started if the answer depends on its plan.
+        lengths: the most tokens of each sequence, prompt and answer.
+
+    Raises:
+        BudgetError: the budget cannot hold the plan.
+    """
+    if model.batching != "auto":
+        return model.batching == "exact"
+    model.start()
+    if not model.begins_ahead or not model.is_batchable:
+        return True
+    if not all(hasattr(entry, "merge") for entry in make_prompt_cache(cast(nn.Module, model))):
+        return True
+    return together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
+
+
 class CopyingRows(RowGenerator):
     """A ``RowGenerator`` that leaves the prompt caches that it is given as they are.
 
@@ -219,19 +255,15 @@ class CopyingRows(RowGenerator):
 class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's ``BatchGenerator``, as ``mlx_lm.batch_generate`` makes it while the patch is applied.
 
-    For a streamed model whose batches are exact it is a `CopyingRows`. Every other caller gets mlx-lm's own.
+    For a streamed model whose sequences are rows it is a `CopyingRows`. Every other caller gets mlx-lm's own.
     """
 
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
         """Return what computes a batch."""
-        completes_caches = wants_caches(sys._getframe(1))
-        if completes_caches is None or not _is_exact(model):
+        wanted = wanted_of(sys._getframe(1)) if isinstance(model, FlashLLM) else None
+        if wanted is None or not computes_rows(model, wanted.lengths):
             return super().__new__(cls)
-        return CopyingRows(model, *args, completes_caches=completes_caches, **options)
-
-
-def _is_exact(model: Any) -> bool:
-    return isinstance(model, FlashLLM) and model.batching == "exact"
+        return CopyingRows(model, *args, completes_caches=wanted.caches, **options)
 
 
 def batch_generate(
@@ -248,8 +280,8 @@ def batch_generate(
 ) -> Any:
     """Generate answers to several prompts, as ``mlx_lm.batch_generate`` does with the same arguments.
 
-    With a streamed model each answer is, bit for bit, that of a run alone, whatever the other prompts are. A model that
-    is not streamed, or has ``batching="stock"``, is left to mlx-lm.
+    Where weights are streamed, each answer is, bit for bit, that of a run alone, whatever the other prompts are. Where
+    all are in memory, the answers are those of mlx-lm's batches, unless the model has ``batching="exact"``.
 
     Args:
         model, tokenizer, prompts, max_tokens, verbose, return_token_ids, return_logprobs: as mlx-lm's.
@@ -263,9 +295,7 @@ def batch_generate(
     Raises:
         FlashError: a prompt could not be computed.
     """
-    generate = stock_batch_generate
-    if _is_exact(model):
-        generate = with_names(stock_batch_generate, BatchGenerator=SharingGenerator)
+    generate = with_names(stock_batch_generate, BatchGenerator=SharingGenerator)
     return generate(
         model,
         tokenizer,

@@ -21,12 +21,15 @@ class Chooser:
         sampler: chooses from log probabilities; None takes the likeliest token.
         processors: change logits; None for none.
         tokens: those that processors see before the first ones that are given to a call.
+
+    Attributes:
+        sampler, processors: as given.
     """
 
     def __init__(self, sampler: Any, processors: Any, tokens: mx.array | list[int]) -> None:
-        self._sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
-        self._processors = processors or ()
-        self._tokens = mx.array(tokens) if self._processors else None
+        self.sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+        self.processors = processors or ()
+        self._tokens = mx.array(tokens) if self.processors else None
         self._last: mx.array | None = None
         self._ahead: Choice | None = None
         self._keys: tuple[mx.array, mx.array] | None = None  # before and after the last token
@@ -45,7 +48,7 @@ class Chooser:
         logits = output[:, -1, :]
         if self._tokens is not None:
             self._tokens = self._tokens if self._last is None else mx.concat([self._tokens, self._last])
-            for process in self._processors:
+            for process in self.processors:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         self._last = token = self._draw(logprobs)
@@ -73,7 +76,7 @@ class Chooser:
             self._next_key = None
         try:
             before = random_key()
-            token: mx.array = self._sampler(logprobs)
+            token: mx.array = self.sampler(logprobs)
             after = random_key()
         finally:
             if ahead is not None:

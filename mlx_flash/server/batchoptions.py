@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.model import FlashLLM
+from mlx_flash.server.jobs import Jobs
+from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.rows import ServedRows, StockRows
 
@@ -47,7 +49,7 @@ def make_rows(
     model: FlashLLM,
     draft: Any,
     options: BatchOptions,
-    on_prompt: Callable[[int, int, int], None],
+    jobs: Jobs,
     *,
     is_shared: bool,
     sight: Sight | None = None,
@@ -58,7 +60,7 @@ def make_rows(
         model: the model.
         draft: a model that guesses tokens; None for none.
         options: limits.
-        on_prompt: as of `RowGenerator`.
+        jobs: the requests.
         is_shared: other ranks compute the same requests.
         sight: of a model that sees.
     """
@@ -100,5 +102,7 @@ def make_rows(
         return StockRows(model, **limits)
     has_cheap_passes = not is_shared and not model.plan.read_bytes  # nothing is read for another pass
     turns = {"takes_turns": True, "takes_turns_alone": has_cheap_passes}
-    hooks = {} if is_shared else {"on_prompt": on_prompt}  # all ranks compute a pass to its end
+    hooks = {} if is_shared else {"on_prompt": jobs.note_prompt}  # all ranks compute a pass to its end
+    if model.batching == "auto" and not is_shared:
+        return JoiningRows(model, is_apart=jobs.names_seed, **hooks, **turns, **limits)
     return ServedRows(model, is_shared=is_shared, **hooks, **turns, **limits)

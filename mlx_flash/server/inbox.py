@@ -39,7 +39,7 @@ class Inbox:
         Raises:
             RefusedError: the thread has ended.
         """
-        seeded = [request.with_seed(secrets.randbits(_SEED_BITS)) for request in requests]
+        seeded = [request.with_drawn_seed(secrets.randbits(_SEED_BITS)) for request in requests]
         texts = [request.to_json() if self._has_ranks else request.to_text() for request in seeded]
         with self._changed:
             if self.is_closed:

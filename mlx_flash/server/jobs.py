@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlx_flash.server.events import Progress
 from mlx_flash.server.job import Job
 from mlx_flash.server.rows import LeftError
+from mlx_flash.server.sampling import named_seed
 
 
 class Jobs(dict[int, Job]):
@@ -45,6 +46,11 @@ class Jobs(dict[int, Job]):
             raise LeftError(uid)
         if total == len(job.prompt.tokens) - job.num_cached:
             job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
+
+    def names_seed(self, uid: int) -> bool:
+        """Return whether the request with this number in the batch has a seed, and so the same answer each time."""
+        job = self._computed.get(uid)
+        return job is not None and named_seed(job.request.sampling, job.source.defaults) is not None
 
     def leader_of(self, job: Job) -> Job | None:
         """Return a request that computes the same prompt now; None if there is none."""

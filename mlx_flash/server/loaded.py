@@ -83,9 +83,7 @@ class LoadedModel:
         )
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
-        self._new_rows = partial(
-            make_rows, model, draft, options, self.jobs.note_prompt, is_shared=ranks is not None, sight=sight
-        )
+        self._new_rows = partial(make_rows, model, draft, options, self.jobs, is_shared=ranks is not None, sight=sight)
         self._rows = self._new_rows()
         # The last token of a copy is computed once more, so it must be possible to take it out.
         self._shares_prompts = isinstance(self._rows, ServedRows) and can_trim_prompt_cache(make_prompt_cache(model))
@@ -118,8 +116,8 @@ class LoadedModel:
         decision = self._decide(job, running, len(job.prompt.tokens))
         if decision == "wait":
             return False
-        plan, batching = self._plan_for(job), self.model.batching
-        lengths = [*running, job.length]
+        plan, lengths = self._plan_for(job), [*running, job.length]
+        batching = self._rows.admit(plan, lengths)
         needed = alone_bytes(plan, job.length) if decision == "alone" else together_bytes(plan, lengths, batching)
         self.kept.limit_bytes = max(0, room_bytes(plan) - needed)
         self.kept.trim_to(n_bytes=self.kept.limit_bytes)
@@ -236,7 +234,7 @@ class LoadedModel:
             RefusedError: the budget has no room for it even when nothing else runs.
         """
         model = self.model
-        may_batch = not isinstance(self._rows, LoneRows) and (model.batching == "exact" or model.is_batchable)
+        may_batch = not isinstance(self._rows, LoneRows) and (self._rows.batching == "exact" or model.is_batchable)
         wish = partial(
             decide,
             self._plan_for(job),
@@ -244,7 +242,7 @@ class LoadedModel:
             job.max_tokens,
             running,
             may_batch=may_batch,
-            batching=model.batching,
+            batching=self._rows.batching,
         )
         return wish() if self._ranks is None else self._ranks.agree(wish)
 

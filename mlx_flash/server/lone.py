@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_flash.compat.batchgenerator import Progress, Response
 from mlx_flash.errors import RefusedError
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone
 
 Steps = Callable[..., Iterator[Any]]
@@ -56,9 +57,11 @@ class LoneRows:
 
     Attributes:
         keeps_caches: hand out caches at the end of requests.
+        batching: the setting that admission counts requests by.
     """
 
     keeps_caches = True
+    batching = "exact"
 
     def __init__(self, steps: Steps, make_cache: Callable[[], list[Any]], prefill_step_size: int) -> None:
         self._steps = steps
@@ -85,6 +88,10 @@ class LoneRows:
         fields = (segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences, options)
         self._sequences.append(_Sequence(uid, *(field[0] for field in fields)))
         return [uid]
+
+    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
+        """Return the setting that admission counts requests by."""
+        return self.batching
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """Compute the next token of the first request. Return the progress of its prompt, and the token."""

@@ -33,7 +33,9 @@ class Sampling:
         frequency_penalty: subtracted as often as a recent token occurs.
         repetition_context_size, presence_context_size, frequency_context_size: numbers of recent tokens.
         logit_bias: (token, number added to its logit) pairs.
-        seed: of the request's own random numbers; None draws one.
+        seed: of the request's own random numbers; None takes the model's default.
+        choice: number of the answer, where a request has several: it is added to the seed.
+        drawn_seed: instead of ``seed``, where neither the request nor the model has one.
     """
 
     temperature: float | None = None
@@ -50,6 +52,8 @@ class Sampling:
     frequency_context_size: int = 20
     logit_bias: Sequence[tuple[int, float]] = ()
     seed: int | None = None
+    choice: int = 0
+    drawn_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +128,6 @@ class GenerationRequest:
             fields["pictures"] = text.pictures
         return cls(**{**fields, "sampling": Sampling(**fields["sampling"])})
 
-    def with_seed(self, seed: int) -> GenerationRequest:
-        """Return it with this seed, if it has none."""
-        if self.sampling.seed is not None:
-            return self
-        return replace(self, sampling=replace(self.sampling, seed=seed))
+    def with_drawn_seed(self, seed: int) -> GenerationRequest:
+        """Return it with a seed for the case that neither it nor its model has one."""
+        return replace(self, sampling=replace(self.sampling, drawn_seed=seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from mlx_flash.generation.member import Member
 from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import pass_on
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone, refusal_of
 
 Kept = tuple[list[Any], list[int]]
@@ -46,6 +47,15 @@ class ServedRows(RowGenerator):
         self._is_shared = is_shared
         self._fatal: Exception | None = None
         self._restored: dict[int, int] = {}
+
+    @property
+    def batching(self) -> str:
+        """The setting that admission counts the answers under way by."""
+        return "exact"
+
+    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
+        """Take note of the most tokens of each request. Return the setting that admission counts them by."""
+        return self.batching
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each request. Return the progress of prompts, and tokens.
@@ -100,6 +110,12 @@ class ServedRows(RowGenerator):
 
 class StockRows(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's batches, whose requests fail together."""
+
+    batching = "stock"
+
+    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
+        """Return the setting that admission counts requests by."""
+        return self.batching
 
     def take_errors(self) -> dict[int, RefusedError]:
         """Return no errors: mlx-lm raises them."""

@@ -43,6 +43,10 @@ class Defaults:
     template_options: Mapping[str, Any] | None = None
 
 
+greedy: Sampler = make_sampler(0.0)
+"""Takes the likeliest token. It is one object, so that batches of mlx-lm's call it once for all their requests."""
+
+
 class SeededSampler:
     """A sampler with random numbers of its own, so that its tokens do not depend on other requests.
 
@@ -81,7 +85,7 @@ def sampler_of(sampling: Sampling, defaults: Defaults, tokenizer: Any, vocab_siz
     if top_k >= vocab_size:
         raise RefusedError(f"top_k is {top_k}: the model has {vocab_size} tokens, and it must be below.", 400, "top_k")
     if temperature < LEAST_TEMPERATURE:
-        return cast(Sampler, make_sampler(0.0))
+        return greedy
     sampler = make_sampler(
         temperature,
         top_p=_first(sampling.top_p, defaults.top_p),
@@ -91,8 +95,13 @@ def sampler_of(sampling: Sampling, defaults: Defaults, tokenizer: Any, vocab_siz
         xtc_threshold=sampling.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
+    return SeededSampler(sampler, _first(named_seed(sampling, defaults), sampling.drawn_seed))
+
+
+def named_seed(sampling: Sampling, defaults: Defaults) -> int | None:
+    """Return the seed of an answer, if its request or the model names one: it has the same tokens each time."""
     seed = _first(sampling.seed, defaults.seed)
-    return SeededSampler(sampler, seed or 0)
+    return None if seed is None else (seed + sampling.choice) % 2**64
 
 
 def processors_of(sampling: Sampling, defaults: Defaults, vocab_size: int) -> list[LogitsProcessor]:

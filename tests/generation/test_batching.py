@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,10 +23,11 @@ from batches import Tokens, alone, by_generator, check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.generation import RowGenerator
+from mlx_flash.generation import RowGenerator, batches
+from mlx_flash.generation.batches import CopyingRows, computes_rows
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
-from models import LLAMA, same_bits, save, stock
+from models import LLAMA, VOCAB_SIZE, same_bits, save, stock
 from shared_passes import MODELS, PROMPTS, STEP, Directories, directories
 from streamed import LARGE_GB, config, streamed_whole
 
@@ -42,6 +44,40 @@ def test_every_row_is_its_solo_run(directories: Directories, name: str) -> None:
         for tokens, prompt, number in zip(got, PROMPTS, [5, 2, 4, 1], strict=True):
             check_equal(tokens, alone(directories(name), prompt, number))
         assert model.counters.num_passes == 5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_in_memory_is_mlx_lms_batch(directories: Directories, name: str) -> None:
+    """Tokens and probabilities are those of its padded rows, not of runs alone."""
+    wanted: dict[str, Any] = {"max_tokens": [5, 2, 4, 1], "return_token_ids": True, "return_logprobs": True}
+    expected = mlx_lm.batch_generate(stock(directories(name)), TOKENIZER, PROMPTS, **wanted)
+    with load_model(directories(name), config(ram_budget_gb=LARGE_GB))[0] as model:
+        got = mlx_flash.batch_generate(model, TOKENIZER, PROMPTS, **wanted)
+        assert not model.engine.stream.units
+        assert not computes_rows(model, [30] * 4)
+    assert (got.token_ids, got.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_without_room_for_padding_sequences_are_rows(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest of those that are computed together decide."""
+    made: list[dict[str, Any]] = []
+
+    class Noted(CopyingRows):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            made.append(options)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(batches, "CopyingRows", Noted)
+    all_end = SimpleNamespace(eos_token_ids=range(VOCAB_SIZE), decode=str)
+    with load_model(directories("llama"), config(ram_budget_gb=LARGE_GB))[0] as model:
+        most = next(n for n in range(1000, 10**7, 1000) if computes_rows(model, [n] * 3))
+        for lengths, are_rows in (([most - 1] * 3, True), ([most - 1, 5, most - 1], True), ([most // 2] * 3, False)):
+            made.clear()
+            got = mlx_flash.batch_generate(model, all_end, [[1], [2], [3]], max_tokens=lengths)
+            assert len(got.texts) == 3 and bool(made) == are_rows
+        made.clear()
+        mlx_flash.batch_generate(model, all_end, [[1]] * 6, max_tokens=[most // 3] * 6, completion_batch_size=2)
+        assert not made
 
 
 def test_eight_sequences_of_n_tokens_take_n_passes(directories: Directories) -> None:

@@ -135,7 +135,7 @@ def test_requests_of_a_body_share_their_pictures(monkeypatch: pytest.MonkeyPatch
 
     for text in (texts := asyncio.run(sent())):
         assert len(text) < 2000 and GenerationRequest.from_json(text).pictures is seen[0].pictures
-    assert len({GenerationRequest.from_json(text).sampling.seed for text in texts}) == 16
+    assert len({GenerationRequest.from_json(text).sampling.drawn_seed for text in texts}) == 16
     monkeypatch.setattr(inbox, "launched_group", lambda: "some ranks")
     for text in asyncio.run(sent()):
         assert type(text) is str and GenerationRequest.from_json(text).pictures == [*seen[0].pictures]

@@ -23,6 +23,7 @@ from mlx_flash.server import grammar, loaded, prompts
 from mlx_flash.server.loop import Loop
 from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.sampling import Defaults
 from models import make_random_model
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
@@ -101,6 +102,22 @@ def test_seeded_requests_share_passes_and_are_mlx_lms(server: Live, model: str) 
     stock, tokenizer = mlx_lm.load(model)[:2]
     mx.random.seed(11)
     assert mlx_lm.generate(stock, tokenizer, body["prompt"], max_tokens=10, sampler=make_sampler(0.9)) == alone
+
+
+def test_the_seed_of_a_model(model: str) -> None:
+    """It stands for the same answer each time, as in Ollama. Each of several answers has its own, and -1 draws one."""
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 10, "temperature": 1.0}
+    with live(model, defaults=Defaults(seed=11)) as server:
+        replies = [server.post(TEXT, {**body, **more})[1] for more in ({}, {}, {"seed": 11}, {"seed": 12}, {"n": 2})]
+        texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
+        assert texts[0] == texts[1] == texts[2] != texts[3] and texts[4] == [texts[0][0], texts[3][0]]
+        asked = {"model": model, "prompt": body["prompt"], "stream": False, "raw": True}
+        options = {"temperature": 1.0, "num_predict": 10}
+        given = [{}, {"seed": 11}, {"seed": -1}, {"seed": -1}]
+        found = [server.post("/api/generate", {**asked, "options": options | one})[1]["response"] for one in given]
+        assert found[0] == found[1] == texts[0][0] and len(set(found)) == 3
+    with live(model) as server:
+        assert len({server.post(TEXT, body)[1]["choices"][0]["text"] for _ in range(3)}) == 3
 
 
 def test_several_answers(server: Live) -> None:

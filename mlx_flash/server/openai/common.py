@@ -51,7 +51,7 @@ def sampling_of(body: SamplingFields, choice: int) -> Sampling:
 
     Args:
         body: the request.
-        choice: number of the answer, if several are asked for: each has its own seed.
+        choice: number of the answer, if several are asked for.
     """
     bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
     return Sampling(
@@ -68,7 +68,8 @@ def sampling_of(body: SamplingFields, choice: int) -> Sampling:
         presence_context_size=body.presence_context_size,
         frequency_context_size=body.frequency_context_size,
         logit_bias=bias,
-        seed=None if body.seed is None else (body.seed + choice) % 2**63,
+        seed=body.seed,
+        choice=choice,
     )
 
 

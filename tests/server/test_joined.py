@@ -1,0 +1,236 @@
+"""Answers of a model in memory go on in one array, as in mlx-lm's server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from conversations import LONG, model, turn
+from mlx_flash.errors import RefusedError
+from mlx_flash.residency.admission import room_bytes, together_bytes
+from mlx_flash.server import joined, loaded
+from mlx_flash.server.batchoptions import BatchOptions
+from mlx_flash.server.events import Begun, End, Event, Failed, Piece
+from mlx_flash.server.joined import JoiningRows
+from mlx_flash.server.request import GenerationRequest, Sampling
+from models import make_random_model
+from served import Served, serving
+from zoo import configuration
+
+__all__ = ["model"]
+
+TEXTS = ["Hi", LONG, "Tell me of the sea", "Who are you? " * 9]
+NUM_TOKENS = 12
+
+
+def request(text: str, *, max_tokens: int = NUM_TOKENS, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        model="default_model",
+        messages=turn(text, system=text + "!"),
+        max_tokens=max_tokens,
+        sampling=Sampling(**{"temperature": 0.0, **sampling}),
+    )
+
+
+async def every(answer: Any) -> list[Event]:
+    return [event async for event in answer]
+
+
+def ask(served: Served, *asked: GenerationRequest) -> list[list[Event]]:
+    """Ask for answers together."""
+
+    async def collect() -> list[list[Event]]:
+        return await asyncio.gather(*map(every, served.room.submit(*asked)))
+
+    return asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
+
+
+def text_of(events: list[Event]) -> str:
+    assert isinstance(events[-1], End)
+    return "".join(event.text for event in events if isinstance(event, Piece))
+
+
+def alone(served: Served, *asked: GenerationRequest) -> list[str]:
+    found = []
+    for each in asked:
+        served.prompt_cache.trim_to(n_sequences=0)
+        found.append(text_of(ask(served, each)[0]))
+    served.prompt_cache.trim_to(n_sequences=0)
+    return found
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of answers that were computed in one array, of each call."""
+    found: list[int] = []
+    step = joined.GenerationBatch._step
+
+    def counted(self: Any) -> Any:
+        found.append(len(self.uids))
+        return step(self)
+
+    monkeypatch.setattr(joined.GenerationBatch, "_step", counted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(model: str) -> Iterator[Served]:
+    with serving(model) as running:
+        yield running
+
+
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"logit_bias": ((7, 50.0),)}])
+def test_answers_share_calls(served: Served, sizes: list[int], sampling: dict[str, Any]) -> None:
+    asked = [request(text, **sampling) for text in TEXTS]
+    expected = alone(served, *asked)
+    assert not sizes
+    before = served.model.counters.num_passes
+    answers = ask(served, *asked)
+    assert list(map(text_of, answers)) == expected  # of 4 layers in fp32, which last bits do not change
+    assert max(sizes) == 4 and served.model.counters.num_passes - before < 2 * NUM_TOKENS + 2 * len(TEXTS)
+    ends = [events[-1] for events in answers]
+    assert all(isinstance(end, End) and end.num_tokens == NUM_TOKENS for end in ends)
+
+
+def test_one_answer_is_a_row(served: Served, sizes: list[int]) -> None:
+    assert alone(served, request("Hi")) and not sizes
+
+
+def test_requests_with_a_seed_stay_rows(served: Served, sizes: list[int]) -> None:
+    asked = [
+        request(text, seed=3, temperature=temperature) for text, temperature in zip(TEXTS, (0.0, 0.9) * 2, strict=True)
+    ]
+    expected = alone(served, *asked)
+    assert list(map(text_of, ask(served, *asked))) == expected and not sizes
+    first, *_, other = ask(served, asked[1], request("Hi"), request("You"), request("Me"))
+    assert text_of(first) == expected[1] and max(sizes) == 3 and text_of(other)
+
+
+def test_a_request_joins_others_that_run(served: Served, sizes: list[int]) -> None:
+    long_ones = [request(text, max_tokens=60) for text in TEXTS[2:]]
+    late = request("Late", max_tokens=5)
+    expected = alone(served, *long_ones, late)
+
+    async def collect() -> list[list[Event]]:
+        first, second = served.room.submit(*long_ones)
+        events: list[Event] = []
+        async for event in first:
+            events.append(event)
+            if len(sizes) > 3 and len(sizes) < 1000:
+                sizes.extend([0] * 1000)
+                (third,) = served.room.submit(late)
+                last = asyncio.ensure_future(every(third))
+        return [events, await every(second), await last]
+
+    answers = asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
+    assert list(map(text_of, answers)) == expected and max(sizes) == 3
+
+
+def test_a_cache_is_kept_for_the_next_turn(served: Served, sizes: list[int]) -> None:
+    asked = [request(text) for text in TEXTS]
+    (first, *_) = ask(served, *asked)
+    assert max(sizes) == 4
+    messages = [*asked[0].messages, {"role": "assistant", "content": text_of(first)}, *turn("And?")[1:]]
+    ((begun, *_),) = [
+        [e for e in events if isinstance(e, Begun)] for events in ask(served, replace(asked[0], messages=messages))
+    ]
+    assert begun.num_cached > 0
+    served.prompt_cache.trim_to(n_sequences=0)
+
+
+@pytest.mark.parametrize("name", ["sampler_of", "processors_of"])
+def test_one_that_fails_ends_alone(
+    served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """After some tokens, in the array, others go on."""
+    make, calls = getattr(loaded, name), []
+
+    def fail(*given: mx.array) -> Any:
+        calls.append(given)
+        if len(calls) > 4:
+            raise ZeroDivisionError("odd")
+        return mx.argmax(given[-1], axis=-1) if name == "sampler_of" else given[-1]
+
+    def failing(sampling: Any, *rest: Any) -> Any:
+        return make(sampling, *rest) if sampling.top_k != 77 else fail if name == "sampler_of" else [fail]
+
+    asked = [request(text) for text in TEXTS]
+    expected = alone(served, *asked)
+    monkeypatch.setattr(loaded, name, failing)
+    wrong, *right = ask(served, request("wrong", top_k=77, temperature=1.0), *asked)
+    assert isinstance(wrong[-1], Failed) and "ZeroDivisionError: odd" in str(wrong[-1].error)
+    assert len(calls) == 5 and max(sizes) == 5
+    assert list(map(text_of, right)) == expected
+    assert alone(served, asked[1]) == [expected[1]]
+
+
+def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
+    asked = [request(text, max_tokens=40) for text in TEXTS]
+    expected = alone(served, *asked)
+
+    async def collect() -> list[list[Event]]:
+        leaving, *others = served.room.submit(request("bye", max_tokens=500), *asked)
+        async for event in leaving:
+            if isinstance(event, Piece):
+                break
+        leaving.leave()
+        return await asyncio.gather(*map(every, others))
+
+    answers = asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
+    assert list(map(text_of, answers)) == expected and max(sizes) >= 4
+
+
+def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
+    asked = [request(text, max_tokens=30) for text in TEXTS]
+    expected = alone(served, *asked)
+    stop = expected[0][12:16]
+    answers = ask(served, replace(asked[0], stop=(stop,)), *asked[1:])
+    assert text_of(answers[0]) == expected[0][: expected[0].index(stop)]
+    assert list(map(text_of, answers[1:])) == expected[1:] and max(sizes) == 4
+    served.prompt_cache.trim_to(n_sequences=0)
+
+
+@pytest.mark.parametrize("settings", [{"batching": "exact"}, {"ram_budget_gb": "min"}, {"kv_prefixes": "longest"}])
+def test_other_settings_keep_rows(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
+    with serving(model, **{"context_length": 8192, **settings}) as running:
+        asked = [request(text) for text in TEXTS]
+        assert alone(running, *asked) == list(map(text_of, ask(running, *asked))) and not sizes
+
+
+def test_without_room_for_padding_rows_stay(model: str, sizes: list[int]) -> None:
+    """One long prompt, whose length the others would be padded to."""
+    with serving(model, ram_budget_gb=1.0, context_length=2048) as running:
+        rows = next(iter(running.room.models))._rows
+        assert isinstance(rows, JoiningRows)
+        plan = running.model.plan
+        most = next(n for n in range(1000, 10**6, 500) if together_bytes(plan, [n] * 2, "stock") > room_bytes(plan))
+        asked = [request(text, max_tokens=5) for text in TEXTS]
+        expected = alone(running, *asked)
+        long_one = replace(request("Hi", max_tokens=most), stop=(expected[0][:1],))
+        answers = ask(running, long_one, *asked[1:])
+        assert together_bytes(plan, [most, 600, 600, 600], "exact") < room_bytes(plan)
+        assert list(map(text_of, answers[1:])) == expected[1:]
+        assert not sizes
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gemma3_text", "qwen3_moe", "qwen3_5"])
+def test_caches_of_every_kind(tmp_path: Path, sizes: list[int], name: str) -> None:
+    """Recurrent states, windows, both in one model."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(configuration(name)))
+    folder = make_random_model(tmp_path / "model", "--config", str(config), "--dtype", "float32")
+    with serving(str(folder), options=BatchOptions(prefill_step_size=64)) as running:
+        asked = [request(text) for text in TEXTS]
+        assert alone(running, *asked) == list(map(text_of, ask(running, *asked))) and max(sizes) == 4
+
+
+def test_refusals_name_the_memory(served: Served) -> None:
+    with pytest.raises(RefusedError, match="the budget is"):
+        served.ask(*turn("Hi"), max_tokens=10**7)

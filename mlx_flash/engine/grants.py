@@ -1,6 +1,7 @@
 """Grants: prompt caches whose next tokens surely fit the budget, so that nothing is added up over layers for them.
 
-With everything in memory a token takes what the one before it took, until the buffers of its cache are full.
+With everything in memory a token takes what the one before it took, until the buffers of its cache are full. The same
+is true of a token for each row of a batch of mlx-lm's, while its rows stay the same.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache
+
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.headroom import most_growth
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.undo import trim_all
+from mlx_flash.engine.undo import break_cache, trim_all
 from mlx_flash.kv.base import PENDING
 from mlx_flash.kv.checkpoints import trimmer
 from mlx_flash.kv.memory import Changes, MemoryRows
@@ -31,6 +35,7 @@ class Grant:
         plan: the plan that it was made for.
         cache: number of the list of entries.
         kind: class of the entries' first one. Another one means that the cache is pending, or broken.
+        padding: what the rows of a batch are padded with. Another array means that rows have come or gone.
         stop: length of the cache from which on it does not hold.
         change: the last change of a layer's memory when it was made.
         nbytes: the most that the process has with a token, beside the arrays before it.
@@ -39,6 +44,7 @@ class Grant:
     plan: ResidencyPlan
     cache: int
     kind: type
+    padding: mx.array | None
     stop: int
     change: int
     nbytes: int
@@ -55,28 +61,36 @@ class Grants:
         grant = self._grants.get(cache[0]) if cache else None
         if grant is None or grant.cache != id(cache) or type(cache[0]) is not grant.kind:
             return None
+        if grant.kind is BatchKVCache and vars(cache[0])["left_padding"] is not grant.padding:
+            return None
         return None if PENDING in vars(cache[0]) or PENDING in vars(cache[-1]) else grant
 
     def undo_if_granted(self, plan: ResidencyPlan, call: ForwardCall) -> Callable[[], None] | None:
-        """Return what takes a token back whose call surely fits the budget; None for all other calls."""
-        if call.num_tokens != 1 or call.cache is None or not call.is_plain or call.checkpoints is not None:
+        """Return what takes a token back whose call surely fits the budget; None for all other calls.
+
+        A batch is not put back, but refuses every later use: mlx-lm changes two attributes of it for each token.
+        """
+        if not call.is_decode or call.cache is None or not call.is_plain or call.checkpoints is not None:
             return None
         grant = self.of(call.cache)
         if grant is None or grant.plan is not plan or Changes.last != grant.change:
             return None
-        length: int = call.cache[0].offset
+        length = _length(call.cache[0])
         if length >= grant.stop or active_memory() + grant.nbytes > plan.budget_bytes:
             return None
-        return partial(trim_all, call.cache, length)
+        return partial(break_cache, call.cache) if grant.kind is BatchKVCache else partial(trim_all, call.cache, length)
 
     def note(self, plan: ResidencyPlan, call: ForwardCall) -> None:
         """Note that a token has room, and with it those after it, as far as buffers reach.
 
         Two tokens are counted: the pass of one may begin before that of the other is computed.
         """
-        if call.num_tokens != 1 or not call.cache or not call.is_plain or trimmer(call.cache) is None:
+        if not call.is_decode or not call.cache or not call.is_plain:
             return
-        lane, lengths = Lane(call), {int(each.offset) for each in call.cache}
+        is_batch = {*map(type, call.cache)} == {BatchKVCache}
+        if not is_batch and (call.num_tokens > 1 or trimmer(call.cache) is None):
+            return
+        lane, lengths = Lane(call), {*map(_length, call.cache)}
         stores = [entry.rows.store for entry in lane.own]
         in_memory = [store for store in stores if isinstance(store, MemoryRows) and not store.takes_more(1)]
         if len(lengths) > 1 or len(in_memory) < len(stores):
@@ -84,5 +98,9 @@ class Grants:
         stop = min([min(lengths) + CACHE_STEP, *(store.buffers.capacity for store in in_memory)])
         new = replace(lane.tokens, context=stop)
         nbytes = plan.ledger.process + 2 * plan.ledger.computed([new]) + most_growth(plan, lane, new)
-        kind = type(call.cache[0])
-        self._grants[call.cache[0]] = Grant(plan, id(call.cache), kind, stop, Changes.last, nbytes)
+        kind, padding = type(call.cache[0]), call.cache[0].left_padding if is_batch else None
+        self._grants[call.cache[0]] = Grant(plan, id(call.cache), kind, padding, stop, Changes.last, nbytes)
+
+
+def _length(entry: Any) -> int:
+    return int(entry.size() if type(entry) is BatchKVCache else entry.offset)

@@ -19,7 +19,7 @@ from batches import check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine import sharing
-from mlx_flash.errors import BudgetError
+from mlx_flash.errors import BudgetError, CacheError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.lazy import active_memory
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
@@ -296,3 +296,51 @@ def test_max_tokens_0_draws_as_many_random_numbers_as_mlx_lm(llama: Path, budget
     expected = drawn(stock_generate_step, stock(llama))
     with load_model(llama, config(ram_budget_gb=budget))[0] as model:
         assert drawn(mlx_flash.generate_step, model) == expected
+
+
+def test_tokens_of_a_batch_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only after rows have come or gone, and where their buffers are full. A call that fails breaks the batch."""
+    checked = 0
+    check = sharing.check_headroom
+
+    def counted(*args: Any, **options: Any) -> int:
+        nonlocal checked
+        checked += 1
+        return check(*args, **options)
+
+    def batch_of(model: Any, *prompts: list[int]) -> list[Any]:
+        caches = []
+        for prompt in prompts:
+            model(mx.array([prompt]), cache=(cache := make_prompt_cache(expected)))
+            caches.append(cache)
+        return [type(each[0]).merge(each) for each in zip(*caches, strict=True)]
+
+    def same(tokens: list[int]) -> None:
+        given = mx.array(tokens)[:, None]
+        assert same_bits([model(given, cache=cache)], [expected(given, cache=other)])
+
+    expected: Any = stock(llama)
+    with in_memory(llama) as model:
+        prompts = ([1, 2, 3], [4], [5, 6])
+        cache, other = batch_of(model, *prompts), batch_of(expected, *prompts)
+        monkeypatch.setattr(sharing, "check_headroom", counted)
+        for _ in range(20):
+            same([7, 8, 9])
+        assert checked == 1
+        for each, entry in zip(cache, other, strict=True):
+            each.filter([0, 2])
+            entry.filter([0, 2])
+        for _ in range(300):  # past the end of the buffers
+            same([3, 4])
+        assert checked == 3
+        for each, entry, new, more in zip(cache, other, batch_of(model, [1]), batch_of(expected, [1]), strict=True):
+            each.extend(new)
+            entry.extend(more)
+        before = checked
+        for _ in range(5):
+            same([3, 4, 5])
+        assert checked == before + 1
+        with pytest.raises(ValueError, match="integral"):
+            model(mx.array([[1.0], [2.0], [3.0]]), cache=cache)
+        with pytest.raises(CacheError, match="start again with a fresh prompt cache"):
+            model(mx.array([[1], [2], [3]]), cache=cache)

@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each server (default: %(default)s)")
     parser.add_argument("--words", type=int, default=20, help="words of a prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--stock", action="store_true", help="also mlx-flash with --batching stock")
+    parser.add_argument("--batching", nargs="+", default=[], help="also mlx-flash with these settings of --batching")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
 
@@ -74,8 +74,7 @@ def main() -> None:
         "mlx-flash": ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", str(args.budget)],
         "mlx_lm": ["mlx_lm", "server", "--model", model],
     }
-    if args.stock:
-        commands["mlx-flash, stock batches"] = [*commands["mlx-flash"], "--batching", "stock"]
+    commands |= {f"mlx-flash, {way}": [*commands["mlx-flash"], "--batching", way] for way in args.batching}
     found: dict[int, dict[str, list[Round]]] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = {

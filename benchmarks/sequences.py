@@ -124,7 +124,7 @@ def compare(model_dir: Path, options: argparse.Namespace, say: Callable[[Table],
 
 def summary(name: str, rounds: dict[str, list[Round]]) -> dict[str, Any]:
     """Return the medians of a way, and its ratios to mlx-lm's."""
-    ours, theirs = rounds[name], rounds["mlx-lm batch_generate" if name == "batch_generate" else "mlx-lm"]
+    ours, theirs = rounds[name], rounds["mlx-lm batch_generate" if name.endswith("batch_generate") else "mlx-lm"]
     return {
         "first_token_seconds": median(each.first for each in ours),
         "tokens_per_second": median(each.rate for each in ours),

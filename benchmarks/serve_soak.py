@@ -64,7 +64,8 @@ def ask(server: Server, case: Case) -> Outcome:
 
 def soak(args: argparse.Namespace, cases: list[Case], budget_gb: float, folder: Path) -> dict[str, Any]:
     """Return the numbers of one budget."""
-    words = ["mlx_flash", "serve", "--model", args.model, "--ram-budget-gb", budget_gb, *args.flags]
+    given = ["--model", args.model, "--ram-budget-gb", budget_gb, "--batching", "exact", *args.flags]
+    words = ["mlx_flash", "serve", *given]
     with serving(words, folder / "alone.log") as server:
         alone = {case: ask(server, case) for case in cases}
     limit = [str(SMALL_MACHINE), "--warm", str(int(budget_gb * LIMIT_ROOM * 1e9))] if args.limit else []

@@ -30,6 +30,7 @@ QUESTION = "Why is the sky blue?"
 NOT_RUN = {
     "README.md": ["installs"],
     "docs/benchmarks.md": [
+        "needs a GPU",
         *["needs root, gigabytes and minutes"] * 2,
         "needs 72 GB of disk",
         "needs a GPU and streamlx",

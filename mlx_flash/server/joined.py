@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.compat.batchgenerator import GenerationBatch, merge_caches
+from mlx_flash.errors import RefusedError
 from mlx_flash.generation.batches import computes_rows
 from mlx_flash.generation.member import Member
 from mlx_flash.model import FlashLLM
@@ -48,7 +49,6 @@ class JoiningRows(ServedRows):
         model: the model.
         is_apart: returns whether the request with a number stays a row.
         options: as of `ServedRows`.
-
     """
 
     def __init__(self, model: FlashLLM, *, is_apart: Callable[[int], bool], **options: Any) -> None:
@@ -73,13 +73,15 @@ class JoiningRows(ServedRows):
         """Compute a token of each answer, and a part of each prompt. Return the progress of prompts, and tokens."""
         joined = self._batch.next()
         self._drop(self._errors)
-        self._moving, self.num_elsewhere = [], len(self._batch)
+        self.num_elsewhere = len(self._batch)
         prompts, answers = super().advance()
-        if moving := [member for member in self._moving if member in self._members]:
+        moving, self._moving = [member for member in self._moving if member in self._members], []
+        if moving:
             self._join_batch(moving)
         return prompts, [response for response in joined if response.uid not in self._errors] + answers
 
     def _begin_ahead(self, members: Sequence[Member]) -> None:
+        self._moving = []
         free = [member for member in members if not self._is_apart(member.uid)]
         if self._may_join and len(free) + len(self._batch) > 1 and self._flash.begins_ahead:
             self._moving = free
@@ -95,35 +97,36 @@ class JoiningRows(ServedRows):
             mx.array([sequence.last for sequence in sequences]),
             merge_caches([plain_cache(sequence.cache) for sequence in sequences]),
             [sequence.tokens for sequence in sequences],
-            [self._sampler(member) for member in members],
+            [self._sampler(member.uid, member.sequence.chooser.sampler) for member in members],
             greedy,
-            [self._processors(member) for member in members],
+            [self._processors(member.uid, member.sequence.chooser.processors) for member in members],
             [_Ends(member.matcher) for member in members],
             [sequence.max_tokens - sequence.num_tokens for sequence in sequences],
         )
         self._batch.extend(added)
         self._drop(self._errors)
 
-    def _sampler(self, member: Member) -> Sampler:
-        sampler = member.sequence.chooser.sampler
-        if sampler is greedy:
-            return greedy
+    # What the batch calls refers to no member: its row's cache was copied into the batch, and leaves.
 
+    def _sampler(self, uid: int, sampler: Sampler) -> Sampler:
         def choose(logprobs: mx.array) -> mx.array:
-            with ends_alone(partial(self._end, member)):
+            with ends_alone(partial(self._refuse, uid)):
                 return sampler(logprobs)
             return greedy(logprobs)  # of a request that has failed, which nobody sees
 
-        return choose
+        return greedy if sampler is greedy else choose
 
-    def _processors(self, member: Member) -> list[LogitsProcessor]:
+    def _processors(self, uid: int, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
         def process(tokens: mx.array, logits: mx.array) -> mx.array:
-            with ends_alone(partial(self._end, member)):
-                for processor in member.sequence.chooser.processors:
+            with ends_alone(partial(self._refuse, uid)):
+                for processor in processors:
                     logits = processor(tokens, logits)
             return logits
 
-        return [process] if member.sequence.chooser.processors else []
+        return [process] if processors else []
+
+    def _refuse(self, uid: int, error: RefusedError) -> None:
+        self._errors[uid] = error
 
     def _drop(self, uids: Iterable[int]) -> None:
         gone = set(uids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,26 @@ def test_a_cache_is_kept_for_the_next_turn(served: Served, sizes: list[int]) -> 
     ]
     assert begun.num_cached > 0
     served.prompt_cache.trim_to(n_sequences=0)
+
+
+def test_rows_that_have_joined_leave_their_caches(
+    served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, alive, counts = JoiningRows._join_batch, [], []
+
+    def joined_and_noted(self: JoiningRows, members: Any) -> None:
+        alive.extend(weakref.ref(member.sequence) for member in members)
+        join(self, members)
+
+    def counted(self: JoiningRows) -> Any:
+        counts.append(sum(ref() is not None for ref in alive))
+        return advance(self)
+
+    advance = JoiningRows.advance
+    monkeypatch.setattr(JoiningRows, "_join_batch", joined_and_noted)
+    monkeypatch.setattr(JoiningRows, "advance", counted)
+    ask(served, *[request(text, temperature=1.0, repetition_penalty=1.2) for text in TEXTS])
+    assert len(alive) == max(sizes) == 4 and not any(counts)
 
 
 @pytest.mark.parametrize("name", ["sampler_of", "processors_of"])

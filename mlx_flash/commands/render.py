@@ -129,7 +129,7 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
     if plan.compression is not None:
         yield "Compressed:", f"to {plan.compression.ratio:.0%} of the bytes: {compression_in_words(plan.compression)}"
     yield "Prediction:", _planned_speed(plan)
-    if plan.weights_seconds > 0:
+    if plan.read_bytes and plan.weights_seconds > 0:  # in memory they are mlx-lm's, and share calls
         yield "Batches:", _batches(plan)
     yield "First token:", _first_token(plan)
     if long := [n for n in PROMPT_LENGTHS if plan.seconds_to_first_token(n) > LONG_SECONDS]:

@@ -279,7 +279,9 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         "seconds_to_first_token": [
             {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
         ],
-        "batches": [{"sequences": n, "tokens_per_second": plan.tokens_per_second(n)} for n in BATCH_SIZES],
+        "batches": [
+            {"sequences": n, "tokens_per_second": plan.tokens_per_second(n)} for n in BATCH_SIZES if plan.read_bytes
+        ],
         "seconds_per_token": plan.opening_seconds,
         "tokens_per_second": ratio(1, plan.opening_seconds),
     }

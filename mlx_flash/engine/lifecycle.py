@@ -166,8 +166,8 @@ class Lifecycle:
     def _adapt(self, plan: ResidencyPlan) -> None:
         """Go on with a plan for another budget, in the same session."""
         self.plan = plan
-        if self.forecast is not None:
-            self.forecast.plan = plan
+        if self.session is not None:
+            self.session.adapt(plan)
 
     def close(self) -> nn.Module:
         """End streaming. As :meth:`FlashLLM.close`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,7 @@ class Session:
         _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         self.chain = prepared.chain
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
+        self._config = config
         self._reader = reader = _reader(prepared, config)
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
@@ -108,6 +109,11 @@ class Session:
         publisher = Publisher(status.collect)
         publisher.start()
         return publisher
+
+    def adapt(self, plan: ResidencyPlan) -> None:
+        """Go on with a plan for another budget."""
+        self.forecast.plan = plan
+        self._reader.cached.room = _room(self._config, plan)
 
     def end(self) -> None:
         """Stop everything that has a thread or a file; modules keep what they hold."""
@@ -148,7 +154,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         queue_depth=queue_depth,
         arrival=prepared.machine.arrival,
         tables=prepared.checkpoint.tables,
-        room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
+        room=_room(config, plan),
     )
     reader.way = replace(reader.way, direct=not disk.through_cache)
     return reader
@@ -183,6 +189,11 @@ def _ways(reader: BackgroundPrefetcher, first: Way) -> list[Way]:
     less = [replace(first, cached=0.5, direct=True), replace(first, cached=0.0, direct=True)]
     smaller = replace(first, read_size=max(first.read_size // 2, DIRECT_ALIGNMENT))
     return [first, *(less if reader.cached.share else []), replace(first, direct=not first.direct), smaller]
+
+
+def _room(config: FlashConfig, plan: ResidencyPlan) -> Callable[[], int]:
+    """Return what tells the memory that the page cache may use for the files."""
+    return partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0
 
 
 def _spare_memory(budget_bytes: int) -> int:

@@ -33,13 +33,14 @@ class CachedShare:
         clock: returns seconds.
 
     Attributes:
+        room: as given; may be replaced.
         share: 0 to 1.
     """
 
     def __init__(self, nbytes: int, room: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self.share = 0.0
         self._nbytes = max(nbytes, 1)
-        self._room = room
+        self.room = room
         self._clock = clock
         self._due = clock()
 
@@ -57,7 +58,7 @@ class CachedShare:
         if self._clock() < self._due:
             return
         self._due = self._clock() + REFRESH_SECONDS
-        found = min(1.0, max(0.0, self._room() / self._nbytes))
+        found = min(1.0, max(0.0, self.room() / self._nbytes))
         if found < self.share or found == 1:
             self.share = found
         elif found >= self.share + _STEP:

@@ -24,6 +24,7 @@ from mlx_flash.convert.order import ReadPattern, UnitTensors, read_pattern, stre
 from mlx_flash.convert.rewrite import STATE_NAME, PlannedFile, Progress, Rewrite, counting, plan_shards, write_text
 from mlx_flash.convert.writer import TensorSpec, copy_buffer, read_pieces, write_errors
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError, WriteError
+from mlx_flash.files import free_bytes
 from mlx_flash.layout.fingerprint import state_of
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
@@ -136,7 +137,7 @@ def _check_unused(folder: Path) -> None:
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if nbytes > free:
         raise WriteError(
             f"{folder} needs {nbytes / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free on its disk. "

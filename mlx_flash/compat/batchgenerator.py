@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -55,10 +55,12 @@ class Wanted(NamedTuple):
     Attributes:
         caches: whether it returns prompt caches.
         lengths: the most tokens of each sequence, prompt and answer, of the longest that are computed together.
+        given: the prompt caches to go on from, if there are any.
     """
 
     caches: bool
     lengths: list[int]
+    given: Sequence[list[Any]]
 
 
 def wanted_of(frame: FrameType) -> Wanted | None:
@@ -71,7 +73,8 @@ def wanted_of(frame: FrameType) -> Wanted | None:
     caches = given["prompt_caches"] or [()] * len(prompts)
     before = [max((getattr(entry, "offset", 0) for entry in cache), default=0) for cache in caches]
     lengths = sorted(map(sum, zip(before, map(len, prompts), answers, strict=False)), reverse=True)
-    return Wanted(given["return_prompt_caches"], lengths[: given["kwargs"].get("completion_batch_size", 32)])
+    num_together = given["kwargs"].get("completion_batch_size", 32)
+    return Wanted(given["return_prompt_caches"], lengths[:num_together], given["prompt_caches"] or ())
 
 
 def current_batch_generator() -> Any:

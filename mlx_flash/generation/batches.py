@@ -19,11 +19,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.compat.batchgenerator import (
     BatchGenerator,
     StockBatchGenerator,
+    merge_caches,
     stock_batch_generate,
     wanted_of,
 )
 from mlx_flash.compat.generation import with_names
-from mlx_flash.errors import CacheError
+from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.member import Member
 from mlx_flash.generation.sequence import compute
 from mlx_flash.model import FlashLLM
@@ -207,15 +208,16 @@ class RowGenerator(BatchGenerator):
         return waiting + sum(int(entry.nbytes) for member in self._members for entry in member.sequence.cache)
 
 
-def computes_rows(model: FlashLLM, lengths: Sequence[int]) -> bool:
+def computes_rows(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:
     """Return whether sequences are rows, each computed as if it were alone. If not, they are batches of mlx-lm's.
 
     With ``batching="auto"`` rows are computed where weights are streamed, and where mlx-lm's batches, which are padded,
-    have no room or do not keep to the settings.
+    have no room or do not keep to the settings, and for caches that they cannot merge.
 
     Args:
         model: the model, which is started if the answer depends on its plan.
         lengths: the most tokens of each sequence, prompt and answer.
+        caches: those to go on from, if there are any.
 
     Raises:
         BudgetError: the budget cannot hold the plan.
@@ -225,7 +227,9 @@ def computes_rows(model: FlashLLM, lengths: Sequence[int]) -> bool:
     model.start()
     if not model.begins_ahead or not model.is_batchable:
         return True
-    if not all(hasattr(entry, "merge") for entry in make_prompt_cache(cast(nn.Module, model))):
+    try:
+        merge_caches([*caches] or [make_prompt_cache(cast(nn.Module, model))])  # lazily
+    except (AttributeError, FlashError, TypeError, ValueError):
         return True
     return together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
 
@@ -261,7 +265,7 @@ class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
         """Return what computes a batch."""
         wanted = wanted_of(sys._getframe(1)) if isinstance(model, FlashLLM) else None
-        if wanted is None or not computes_rows(model, wanted.lengths):
+        if wanted is None or not computes_rows(model, wanted.lengths, wanted.given):
             return super().__new__(cls)
         return CopyingRows(model, *args, completes_caches=wanted.caches, **options)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_flash
@@ -56,6 +56,32 @@ def test_everything_in_memory_is_mlx_lms_batch(directories: Directories, name: s
         assert not model.engine.stream.units
         assert not computes_rows(model, [30] * 4)
     assert (got.token_ids, got.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+GIVEN: dict[str, Callable[[int], Any]] = {
+    "quantized": lambda index: QuantizedKVCache(32, 8),
+    "windows": lambda index: RotatingKVCache(16, keep=4),
+    "windows of two sizes": lambda index: RotatingKVCache(16 + 8 * index),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_caches_that_cannot_be_merged_are_those_of_rows(directories: Directories, name: str) -> None:
+    """mlx-lm's batches raise an error, or lose what the window keeps."""
+    directory, prompts = directories("llama"), ([1, 2, 3, 4, 5] * 6, [6, 7])
+    with load_model(directory, config(ram_budget_gb=LARGE_GB))[0] as model:
+        num_layers = len(make_prompt_cache(model))
+        found = []
+        for batching in ("exact", "auto"):
+            caches = [[GIVEN[name](index) for _ in range(num_layers)] for index in range(len(prompts))]
+            for prompt, cache in zip(prompts, caches, strict=True):
+                model(mx.array([prompt]), cache=cache)
+            model.batching = batching
+            found.append(
+                mlx_flash.batch_generate(model, TOKENIZER, [[7, 8], [9]], caches, max_tokens=5, return_token_ids=True)
+            )
+        expected, got = found
+        assert got.token_ids == expected.token_ids
 
 
 def test_without_room_for_padding_sequences_are_rows(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,9 @@ def wanted_of(frame: FrameType) -> Wanted | None:
     caches = given["prompt_caches"] or [()] * len(prompts)
     before = [max((getattr(entry, "offset", 0) for entry in cache), default=0) for cache in caches]
     lengths = sorted(map(sum, zip(before, map(len, prompts), answers, strict=False)), reverse=True)
-    num_together = given["kwargs"].get("completion_batch_size", 32)
+    options = given["kwargs"]
+    num_together = max(options.get("completion_batch_size", 32), options.get("prefill_batch_size", 8))
+    num_together += 1  # one that has ended is kept while the next one begins
     return Wanted(given["return_prompt_caches"], lengths[:num_together], given["prompt_caches"] or ())
 
 
@@ -113,7 +115,7 @@ class Waiting(NamedTuple):
     @property
     def most_tokens(self) -> int:
         """The most tokens that its cache will have."""
-        return len(self.tokens) + sum(map(len, self.segments)) + self.max_tokens
+        return len(self.tokens) + sum(map(len, self.segments)) + int(self.max_tokens)
 
 
 class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]

@@ -53,7 +53,7 @@ class Member:
             segments,
             chooser,
             step=step,
-            max_tokens=max_tokens,
+            max_tokens=int(max_tokens),
             guesses=guesses,
             tokens=tokens,
             report=partial(report, uid),

@@ -72,13 +72,18 @@ class JoiningRows(ServedRows):
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a token of each answer, and a part of each prompt. Return the progress of prompts, and tokens."""
         joined = self._batch.next()
+        for response in joined:
+            if response.finish_reason is not None:  # a later token failed, which nobody wants
+                self._errors.pop(response.uid, None)
         self._drop(self._errors)
+        if joined and not len(self._batch):
+            self._batch = GenerationBatch.empty(self._flash, greedy)  # whose last probabilities leave
         self.num_elsewhere = len(self._batch)
         prompts, answers = super().advance()
         moving, self._moving = [member for member in self._moving if member in self._members], []
         if moving:
             self._join_batch(moving)
-        return prompts, [response for response in joined if response.uid not in self._errors] + answers
+        return prompts, joined + answers
 
     def _begin_ahead(self, members: Sequence[Member]) -> None:
         self._moving = []

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,14 +61,13 @@ def test_everything_in_memory_is_mlx_lms_batch(directories: Directories, name: s
 
 GIVEN: dict[str, Callable[[int], Any]] = {
     "quantized": lambda index: QuantizedKVCache(32, 8),
-    "windows": lambda index: RotatingKVCache(16, keep=4),
     "windows of two sizes": lambda index: RotatingKVCache(16 + 8 * index),
 }
 
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_caches_that_cannot_be_merged_are_those_of_rows(directories: Directories, name: str) -> None:
-    """mlx-lm's batches raise an error, or lose what the window keeps."""
+    """mlx-lm's batches raise an error."""
     directory, prompts = directories("llama"), ([1, 2, 3, 4, 5] * 6, [6, 7])
     with load_model(directory, config(ram_budget_gb=LARGE_GB))[0] as model:
         num_layers = len(make_prompt_cache(model))
@@ -101,9 +101,15 @@ def test_without_room_for_padding_sequences_are_rows(directories: Directories, m
             made.clear()
             got = mlx_flash.batch_generate(model, all_end, [[1], [2], [3]], max_tokens=lengths)
             assert len(got.texts) == 3 and bool(made) == are_rows
-        made.clear()
-        mlx_flash.batch_generate(model, all_end, [[1]] * 6, max_tokens=[most // 3] * 6, completion_batch_size=2)
-        assert not made
+        small = {"completion_batch_size": 1, "prefill_batch_size": 1}
+        for options, are_rows in ((small, False), ({"completion_batch_size": 1}, True), ({}, True)):
+            made.clear()
+            mlx_flash.batch_generate(model, all_end, [[1]] * 8, max_tokens=[most // 2] * 8, **options)
+            assert bool(made) == are_rows
+        lengths = list(np.array([3, 2, 4]))
+        assert len(mlx_flash.batch_generate(model, TOKENIZER, [[1], [2], [3]], max_tokens=lengths).texts) == 3
+        model.batching = "exact"
+        assert len(mlx_flash.batch_generate(model, TOKENIZER, [[1], [2], [3]], max_tokens=lengths).texts) == 3
 
 
 def test_eight_sequences_of_n_tokens_take_n_passes(directories: Directories) -> None:

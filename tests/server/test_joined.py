@@ -192,6 +192,28 @@ def test_one_that_fails_ends_alone(
     assert alone(served, asked[1]) == [expected[1]]
 
 
+def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm's batch asks processors for the token after the last one."""
+    make = loaded.processors_of
+
+    def limited(sampling: Any, *rest: Any) -> Any:
+        def process(tokens: mx.array, logits: mx.array) -> mx.array:
+            seen.append(tokens.size)
+            if len(seen) > NUM_TOKENS:
+                raise ZeroDivisionError("odd")
+            return logits
+
+        seen: list[int] = []
+        return [*make(sampling, *rest), process]
+
+    asked = [request(text) for text in TEXTS]
+    expected = alone(served, *asked)
+    monkeypatch.setattr(loaded, "processors_of", limited)
+    assert list(map(text_of, ask(served, *asked))) == expected
+    rows = next(iter(served.room.models))._rows
+    assert not rows._errors and not len(rows._batch) and not rows._batch._current_logprobs
+
+
 def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
     asked = [request(text, max_tokens=40) for text in TEXTS]
     expected = alone(served, *asked)

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_lm import server
 
@@ -23,6 +23,8 @@ from mlx_flash.server.room import EngineRoom
 
 Answer = list[tuple[str, float]]
 """Text and log-probability of every token."""
+
+Computed = TypeVar("Computed")
 
 FLAGS: dict[str, Any] = {
     "adapter_path": None,
@@ -88,7 +90,19 @@ class Served:
             (answer,) = self.room.submit(request)
             return [(event, time.monotonic()) async for event in answer]
 
-        return asyncio.run_coroutine_threadsafe(collect(), self._loop).result(120)
+        return self.run(collect())
+
+    def events_together(self, *requests: GenerationRequest) -> list[list[Event]]:
+        """Return all events of some answers that are asked for at once."""
+
+        async def collect() -> list[list[Event]]:
+            return await asyncio.gather(*map(every, self.room.submit(*requests)))
+
+        return self.run(collect())
+
+    def run(self, work: Coroutine[Any, Any, Computed]) -> Computed:
+        """Return the result of some work of clients, which runs in their event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     def ask(self, *messages: dict[str, str], seed: int | None = None, max_tokens: int = 5, **more: Any) -> Answer:
         """Return an answer.
@@ -105,6 +119,17 @@ class Served:
         assert isinstance(events[-1], End)
         pieces = [event for event in events if isinstance(event, Piece) and event.tokens]
         return [(piece.text, piece.tokens[0].chosen.logprob) for piece in pieces]
+
+
+async def every(answer: AsyncIterator[Event]) -> list[Event]:
+    """Return all events of an answer."""
+    return [event async for event in answer]
+
+
+def text_of(events: list[Event]) -> str:
+    """Return the text of an answer that has ended well."""
+    assert isinstance(events[-1], End)
+    return "".join(event.text for event in events if isinstance(event, Piece))
 
 
 class StockServed:

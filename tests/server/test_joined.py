@@ -22,7 +22,7 @@ from mlx_flash.server.events import Begun, End, Event, Failed, Piece
 from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
-from served import Served, serving
+from served import Served, every, serving, text_of
 from zoo import configuration
 
 __all__ = ["model"]
@@ -40,29 +40,11 @@ def request(text: str, *, max_tokens: int = NUM_TOKENS, **sampling: Any) -> Gene
     )
 
 
-async def every(answer: Any) -> list[Event]:
-    return [event async for event in answer]
-
-
-def ask(served: Served, *asked: GenerationRequest) -> list[list[Event]]:
-    """Ask for answers together."""
-
-    async def collect() -> list[list[Event]]:
-        return await asyncio.gather(*map(every, served.room.submit(*asked)))
-
-    return asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
-
-
-def text_of(events: list[Event]) -> str:
-    assert isinstance(events[-1], End)
-    return "".join(event.text for event in events if isinstance(event, Piece))
-
-
 def alone(served: Served, *asked: GenerationRequest) -> list[str]:
     found = []
     for each in asked:
         served.prompt_cache.trim_to(n_sequences=0)
-        found.append(text_of(ask(served, each)[0]))
+        found.append(text_of(served.events(each)))
     served.prompt_cache.trim_to(n_sequences=0)
     return found
 
@@ -93,7 +75,7 @@ def test_answers_share_calls(served: Served, sizes: list[int], sampling: dict[st
     expected = alone(served, *asked)
     assert not sizes
     before = served.model.counters.num_passes
-    answers = ask(served, *asked)
+    answers = served.events_together(*asked)
     assert list(map(text_of, answers)) == expected  # of 4 layers in fp32, which last bits do not change
     assert max(sizes) == 4 and served.model.counters.num_passes - before < 2 * NUM_TOKENS + 2 * len(TEXTS)
     ends = [events[-1] for events in answers]
@@ -109,8 +91,8 @@ def test_requests_with_a_seed_stay_rows(served: Served, sizes: list[int]) -> Non
         request(text, seed=3, temperature=temperature) for text, temperature in zip(TEXTS, (0.0, 0.9) * 2, strict=True)
     ]
     expected = alone(served, *asked)
-    assert list(map(text_of, ask(served, *asked))) == expected and not sizes
-    first, *_, other = ask(served, asked[1], request("Hi"), request("You"), request("Me"))
+    assert list(map(text_of, served.events_together(*asked))) == expected and not sizes
+    first, *_, other = served.events_together(asked[1], request("Hi"), request("You"), request("Me"))
     assert text_of(first) == expected[1] and max(sizes) == 3 and text_of(other)
 
 
@@ -122,26 +104,24 @@ def test_a_request_joins_others_that_run(served: Served, sizes: list[int]) -> No
     async def collect() -> list[list[Event]]:
         first, second = served.room.submit(*long_ones)
         events: list[Event] = []
+        third: Any = None
         async for event in first:
             events.append(event)
-            if len(sizes) > 3 and len(sizes) < 1000:
-                sizes.extend([0] * 1000)
-                (third,) = served.room.submit(late)
-                last = asyncio.ensure_future(every(third))
-        return [events, await every(second), await last]
+            if third is None and len(sizes) > 3:
+                third = asyncio.ensure_future(every(*served.room.submit(late)))
+        return [events, await every(second), await third]
 
-    answers = asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
+    answers = served.run(collect())
     assert list(map(text_of, answers)) == expected and max(sizes) == 3
 
 
 def test_a_cache_is_kept_for_the_next_turn(served: Served, sizes: list[int]) -> None:
     asked = [request(text) for text in TEXTS]
-    (first, *_) = ask(served, *asked)
+    (first, *_) = served.events_together(*asked)
     assert max(sizes) == 4
     messages = [*asked[0].messages, {"role": "assistant", "content": text_of(first)}, *turn("And?")[1:]]
-    ((begun, *_),) = [
-        [e for e in events if isinstance(e, Begun)] for events in ask(served, replace(asked[0], messages=messages))
-    ]
+    events = served.events(replace(asked[0], messages=messages))
+    (begun,) = [event for event in events if isinstance(event, Begun)]
     assert begun.num_cached > 0
     served.prompt_cache.trim_to(n_sequences=0)
 
@@ -162,7 +142,7 @@ def test_rows_that_have_joined_leave_their_caches(
     advance = JoiningRows.advance
     monkeypatch.setattr(JoiningRows, "_join_batch", joined_and_noted)
     monkeypatch.setattr(JoiningRows, "advance", counted)
-    ask(served, *[request(text, temperature=1.0, repetition_penalty=1.2) for text in TEXTS])
+    served.events_together(*[request(text, temperature=1.0, repetition_penalty=1.2) for text in TEXTS])
     assert len(alive) == max(sizes) == 4 and not any(counts)
 
 
@@ -185,7 +165,7 @@ def test_one_that_fails_ends_alone(
     asked = [request(text) for text in TEXTS]
     expected = alone(served, *asked)
     monkeypatch.setattr(loaded, name, failing)
-    wrong, *right = ask(served, request("wrong", top_k=77, temperature=1.0), *asked)
+    wrong, *right = served.events_together(request("wrong", top_k=77, temperature=1.0), *asked)
     assert isinstance(wrong[-1], Failed) and "ZeroDivisionError: odd" in str(wrong[-1].error)
     assert len(calls) == 5 and max(sizes) == 5
     assert list(map(text_of, right)) == expected
@@ -209,7 +189,7 @@ def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: p
     asked = [request(text) for text in TEXTS]
     expected = alone(served, *asked)
     monkeypatch.setattr(loaded, "processors_of", limited)
-    assert list(map(text_of, ask(served, *asked))) == expected
+    assert list(map(text_of, served.events_together(*asked))) == expected
     rows = next(iter(served.room.models))._rows
     assert not rows._errors and not len(rows._batch) and not rows._batch._current_logprobs
 
@@ -226,7 +206,7 @@ def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
         leaving.leave()
         return await asyncio.gather(*map(every, others))
 
-    answers = asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
+    answers = served.run(collect())
     assert list(map(text_of, answers)) == expected and max(sizes) >= 4
 
 
@@ -234,7 +214,7 @@ def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
     asked = [request(text, max_tokens=30) for text in TEXTS]
     expected = alone(served, *asked)
     stop = expected[0][12:16]
-    answers = ask(served, replace(asked[0], stop=(stop,)), *asked[1:])
+    answers = served.events_together(replace(asked[0], stop=(stop,)), *asked[1:])
     assert text_of(answers[0]) == expected[0][: expected[0].index(stop)]
     assert list(map(text_of, answers[1:])) == expected[1:] and max(sizes) == 4
     served.prompt_cache.trim_to(n_sequences=0)
@@ -244,7 +224,7 @@ def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
 def test_other_settings_keep_rows(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
     with serving(model, **{"context_length": 8192, **settings}) as running:
         asked = [request(text) for text in TEXTS]
-        assert alone(running, *asked) == list(map(text_of, ask(running, *asked))) and not sizes
+        assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and not sizes
 
 
 def test_without_room_for_padding_rows_stay(model: str, sizes: list[int]) -> None:
@@ -257,7 +237,7 @@ def test_without_room_for_padding_rows_stay(model: str, sizes: list[int]) -> Non
         asked = [request(text, max_tokens=5) for text in TEXTS]
         expected = alone(running, *asked)
         long_one = replace(request("Hi", max_tokens=most), stop=(expected[0][:1],))
-        answers = ask(running, long_one, *asked[1:])
+        answers = running.events_together(long_one, *asked[1:])
         assert together_bytes(plan, [most, 600, 600, 600], "exact") < room_bytes(plan)
         assert list(map(text_of, answers[1:])) == expected[1:]
         assert not sizes
@@ -271,7 +251,7 @@ def test_caches_of_every_kind(tmp_path: Path, sizes: list[int], name: str) -> No
     folder = make_random_model(tmp_path / "model", "--config", str(config), "--dtype", "float32")
     with serving(str(folder), options=BatchOptions(prefill_step_size=64)) as running:
         asked = [request(text) for text in TEXTS]
-        assert alone(running, *asked) == list(map(text_of, ask(running, *asked))) and max(sizes) == 4
+        assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and max(sizes) == 4
 
 
 def test_refusals_name_the_memory(served: Served) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 from conversations import LONG, model, turn
 from mlx_flash.kv.layerrows import LayerRows, park
 from mlx_flash.server.batchoptions import BatchOptions
-from mlx_flash.server.events import Begun, End, Event, Piece, Progress
+from mlx_flash.server.events import Begun, End, Event, Progress
 from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.request import GenerationRequest, Sampling
-from served import Served, serving
+from served import every, serving, text_of
 
 __all__ = ["model"]
 
@@ -25,22 +24,6 @@ N = 4
 def requests(text: str, **fields: Any) -> list[GenerationRequest]:
     made = GenerationRequest(model="default_model", messages=turn(text, system="Hi"), max_tokens=6, **fields)
     return [replace(made, sampling=Sampling(seed=seed, temperature=1.0)) for seed in range(N)]
-
-
-async def every(answer: Any) -> list[Event]:
-    return [event async for event in answer]
-
-
-def together(served: Served, asked: list[GenerationRequest]) -> list[list[Event]]:
-    async def collect() -> list[list[Event]]:
-        return await asyncio.gather(*map(every, served.room.submit(*asked)))
-
-    return asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
-
-
-def text_of(events: list[Event]) -> str:
-    assert isinstance(events[-1], End)
-    return "".join(event.text for event in events if isinstance(event, Piece))
 
 
 def num_computed(answers: list[list[Event]]) -> int:
@@ -54,9 +37,9 @@ def test_a_prompt_of_several_answers_is_computed_once(model: str, kv: dict[str, 
         alone = []
         for request in requests(LONG):
             served.prompt_cache.trim_to(n_sequences=0)
-            alone += together(served, [request])
+            alone += served.events_together(request)
         served.prompt_cache.trim_to(n_sequences=0)
-        answers = together(served, requests(LONG))
+        answers = served.events_together(*requests(LONG))
         assert [text_of(events) for events in answers] == [text_of(events) for events in alone]
         assert len({text_of(events) for events in answers}) > 1
         num_prompt = next(event.num_prompt for event in answers[0] if isinstance(event, Begun))
@@ -69,7 +52,7 @@ def test_answers_to_a_prompt_are_not_copied_for_each_token(model: str, monkeypat
     monkeypatch.setattr("mlx_flash.kv.kvpool.park", lambda rows: parked.append(rows) or park(rows))
     with serving(model) as served:
         longest = [replace(each, max_tokens=24) for each in requests(LONG * 8)]
-        answers = together(served, longest)
+        answers = served.events_together(*longest)
         assert min(end.num_prompt for events in answers if isinstance(end := events[-1], End)) > 256
         assert sum(end.num_tokens for events in answers if isinstance(end := events[-1], End)) > 2 * N
         assert len(parked) <= 2 * N * len(served.model.layers)  # once when it begins, and once when it ends
@@ -77,7 +60,7 @@ def test_answers_to_a_prompt_are_not_copied_for_each_token(model: str, monkeypat
 
 def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None:
     with serving(model, options=BatchOptions(prefill_step_size=8)) as served:
-        expected = [text_of(events) for events in together(served, requests(LONG))]
+        expected = [text_of(events) for events in served.events_together(*requests(LONG))]
         served.prompt_cache.trim_to(n_sequences=0)
 
         async def leave_early() -> list[list[Event]]:
@@ -87,7 +70,7 @@ def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None
                     leader.leave()
             return [await every(answer) for answer in others]
 
-        answers = asyncio.run_coroutine_threadsafe(leave_early(), served._loop).result(120)
+        answers = served.run(leave_early())
         assert [text_of(events) for events in answers] == expected[1:]
         assert num_computed(answers) > N - 1
         assert not any(loaded.jobs for loaded in served.room.models)
@@ -109,17 +92,17 @@ def test_a_streamed_pass_ends_when_its_only_client_leaves(model: str, monkeypatc
     options = BatchOptions(prefill_step_size=64)
     with serving(model, options=options, ram_budget_gb="min", lend_reserves=False, prefill_step_size=64) as served:
         request, other, *_ = requests(LONG)
-        (expected,) = together(served, [request])
+        (expected,) = served.events_together(request)
         served.prompt_cache.trim_to(n_sequences=0)
         assert served.model.engine is not None and len(served.model.engine.stream.units) > 2
 
         async def submit() -> None:
             leaver.extend(served.room.submit(other))
 
-        asyncio.run_coroutine_threadsafe(submit(), served._loop).result(120)
+        served.run(submit())
         while not visited:
             time.sleep(0.01)
-        (answer,) = together(served, [request])
+        (answer,) = served.events_together(request)
         assert text_of(answer) == text_of(expected) and num_computed([answer]) == num_computed([expected])
     ((done, total),) = visited  # at the first unit
     assert 0 <= done < total
@@ -128,6 +111,6 @@ def test_a_streamed_pass_ends_when_its_only_client_leaves(model: str, monkeypatc
 def test_clients_see_how_far_a_streamed_pass_is(model: str) -> None:
     options = BatchOptions(prefill_step_size=64)
     with serving(model, options=options, ram_budget_gb="min", lend_reserves=False, prefill_step_size=64) as served:
-        (events,) = together(served, requests(LONG)[:1])
+        (events,) = served.events_together(*requests(LONG)[:1])
         done = [event.done for event in events if isinstance(event, Progress)]
         assert len(done) > 2 and done == sorted(done) and done[-1] > done[0]

@@ -115,16 +115,16 @@ class Passes:
                 pending.put()  # if its token was not computed
 
     def _run_granted(self, plan: ResidencyPlan, row: Row) -> bool:
-        """Compute the next token of a row if its call surely has room. Return whether it had.
+        """Compute the next token of each sequence of a row if its call surely has room. Return whether it had.
 
-        Nothing is read for it, no layer's memory changes, and its cache can be trimmed.
+        Nothing is read for it, and no layer's memory changes.
         """
         if row.is_done or (put_back := self.grants.undo_if_granted(plan, call := row.left[0])) is None:
             return False
         self._session.engine.pinned.compute_at_once(None)
         self.under_way = {row: row.undo([call], put_back)}
         try:  # as _undoing() does, which would take a microsecond more
-            self._counters.begin(1, 1, 1)
+            self._counters.begin(call.num_tokens, call.num_tokens, call.num_tokens)
             try:
                 outcome: list[Any] | Exception = [self._model(*call.arguments, **call.keywords)]
             except CALL_ERRORS as error:

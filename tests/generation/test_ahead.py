@@ -324,9 +324,11 @@ def test_tokens_of_a_batch_are_not_added_up_one_by_one(llama: Path, monkeypatch:
         prompts = ([1, 2, 3], [4], [5, 6])
         cache, other = batch_of(model, *prompts), batch_of(expected, *prompts)
         monkeypatch.setattr(sharing, "check_headroom", counted)
+        num_tokens, num_passes = model.counters.num_tokens_in, model.counters.num_passes
         for _ in range(20):
             same([7, 8, 9])
         assert checked == 1
+        assert model.counters.num_tokens_in - num_tokens == 60 and model.counters.num_passes - num_passes == 20
         for each, entry in zip(cache, other, strict=True):
             each.filter([0, 2])
             entry.filter([0, 2])

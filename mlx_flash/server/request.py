@@ -33,9 +33,9 @@ class Sampling:
         frequency_penalty: subtracted as often as a recent token occurs.
         repetition_context_size, presence_context_size, frequency_context_size: numbers of recent tokens.
         logit_bias: (token, number added to its logit) pairs.
-        seed: of the request's own random numbers; None takes the model's default.
+        seed: of the request's own random numbers; None takes the model's default, and -1 draws one.
         choice: number of the answer, where a request has several: it is added to the seed.
-        drawn_seed: instead of ``seed``, where neither the request nor the model has one.
+        drawn_seed: the seed where neither the request nor the model names one.
     """
 
     temperature: float | None = None

@@ -101,7 +101,7 @@ def sampler_of(sampling: Sampling, defaults: Defaults, tokenizer: Any, vocab_siz
 def named_seed(sampling: Sampling, defaults: Defaults) -> int | None:
     """Return the seed of an answer, if its request or the model names one: it has the same tokens each time."""
     seed = _first(sampling.seed, defaults.seed)
-    return None if seed is None else (seed + sampling.choice) % 2**64
+    return None if seed is None or seed < 0 else (seed + sampling.choice) % 2**64
 
 
 def processors_of(sampling: Sampling, defaults: Defaults, vocab_size: int) -> list[LogitsProcessor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -167,7 +166,7 @@ def _sampling(options: Options) -> Sampling:
         top_p=options.top_p,
         top_k=options.top_k,
         min_p=options.min_p,
-        seed=secrets.randbits(63) if options.seed == -1 else options.seed,
+        seed=options.seed,
         **(penalties if has_penalties else {"repetition_penalty": 0.0}),
     )
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from mlx_flash.commands.report import BATCH_SIZES, PROMPT_LENGTHS, GenerationReport
+from mlx_flash.commands.report import PROMPT_LENGTHS, GenerationReport, batch_speeds
 from mlx_flash.config import GB
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, SLOW, counted, duration, rate, size, speed
@@ -129,7 +129,7 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
     if plan.compression is not None:
         yield "Compressed:", f"to {plan.compression.ratio:.0%} of the bytes: {compression_in_words(plan.compression)}"
     yield "Prediction:", _planned_speed(plan)
-    if plan.read_bytes and plan.weights_seconds > 0:  # in memory they are mlx-lm's, and share calls
+    if batch_speeds(plan) and plan.weights_seconds > 0:
         yield "Batches:", _batches(plan)
     yield "First token:", _first_token(plan)
     if long := [n for n in PROMPT_LENGTHS if plan.seconds_to_first_token(n) > LONG_SECONDS]:
@@ -165,7 +165,7 @@ def _planned_speed(plan: ResidencyPlan) -> str:
 
 
 def _batches(plan: ResidencyPlan) -> str:
-    rates = ", ".join(f"{n}: {rate(plan.tokens_per_second(n))}" for n in BATCH_SIZES)
+    rates = ", ".join(f"{number}: {rate(speed)}" for number, speed in batch_speeds(plan).items())
     return f"tokens-per-sec of sequences that share passes, in a context of {plan.context_length} tokens, {rates}"
 
 

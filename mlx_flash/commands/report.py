@@ -265,6 +265,14 @@ def _expert_numbers(run: Recorder) -> Json:
     }
 
 
+def batch_speeds(plan: ResidencyPlan) -> dict[int, float | None]:
+    """Return predicted tokens a second by the number of sequences. Empty with all weights in memory.
+
+    There sequences share no reads, and most are computed by mlx-lm's batches.
+    """
+    return {number: plan.tokens_per_second(number) for number in BATCH_SIZES} if plan.read_bytes else {}
+
+
 def plan_to_json(plan: ResidencyPlan) -> Json:
     """Return every field of a plan, and its derived numbers."""
     kv = asdict(plan.kv)
@@ -279,9 +287,7 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         "seconds_to_first_token": [
             {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
         ],
-        "batches": [
-            {"sequences": n, "tokens_per_second": plan.tokens_per_second(n)} for n in BATCH_SIZES if plan.read_bytes
-        ],
+        "batches": [{"sequences": n, "tokens_per_second": speed} for n, speed in batch_speeds(plan).items()],
         "seconds_per_token": plan.opening_seconds,
         "tokens_per_second": ratio(1, plan.opening_seconds),
     }

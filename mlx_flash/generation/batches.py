@@ -224,14 +224,27 @@ def computes_rows(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list
     """
     if model.batching != "auto":
         return model.batching == "exact"
+    return not may_pad(model, caches) or together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
+
+
+def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
+    """Return whether all weights are in memory, and mlx-lm's batches keep to the settings and can merge the caches.
+
+    Args:
+        model: the model. It is started.
+        caches: those to go on from, if there are any.
+
+    Raises:
+        BudgetError: the budget cannot hold the plan.
+    """
     model.start()
     if not model.begins_ahead or not model.is_batchable:
-        return True
+        return False
     try:
         merge_caches([*caches] or [make_prompt_cache(cast(nn.Module, model))])  # lazily
     except (AttributeError, FlashError, TypeError, ValueError):
-        return True
-    return together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
+        return False
+    return True
 
 
 class CopyingRows(RowGenerator):

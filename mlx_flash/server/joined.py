@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.batchgenerator import GenerationBatch, merge_caches
 from mlx_flash.errors import RefusedError
-from mlx_flash.generation.batches import computes_rows
+from mlx_flash.generation.batches import may_pad
 from mlx_flash.generation.member import Member
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
@@ -65,8 +65,7 @@ class JoiningRows(ServedRows):
 
     def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
         """Join answers from now on if the budget has room for a batch of all requests."""
-        has_room = together_bytes(plan, lengths, "stock") <= room_bytes(plan)
-        self._may_join = has_room and not computes_rows(self._flash, lengths)
+        self._may_join = together_bytes(plan, lengths, "stock") <= room_bytes(plan) and may_pad(self._flash)
         return "stock" if self._may_join else self.batching
 
     def advance(self) -> tuple[list[Any], list[Any]]:
@@ -111,7 +110,7 @@ class JoiningRows(ServedRows):
         self._batch.extend(added)
         self._drop(self._errors)
 
-    # What the batch calls refers to no member: its row's cache was copied into the batch, and leaves.
+    # The batch keeps what these two return. It refers to no member, whose cache was copied into the batch and is freed.
 
     def _sampler(self, uid: int, sampler: Sampler) -> Sampler:
         def choose(logprobs: mx.array) -> mx.array:

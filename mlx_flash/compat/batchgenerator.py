@@ -45,7 +45,8 @@ for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "c
     require(StockBatchGenerator, _name)
 # Of the compiled code: inspect.getsource() would parse the module for each of them, 0.15 s in all.
 _set = {each.argval for each in dis.get_instructions(StockBatchGenerator.__init__) if each.opname == "STORE_ATTR"}
-for _attribute in ("_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"):
+_wanted = "_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"
+for _attribute in (*_wanted, "_prompt_batch", "_generation_batch"):
     require_that(_attribute in _set, f"BatchGenerator sets no {_attribute}")
 
 
@@ -127,6 +128,11 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         return len(self._unprocessed_sequences)
 
     @property
+    def waiting(self) -> list[Waiting]:
+        """The sequences that were inserted and not taken."""
+        return [Waiting(*sequence) for sequence in self._unprocessed_sequences]
+
+    @property
     def first_waiting(self) -> Waiting:
         """The sequence that waits longest."""
         return Waiting(*self._unprocessed_sequences[0])
@@ -156,3 +162,25 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
 
     def _next(self) -> tuple[list[Any], list[Any]]:
         return self.advance()
+
+
+class JoinedBatch(StockBatchGenerator):  # type: ignore[misc]
+    """mlx-lm's, for sequences of another generator, which keep their numbers."""
+
+    _generation_batch: Any
+
+    def __len__(self) -> int:
+        return len(self._unprocessed_sequences) + len(self._prompt_batch) + len(self._generation_batch)
+
+    def add(self, waiting: Waiting) -> None:
+        """Add a sequence whose prompt is to be computed."""
+        self._unprocessed_sequences.append(tuple(waiting))
+
+    def add_answers(self, batch: Any) -> None:
+        """Add answers that have begun, which are a `GenerationBatch`."""
+        self._generation_batch.extend(batch)
+
+    def forget_last(self) -> None:
+        """Let go of the probabilities of the last tokens, once all answers have ended."""
+        if not len(self._generation_batch):
+            self._generation_batch = GenerationBatch.empty(self.model, self.sampler)

@@ -1,4 +1,4 @@
-"""Requests whose answers are computed in one array, where all weights are in memory.
+"""Requests that are computed in one array, where all weights are in memory.
 
 On a GPU a call with a row for each of several answers takes little longer than a call for one. The price is that the
 last bits of an answer depend on the others, as in mlx-lm's server.
@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.batchgenerator import GenerationBatch, merge_caches
+from mlx_flash.compat.batchgenerator import GenerationBatch, JoinedBatch, Waiting, merge_caches
 from mlx_flash.errors import RefusedError
 from mlx_flash.generation.batches import may_pad
 from mlx_flash.generation.member import Member
@@ -22,6 +22,14 @@ from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone
 from mlx_flash.server.rows import Kept, ServedRows, plain_cache
 from mlx_flash.server.sampling import LogitsProcessor, Sampler, greedy
+
+
+def padded_length(num_tokens: int) -> int:
+    """Return the length up to which prompts of so many tokens may be padded, so that others are computed with them.
+
+    Up to 64 tokens cost a GPU little. Longer prompts get at most as many tokens more as they have.
+    """
+    return max(64, 1 << (num_tokens - 1).bit_length())
 
 
 class _Ends:
@@ -40,10 +48,11 @@ class _Ends:
 
 
 class JoiningRows(ServedRows):
-    """Rows whose answers go on in a batch of mlx-lm's while there are several.
+    """Rows, and beside them a batch of mlx-lm's for the requests that are not alone.
 
-    Each prompt is computed as a row. When it has its first token, and other answers are under way, it moves to the
-    batch. An answer that is alone stays a row.
+    Prompts that wait at the same time, are about equally long, and have room in one call go to the batch. Any other one
+    is computed as a row. When it has its first token, and other answers are under way, it moves to the batch. An answer
+    that is alone stays a row.
 
     Args:
         model: the model.
@@ -55,7 +64,14 @@ class JoiningRows(ServedRows):
         super().__init__(model, **options)
         self._is_apart = is_apart
         self._may_join = False
-        self._batch = GenerationBatch.empty(model, greedy)
+        self._batch = JoinedBatch(
+            model,
+            sampler=greedy,
+            completion_batch_size=self.completion_batch_size,
+            prefill_batch_size=self.prefill_batch_size,
+            prefill_step_size=self.prefill_step_size,
+            stream=self.stream,
+        )
         self._moving: list[Member] = []
 
     @property
@@ -70,19 +86,36 @@ class JoiningRows(ServedRows):
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a token of each answer, and a part of each prompt. Return the progress of prompts, and tokens."""
-        joined = self._batch.next()
+        self._pass_on()
+        joined_prompts, joined = self._batch.next()
         for response in joined:
             if response.finish_reason is not None:  # a later token failed, which nobody wants
                 self._errors.pop(response.uid, None)
-        self._drop(self._errors)
-        if joined and not len(self._batch):
-            self._batch = GenerationBatch.empty(self._flash, greedy)  # whose last probabilities leave
+        self._batch.remove(self._errors)
+        self._batch.forget_last()
         self.num_elsewhere = len(self._batch)
         prompts, answers = super().advance()
         moving, self._moving = [member for member in self._moving if member in self._members], []
         if moving:
             self._join_batch(moving)
-        return prompts, joined + answers
+        return joined_prompts + prompts, joined + answers
+
+    def _pass_on(self) -> None:
+        """Let the batch compute the most prompts that wait and are about equally long."""
+        waiting = [each for each in self.waiting if not self._is_apart(each.uid)] if self._may_join else []
+        groups: dict[int, list[Waiting]] = {}
+        for each in waiting:
+            groups.setdefault(padded_length(sum(map(len, each.segments))), []).append(each)
+        room = self.completion_batch_size - len(self._members) - len(self._batch)
+        together = max(
+            (group[: min(room, self.prefill_step_size // k)] for k, group in groups.items()), key=len, default=[]
+        )
+        if len(together) < 2:
+            return
+        self.forget({each.uid for each in together})
+        for each in together:
+            sampler, processors = self._sampler(each.uid, each.sampler), self._processors(each.uid, each.processors)
+            self._batch.add(each._replace(cache=plain_cache(each.cache), sampler=sampler, processors=processors))
 
     def _begin_ahead(self, members: Sequence[Member]) -> None:
         self._moving = []
@@ -107,8 +140,8 @@ class JoiningRows(ServedRows):
             [_Ends(member.matcher) for member in members],
             [sequence.max_tokens - sequence.num_tokens for sequence in sequences],
         )
-        self._batch.extend(added)
-        self._drop(self._errors)
+        self._batch.add_answers(added)
+        self._batch.remove(self._errors)
 
     # The batch keeps what these two return. It refers to no member, whose cache was copied into the batch and is freed.
 
@@ -132,37 +165,24 @@ class JoiningRows(ServedRows):
     def _refuse(self, uid: int, error: RefusedError) -> None:
         self._errors[uid] = error
 
-    def _drop(self, uids: Iterable[int]) -> None:
-        gone = set(uids)
-        keep = [index for index, uid in enumerate(self._batch.uids) if uid not in gone]
-        if len(keep) < len(self._batch):
-            self._batch.filter(keep)
-
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
-        found = self._joined([uid]).get(uid)
-        if found is None:
-            return super().finish(uid)
-        self._drop([uid])
-        return found
+        found: dict[int, Kept] = self._batch.remove([uid], return_prompt_caches=True)
+        return found[uid] if found else super().finish(uid)
 
     def extract_cache(self, uids: Iterable[int]) -> dict[int, Kept]:
         """Return copies of the caches of requests, and the tokens in them."""
-        joined = self._joined(wanted := set(uids))
+        found = self._batch.extract_cache(wanted := set(uids))
+        joined = {uid: (cache, [*tokens]) for uid, (cache, tokens) in found.items()}
         return {**super().extract_cache(wanted - joined.keys()), **joined}
-
-    def _joined(self, uids: Iterable[int]) -> dict[int, Kept]:
-        wanted, batch = set(uids), self._batch
-        found = [(uid, index) for index, uid in enumerate(batch.uids) if uid in wanted]
-        return {uid: (batch.extract_cache(index), [*batch.tokens[index]]) for uid, index in found}
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Kept]:
         """Let go of requests. Return their caches, if wanted, and the tokens in them."""
         caches = super().remove(gone := set(uids), return_prompt_caches)
-        self._drop(gone)
+        self._batch.remove(gone)
         return caches
 
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of all caches."""
-        return super().prompt_cache_nbytes + sum(int(entry.nbytes) for entry in self._batch.prompt_cache)
+        return super().prompt_cache_nbytes + int(self._batch.prompt_cache_nbytes)

@@ -12,13 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import PromptProcessingBatch
 
 from conversations import LONG, model, turn
-from mlx_flash.errors import RefusedError
+from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.server import joined, loaded
 from mlx_flash.server.batchoptions import BatchOptions
-from mlx_flash.server.events import Begun, End, Event, Failed, Piece
+from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
@@ -28,6 +29,7 @@ from zoo import configuration
 __all__ = ["model"]
 
 TEXTS = ["Hi", LONG, "Tell me of the sea", "Who are you? " * 9]
+ALIKE = ["Tell me a joke", "Sing me a song", "Give me a word", "What do I own"]
 NUM_TOKENS = 12
 
 
@@ -63,6 +65,28 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Lengths of prompts, or of parts of them, that were computed in one array, of each call."""
+    found: list[list[int]] = []
+    compute = PromptProcessingBatch.prompt
+
+    def noted(self: Any, tokens: list[list[int]]) -> None:
+        if tokens:
+            found.append([*map(len, tokens)])
+        compute(self, tokens)
+
+    monkeypatch.setattr(PromptProcessingBatch, "prompt", noted)
+    return found
+
+
+@pytest.fixture(params=["apart", "together"])
+def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Prompts are rows, or all in one array, however long they are."""
+    monkeypatch.setattr(joined, "padded_length", lambda num: 10**9 if request.param == "apart" else 8)
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def served(model: str) -> Iterator[Served]:
     with serving(model) as running:
@@ -82,8 +106,69 @@ def test_answers_share_calls(served: Served, sizes: list[int], sampling: dict[st
     assert all(isinstance(end, End) and end.num_tokens == NUM_TOKENS for end in ends)
 
 
-def test_one_answer_is_a_row(served: Served, sizes: list[int]) -> None:
-    assert alone(served, request("Hi")) and not sizes
+def test_one_answer_is_a_row(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
+    assert alone(served, request("Hi")) and not sizes and not prompts
+
+
+def test_prompts_share_calls(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
+    asked = [request(text) for text in ALIKE]
+    expected = alone(served, *asked)
+    before = served.model.counters.num_passes
+    answers = served.events_together(*asked)
+    assert list(map(text_of, answers)) == expected
+    assert len(prompts[0]) == 4 and sizes[0] == 4 and served.model.counters.num_passes - before < NUM_TOKENS + 5
+    for events in answers:
+        (begun,) = [event for event in events if isinstance(event, Begun)]
+        progress = [(event.done, event.total) for event in events if isinstance(event, Progress)]
+        assert progress[-1] == (begun.num_prompt, begun.num_prompt)
+    again = served.events_together(*asked)  # after the tokens that are kept
+    assert list(map(text_of, again)) == expected
+    assert all(event.num_cached for events in again for event in events if isinstance(event, Begun))
+    served.prompt_cache.trim_to(n_sequences=0)
+
+
+def test_prompts_of_other_lengths_are_not_padded(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
+    served.events_together(*[request(text) for text in (LONG, "Hi", "Ha")])
+    assert max(sizes) == 3 and prompts and all(max(lengths) <= 64 and len(lengths) == 2 for lengths in prompts)
+
+
+def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> None:
+    with serving(model, options=BatchOptions(prefill_step_size=128)) as running:
+        asked = [request(text) for text in ALIKE]
+        assert alone(running, *asked) == list(map(text_of, running.events_together(*asked)))
+    assert prompts and {*map(len, prompts)} == {2}
+
+
+def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: list[list[int]]) -> None:
+    asked = [request(text) for text in ALIKE]
+    expected = alone(served, *asked)
+
+    async def collect() -> list[list[Event]]:
+        first, *others = served.room.submit(*asked)
+        async for event in first:
+            if isinstance(event, Progress) and event.done:
+                break
+        first.leave()
+        return await asyncio.gather(*map(every, others))
+
+    assert list(map(text_of, served.run(collect()))) == expected[1:] and len(prompts[0]) == 4
+    rows = next(iter(served.room.models))._rows
+    assert not len(rows._batch)
+
+
+def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them fail, and those that come later do not."""
+
+    def fail(self: Any, tokens: list[list[int]]) -> None:
+        raise BudgetError("no room")
+
+    asked = [request(text) for text in ALIKE]
+    expected = alone(served, *asked)
+    with monkeypatch.context() as broken:
+        broken.setattr(PromptProcessingBatch, "prompt", fail)
+        answers = served.events_together(*asked)
+    assert all(isinstance(events[-1], Failed) for events in answers)
+    assert alone(served, *asked) == expected
 
 
 def test_requests_with_a_seed_stay_rows(served: Served, sizes: list[int]) -> None:
@@ -115,6 +200,7 @@ def test_a_request_joins_others_that_run(served: Served, sizes: list[int]) -> No
     assert list(map(text_of, answers)) == expected and max(sizes) == 3
 
 
+@pytest.mark.usefixtures("grouping")
 def test_a_cache_is_kept_for_the_next_turn(served: Served, sizes: list[int]) -> None:
     asked = [request(text) for text in TEXTS]
     (first, *_) = served.events_together(*asked)
@@ -142,10 +228,12 @@ def test_rows_that_have_joined_leave_their_caches(
     advance = JoiningRows.advance
     monkeypatch.setattr(JoiningRows, "_join_batch", joined_and_noted)
     monkeypatch.setattr(JoiningRows, "advance", counted)
+    monkeypatch.setattr(joined, "padded_length", lambda num: 10**9)
     served.events_together(*[request(text, temperature=1.0, repetition_penalty=1.2) for text in TEXTS])
     assert len(alive) == max(sizes) == 4 and not any(counts)
 
 
+@pytest.mark.usefixtures("grouping")
 @pytest.mark.parametrize("name", ["sampler_of", "processors_of"])
 def test_one_that_fails_ends_alone(
     served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str
@@ -172,6 +260,7 @@ def test_one_that_fails_ends_alone(
     assert alone(served, asked[1]) == [expected[1]]
 
 
+@pytest.mark.usefixtures("grouping")
 def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx-lm's batch asks processors for the token after the last one."""
     make = loaded.processors_of
@@ -191,9 +280,10 @@ def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: p
     monkeypatch.setattr(loaded, "processors_of", limited)
     assert list(map(text_of, served.events_together(*asked))) == expected
     rows = next(iter(served.room.models))._rows
-    assert not rows._errors and not len(rows._batch) and not rows._batch._current_logprobs
+    assert not rows._errors and not len(rows._batch) and not rows._batch._generation_batch._current_logprobs
 
 
+@pytest.mark.usefixtures("grouping")
 def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
     asked = [request(text, max_tokens=40) for text in TEXTS]
     expected = alone(served, *asked)
@@ -210,6 +300,7 @@ def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
     assert list(map(text_of, answers)) == expected and max(sizes) >= 4
 
 
+@pytest.mark.usefixtures("grouping")
 def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
     asked = [request(text, max_tokens=30) for text in TEXTS]
     expected = alone(served, *asked)
@@ -243,6 +334,7 @@ def test_without_room_for_padding_rows_stay(model: str, sizes: list[int]) -> Non
         assert not sizes
 
 
+@pytest.mark.usefixtures("grouping")
 @pytest.mark.parametrize("name", ["mamba2", "gemma3_text", "qwen3_moe", "qwen3_5"])
 def test_caches_of_every_kind(tmp_path: Path, sizes: list[int], name: str) -> None:
     """Recurrent states, windows, both in one model."""

@@ -30,7 +30,7 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.prefixes.leaves import forget
+from mlx_flash.prefixes.leaves import Call, forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -150,8 +150,13 @@ class Passes:
         """Compute parts of some rows in a pass."""
         with self._undoing({row: row.undo(calls) for row, calls in lanes.items()}):
             outcomes: Sequence[Outcome] = [None]
+            cached: dict[Row, Call] = {}
             if sum(map(len, lanes.values())) > 1:
-                compute = [partial(self._call, row=row, is_pass=False) for row in lanes]
+                cached = self._begin_parts(lanes)
+                compute = [
+                    partial(self._call, row=row, is_pass=False, is_cached=len(calls) == 1)
+                    for row, calls in lanes.items()
+                ]
                 run = partial(self.group.run, [*lanes.values()], compute, _report(lanes))
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
@@ -160,7 +165,29 @@ class Passes:
                         self.under_way[row]()
                         calls, self.under_way[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
+                elif row in cached and isinstance(outcome, list):
+                    outcome = self._end_parts(cached[row], outcome)
                 self._end(row, calls, outcome)
+
+    def _begin_parts(self, lanes: dict[Row, list[ForwardCall]]) -> dict[Row, Call]:
+        """Let the prefix cache plan what it keeps of calls that share a prompt cache, and a pass."""
+        found: dict[Row, Call] = {}
+        for row, calls in lanes.items():
+            if self._session.prefixes is not None and len(calls) > 1 and (cache := calls[0].cache) is not None:
+                tokens = [call.tokens for call in calls if call.tokens is not None]
+                num_prompts = len([*takewhile(lambda call: not call.wants_logits, calls)])
+                if (call := self._session.prefixes.begin_parts(tokens, cache, num_prompts)) is not None:
+                    found[row] = call
+        return found
+
+    def _end_parts(self, cached: Call, outputs: list[Any]) -> list[Any] | Exception:
+        """Let the prefix cache keep calls that shared a prompt cache. Return their outputs, or its error."""
+        assert self._session.prefixes is not None
+        try:
+            self._session.prefixes.end(cached)
+        except CALL_ERRORS as error:
+            return error
+        return outputs
 
     @contextmanager
     def _undoing(self, undo: dict[Row, Callable[[], None]]) -> Iterator[None]:
@@ -221,9 +248,9 @@ class Passes:
         except CALL_ERRORS as error:
             self._end(row, [], error)
 
-    def _call(self, call: ForwardCall, row: Row, *, is_pass: bool) -> Any:
+    def _call(self, call: ForwardCall, row: Row, *, is_pass: bool, is_cached: bool = True) -> Any:
         """Call the model, for the tokens that the prefix cache does not answer. A pass is counted."""
-        prefixes, chain, cached = self._session.prefixes, self._session.chain, None
+        prefixes, chain, cached = self._session.prefixes if is_cached else None, self._session.chain, None
         if prefixes is not None and call.cache is not None:
             if call.tokens is None or not call.is_plain:
                 forget(call.cache)

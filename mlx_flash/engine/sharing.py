@@ -26,6 +26,7 @@ from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
+from mlx_flash.prefixes.leaves import has_state
 from mlx_flash.residency.ledger import shares_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
@@ -100,10 +101,22 @@ class Sharing:
         if first.checkpoints is not None:  # guesses, which can be taken back
             fits = self.refusal(first.cache) is None
         else:
-            fits = self._session.prefixes is None and self._group.fits(first.cache)
+            fits = self._group.fits(first.cache) and self._keeps_prefixes(first)
         if not fits:
             return []
         return [_More(row, part) for part in others]
+
+    def _keeps_prefixes(self, first: ForwardCall) -> bool:
+        """Return whether the prefix cache gets from parts that share a pass what it gets from one after another.
+
+        Of windows and states it would get only the last. A part that it answers is no part of a pass.
+        """
+        prefixes, cache = self._session.prefixes, first.cache or ()
+        if prefixes is None:
+            return True
+        if self._session.chain is not None or first.tokens is None or any(map(has_state, entries_of(cache))):
+            return False
+        return first.wants_logits or not prefixes.has(first.tokens, cache)
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""

@@ -55,6 +55,11 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
     return leaves or None
 
 
+def has_state(entry: Any) -> bool:
+    """Return whether an entry has a window or a state, whose content between two calls is gone after the second."""
+    return type(entry) in _STATES
+
+
 def forget(cache: Sequence[Any]) -> None:
     """Forget the content of a prompt cache, and which pages a call was to complete."""
     for entry in entries_of(cache):
@@ -231,13 +236,15 @@ class Call:
     is_prompt: bool  # the logits are dropped
     ends: list[int]  # ends of the pages that the call completes
     is_exact: bool  # whether bounds of calls decide bits
+    bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
+    num_after: int = 0  # tokens that the same pass adds behind it
     num_restored: int = 0  # tokens that were not computed
 
     def first(self, number: int) -> Call:
         """Return the call as one with so many of its tokens, that were restored."""
         most = self.history.length + number
         ends = [end for end in self.ends if end <= most]
-        return replace(self, tokens=self.tokens[:, :number], ends=ends, num_restored=number)
+        return replace(self, tokens=self.tokens[:, :number], ends=ends, bounds=[most], num_restored=number)
 
     @property
     def end(self) -> int:
@@ -247,8 +254,12 @@ class Call:
     @property
     def labels(self) -> Labels:
         """Labels of the new tokens."""
-        bounds = (self.history.length, self.end) if self.is_exact else (0, 0)
-        return make_labels(np.array(self.tokens)[0], *bounds, self.form)
+        tokens, first = np.array(self.tokens)[0], self.history.length
+        if not self.is_exact:
+            return make_labels(tokens, 0, 0, self.form)
+        starts = [first, *self.bounds]
+        calls = zip(starts, self.bounds, strict=False)
+        return np.concatenate([make_labels(tokens[a - first : b - first], a, b, self.form) for a, b in calls])
 
     @property
     def is_answered(self) -> bool:

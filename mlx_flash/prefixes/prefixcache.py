@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache as cached
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,17 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
 from mlx_flash.kv.history import History
-from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.leaves import Call, Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
-from mlx_flash.prefixes.pagefile import Blob, Place, full_pages
+from mlx_flash.prefixes.leaves import Call, Leaf, RowLeaf, forget, form_of, leaves_of, rows_in
+from mlx_flash.prefixes.pagefile import Blob, full_pages
+from mlx_flash.prefixes.restore import PrefixCounters, fill
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 STATE = "state"
 """The kind of snapshot that holds windows and recurrent states."""
-
-
-@dataclass(slots=True)
-class PrefixCounters:
-    """Restored tokens, their bytes in the caches, calls that computed nothing, and prompt tokens that were computed."""
-
-    num_restored: int = 0
-    restored_bytes: int = 0
-    num_calls_restored: int = 0
-    num_computed: int = 0
 
 
 class PrefixCache:
@@ -60,8 +51,13 @@ class PrefixCache:
 
         In the mode ``exact`` that depends on the calls in which they will be computed, so there are none.
         """
-        call = None if self._is_exact else self._known(tokens, cache, is_prompt=True)
+        call = None if self._is_exact else self._known([tokens], cache, is_prompt=True)
         return 0 if call is None else max(0, self._find(call, call.end).num_tokens - call.history.length)
+
+    def has(self, tokens: mx.array, cache: Sequence[Any]) -> bool:
+        """Return whether one call with the tokens of a prompt, ``(sequences, length)``, would compute nothing."""
+        call = self._known([tokens], cache, is_prompt=True)
+        return call is not None and self._find(call, call.end).num_tokens == call.end
 
     def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
         """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
@@ -69,7 +65,7 @@ class PrefixCache:
         Nothing is restored unless the logits are dropped. Return the call, for :meth:`end` when the rest was computed;
         None if the content of the cache is not known.
         """
-        call = self._known(tokens, cache, is_prompt=is_prompt)
+        call = self._known([tokens], cache, is_prompt=is_prompt)
         forget(cache)
         if call is None or (self._is_exact and not is_prompt):
             return None
@@ -79,12 +75,31 @@ class PrefixCache:
         self._plan(call)
         return call
 
+    def begin_parts(self, parts: Sequence[mx.array], cache: Sequence[Any], num_prompts: int) -> Call | None:
+        """Begin calls on mlx-lm's prompt cache that share a pass, of whose tokens nothing is restored.
+
+        Args:
+            parts: the new tokens of each call, ``(sequences, length)``.
+            cache: the prompt cache, whose entries have a row for each token.
+            num_prompts: the calls whose logits are dropped, which come first.
+
+        Returns:
+            As :meth:`begin`.
+        """
+        kept = parts[:num_prompts] if self._is_exact else parts
+        call = self._known(kept, cache, is_prompt=num_prompts > 0) if kept else None
+        forget(cache)
+        if call is not None:
+            call.num_after = sum(part.shape[1] for part in parts[len(kept) :])
+            self._plan(call)
+        return call
+
     def end(self, call: Call) -> None:
         """Store the pages that a call completed, and note what the cache holds now."""
         if call.is_prompt:
             self.counters.num_computed += call.tokens.shape[1] - call.num_restored
             self.counters.num_calls_restored += call.is_answered
-        if any(leaf.length not in (call.end, None) for leaf in call.leaves):
+        if any(leaf.length not in (call.end + call.num_after, None) for leaf in call.leaves):
             return
         tokens = call.tokens
         if call.is_prompt or call.ends:
@@ -92,7 +107,7 @@ class PrefixCache:
         else:
             history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
         forget([leaf.entry for leaf in call.leaves])  # first: nothing more is written to drafts that are stored
-        if self._store(call, history):
+        if self._store(call, history) and not call.num_after:
             for leaf in call.leaves:
                 leaf.note(history)
 
@@ -116,17 +131,19 @@ class PrefixCache:
         """Write the pages that wait to be stored."""
         self.store.close()
 
-    def _known(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
-        """Return a call on a cache; None if the content of the cache is not known."""
+    def _known(self, parts: Sequence[mx.array], cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
+        """Return a call on a cache, or some that share a pass as one; None if the content of the cache is not known."""
         leaves, is_exact = leaves_of(cache), self._is_exact
+        tokens = parts[0] if len(parts) == 1 else mx.concatenate([*parts], axis=1)
         history = _history(leaves, is_exact) if leaves and len(tokens) == 1 and tokens.shape[1] else None
         if leaves is None or history is None:
             return None
-        end = history.length + int(tokens.shape[1])
-        ends = [full for full in full_pages(end, self.store.page_tokens) if full > history.length]
-        if is_exact and end not in ends:  # the last page ends with the call
-            ends.append(end)
-        return Call(leaves, history, tokens, form_of(leaves, of_batches=is_exact), is_prompt, ends, is_exact)
+        bounds = [*accumulate([part.shape[1] for part in parts], initial=history.length)][1:]
+        ends = {full for full in full_pages(bounds[-1], self.store.page_tokens) if full > history.length}
+        if is_exact:  # the last page of a call ends with it
+            ends.update(bounds)
+        form = form_of(leaves, of_batches=is_exact)
+        return Call(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds)
 
     def _find(self, call: Call, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens, among them those of a call."""
@@ -147,7 +164,9 @@ class PrefixCache:
                 put_backs = [leaf.checkpoint(start) for leaf in call.leaves]
                 is_filled = False
                 try:
-                    is_filled = (not call.states or bool(prefix.snapshot)) and self._fill(call, prefix)
+                    is_filled = (not call.states or bool(prefix.snapshot)) and fill(
+                        call, prefix, self.store, self.counters
+                    )
                 finally:
                     if not is_filled:
                         for put_back in put_backs:
@@ -157,44 +176,6 @@ class PrefixCache:
             finally:
                 self.store.release(prefix)
             most = end - 1  # a page is damaged; the pages before it may be used
-
-    def _fill(self, call: Call, prefix: Prefix) -> bool:
-        """Add the pages of a prefix. Return whether all could be read; if not, some of them may have been added.
-
-        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
-        """
-        states = self._read(prefix.snapshot, len(call.states)) if call.states else []
-        if states is None:
-            return False
-        for page, start, end in zip(prefix.pages, (0, *prefix.ends), prefix.ends, strict=False):
-            if call.rows and end > call.history.length:
-                found = self._read(page, len(call.rows))
-                if found is None:
-                    return False
-                for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
-                    leaf.trim(start)
-                    leaf.append([*arrays.values()], Page(rows, end - start))
-        for holder, (state, _) in zip(call.states, states, strict=True):
-            holder.set_state(state)
-        return True
-
-    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], Stored]] | None:
-        """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
-        arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
-        views: dict[str, memoryview] = {}
-        places: list[Stored] = []
-
-        def allocate(place: Place) -> dict[str, memoryview]:
-            places.extend(partial(rows_in, lambda: place, leaf) for leaf in range(num_leaves))
-            for name, blob in place.blobs.items():
-                leaf, _, key = name.partition(".")
-                arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
-            return views
-
-        if not self.store.read(page, allocate):
-            return None
-        self.counters.restored_bytes += sum(view.nbytes for view in views.values())
-        return [*zip(arrays, places, strict=True)]
 
     def _store(self, call: Call, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""

@@ -218,11 +218,12 @@ class ResidencyPlan:
 
         Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
         beside the prompt's own keys and values, which go to disk if they do not fit. Where units are smaller than
-        layers, each takes a copy of a layer's keys and values, except on disk.
+        layers, each takes a copy of a layer's keys and values, except on disk. Where the prefix cache keeps windows or
+        states, each part has a pass of its own.
         """
         step, ledger = self.prefill_step_size, self.ledger
         num_parts = -(-num_tokens // step)
-        if self.prefix_bytes or not self.read_bytes:
+        if not self.read_bytes or _keeps_states(self):
             return num_parts
         free = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes
         together = parts_together(ledger, free - self.cache.nbytes(num_tokens), step, num_tokens)
@@ -303,7 +304,12 @@ def round_up_to_mb(nbytes: int) -> int:
 
 def shares_parts(plan: ResidencyPlan) -> bool:
     """Return whether parts of a prompt may share a pass."""
-    return not plan.prefix_bytes and (not plan.kv.num_on_disk or shares_on_disk(plan.ledger))
+    return not _keeps_states(plan) and (not plan.kv.num_on_disk or shares_on_disk(plan.ledger))
+
+
+def _keeps_states(plan: ResidencyPlan) -> bool:
+    """Return whether the prefix cache keeps windows or states after each part of a prompt."""
+    return bool(plan.prefix_bytes) and plan.cache.has_states
 
 
 def _goes_to_disk(ledger: Ledger, num_tokens: int, free: int, limit: int | None) -> bool:

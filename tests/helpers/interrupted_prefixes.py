@@ -88,6 +88,25 @@ class Talk:
         if call is not None:
             self._prefixes.end(call)
 
+    def _call_together(self, parts: Sequence[Sequence[int]]) -> None:
+        """Compute parts as in one pass over the weights."""
+        start = sum(map(len, self.chunks))
+        call = self._prefixes.begin_parts([mx.array([part]) for part in parts], self.cache, len(parts))
+        for number, part in enumerate(parts):
+            compute(self.cache, part, start + sum(map(len, parts[:number])))
+        if call is not None:
+            self._prefixes.end(call)
+
+    def feed_together(self, *parts: Sequence[int]) -> None:
+        trim = trimmer(self.cache)
+        assert trim is not None
+        if self._run(lambda: self._call_together(parts)):
+            trim()
+            self.check()
+            self._call_together(parts)
+        self.chunks += parts
+        self.check()
+
     def feed(self, tokens: Sequence[int]) -> Talk:
         trim = trimmer(self.cache)
         if self._run(lambda: self._call(tokens)):
@@ -140,6 +159,8 @@ def program(kind: str, mode: str, tmp_path: Path) -> Program:
         new().feed(TOKENS[:16]).feed(TOKENS[16:])
         new().feed(TOKENS[:12]).feed(TOKENS[12:])
         new().feed(OTHER)
+        if kind != "hybrid":
+            new().feed_together(OTHER[::-1][:10], OTHER[::-1][10:21], OTHER[::-1][21:])
         assert prefixes.store.flush(20)
         if run(prefixes.close):
             prefixes.close()

@@ -20,6 +20,7 @@ from mlx_flash.engine.row import Row
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.leaves import Call
 from mlx_flash.prefixes.prefixcache import PrefixCache
+from mlx_flash.prefixes.restore import fill
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save
 from models import stock as stock_model
 from streamed import config
@@ -69,7 +70,8 @@ def test_interrupts_while_the_longest_prefix_is_taken(
     folder = save(tmp_path / "model", kinds[name] | {"num_hidden_layers": 2}, mx.float32)
     prompt, rows, found = mx.array([[5, 17, 290, 3, 42, 64, 8, 9, 10, 11, 12]]), list[Row](), Counter[str]()
     functions = [Passes._take_cached, Passes.recover, Row.skip, Row.undo, Call.first]
-    functions += [PrefixCache.begin, PrefixCache._restore, PrefixCache._fill, PrefixCache.end]
+    functions += [Passes._run, Passes._begin_parts, Passes._end_parts, PrefixCache.begin_parts]
+    functions += [PrefixCache.begin, PrefixCache._restore, fill, PrefixCache.end]
     with load_model(folder, config(kv_prefixes="longest", prefill_step_size=4))[0] as model:
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=4)

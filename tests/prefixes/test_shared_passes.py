@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+import mlx_flash
 from mlx_flash import FlashLLM
+from mlx_flash.engine.sharing import Sharing
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence, compute
-from models import LLAMA, save
+from mlx_flash.prefixes.folder import clear_prefixes
+from mlx_flash.prefixes.prefixcache import prefix_directory
+from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
 
 PROMPTS = [PROMPT, PROMPT[::-1]]
@@ -67,3 +73,77 @@ def test_a_pass_that_is_undone_has_restored_nothing(llama: Path, monkeypatch: py
             model.advance(rows)
         assert rows[0].num_restored == rows[1].num_restored > STEP
         assert all(isinstance(row.outputs[0], mx.array) for row in rows)
+
+
+def streamed(folder: Path, mode: str, **settings: Any) -> FlashLLM:
+    """A model that reads its weights in each pass, and has room for all parts of a prompt in one."""
+    model = loaded(folder, mode, prefill_step_size=STEP, **settings)
+    model.start()
+    model.plan = replace(model.plan, budget_bytes=10**11)
+    return model
+
+
+def computed(model: FlashLLM, prompt: list[int], num: int = 3) -> list[tuple[int, mx.array]]:
+    """As a program would, by this project's own loop."""
+    steps = mlx_flash.generate_step(mx.array(prompt), model, max_tokens=num, prefill_step_size=STEP)
+    found = [(int(token), logprobs) for token, logprobs in steps]
+    mx.eval([logprobs for _, logprobs in found])
+    return found
+
+
+def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
+    tokens = [token for token, _ in left] == [token for token, _ in right]
+    return tokens and same_bits([each for _, each in left], [each for _, each in right])
+
+
+@pytest.mark.parametrize("kv_cache", ["preallocated", "stock", "disk"])
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_parts_of_a_prompt_share_a_pass(llama: Path, mode: str, kv_cache: str) -> None:
+    """What is kept is what one part after another would have left, and is found again in either way."""
+    expected = generated(stock(llama), num=3)
+    for first, second in ((computed, generated), (generated, computed)):
+        clear_prefixes(prefix_directory())
+        with streamed(llama, mode, kv_cache=kv_cache) as model:
+            assert model.plan.read_bytes and same(first(model, PROMPT, num=3), expected)
+            num_passes = model.counters.num_passes
+            assert model.prefixes is not None and model.prefixes.counters.num_computed >= len(PROMPT) - 1
+            assert num_passes == 3 if first is computed else num_passes >= 3 + 3
+        with streamed(llama, mode, kv_cache=kv_cache) as model:
+            found = second(model, PROMPT, num=3)
+            whole = (len(PROMPT) - 1) if mode == "exact" else len(PROMPT) // 256 * 256
+            assert restored(model) == whole and (mode == "longest" or same(found, expected))
+
+
+def test_parts_that_are_cached_are_not_computed(llama: Path) -> None:
+    """Of two prompts with two common parts."""
+    other = [*PROMPT[: 2 * STEP], *reversed(PROMPT[2 * STEP :])]
+    with streamed(llama, "exact") as model:
+        computed(model, PROMPT)
+    with streamed(llama, "exact") as model:
+        assert same(computed(model, other), generated(stock(llama), other, num=3)) and restored(model) == 2 * STEP
+
+
+def test_parts_after_one_that_was_cut_are_found_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget had room for smaller parts only, both times."""
+    choose = Sharing.choose
+
+    def cutting(self: Sharing, plan: Any, rows: Any, lending: Any) -> Any:
+        if rows[0].length == STEP:
+            rows[0].cut()
+        return choose(self, plan, rows, lending)
+
+    monkeypatch.setattr(Sharing, "choose", cutting)
+    for num_restored in (0, len(PROMPT) - 1):
+        with streamed(llama, "exact") as model:
+            assert len(computed(model, PROMPT)) == 3 and restored(model) == num_restored
+
+
+@pytest.mark.parametrize("config", [GEMMA3, MAMBA2])
+def test_states_are_kept_after_each_part(tmp_path: Path, config: dict[str, Any]) -> None:
+    """So their parts share no pass."""
+    folder = save(tmp_path / "model", config | {"vocab_size": 1000})
+    prompts = [PROMPT, [*PROMPT[: 2 * STEP], *reversed(PROMPT[2 * STEP :])]]
+    for prompt, num_restored in zip(prompts, (0, 2 * STEP), strict=True):
+        with streamed(folder, "exact") as model:
+            assert same(computed(model, prompt), generated(stock(folder), prompt, num=3))
+            assert restored(model) == num_restored

@@ -59,12 +59,14 @@ def test_a_prompt_of_the_planned_length_takes_few_passes(gigabytes: int, most_pa
     assert plan.seconds == pytest.approx(before.seconds)
 
 
+@pytest.mark.parametrize("prefixes", ["off", "longest"])
 @pytest.mark.parametrize("gigabytes", [2.2, 2.35, 2.55, 2.6, 2.65, 2.8, 3.0, 3.05, 3.1, 3.5])
-def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float) -> None:
+def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float, prefixes: str) -> None:
     # A larger step took that room at 2.3, 2.55, 3.0 and 3.05 GB: a prompt of 4,096 tokens took up to eight passes.
     sizes = llama_8b()
     held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
-    plan = make_plan(held, FlashConfig(ram_budget_gb=gigabytes), gpu())
+    gigabytes += 0.101 if prefixes == "longest" else 0  # of its pages
+    plan = make_plan(held, FlashConfig(ram_budget_gb=gigabytes, kv_prefixes=prefixes), gpu())  # type: ignore[arg-type]
     assert plan.context_length == 4096 and plan.prefill_step_size >= 128
     assert plan.prompt_passes(4096) <= 2
     assert plan.peak_bytes <= plan.budget_bytes
@@ -74,6 +76,7 @@ def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float) -> Non
 def test_the_step_stays_large_where_parts_cannot_share_a_pass(gigabytes: float) -> None:
     sizes = llama_8b()
     held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
+    held = replace(held, cache=replace(held.cache, windows=((4096, 512),)))  # of some of its layers
     settings = FlashConfig(ram_budget_gb=gigabytes, kv_prefixes="longest")
     plan, apart = (make_plan(held, replace(settings, lend_reserves=lends), gpu()) for lends in (True, False))
     assert plan.prefix_bytes and plan.prefill_step_size == apart.prefill_step_size

@@ -22,6 +22,7 @@ from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.undo import break_cache, trim_all
 from mlx_flash.kv.base import PENDING
 from mlx_flash.kv.checkpoints import trimmer
+from mlx_flash.kv.history import LoneKVCache
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan
@@ -61,7 +62,7 @@ class Grants:
         grant = self._grants.get(cache[0]) if cache else None
         if grant is None or grant.cache != id(cache) or type(cache[0]) is not grant.kind:
             return None
-        if grant.kind is BatchKVCache and vars(cache[0])["left_padding"] is not grant.padding:
+        if issubclass(grant.kind, BatchKVCache) and vars(cache[0])["left_padding"] is not grant.padding:
             return None
         return None if PENDING in vars(cache[0]) or PENDING in vars(cache[-1]) else grant
 
@@ -78,7 +79,8 @@ class Grants:
         length = _length(call.cache[0])
         if length >= grant.stop or active_memory() + grant.nbytes > plan.budget_bytes:
             return None
-        return partial(break_cache, call.cache) if grant.kind is BatchKVCache else partial(trim_all, call.cache, length)
+        is_batch = issubclass(grant.kind, BatchKVCache)
+        return partial(break_cache, call.cache) if is_batch else partial(trim_all, call.cache, length)
 
     def note(self, plan: ResidencyPlan, call: ForwardCall) -> None:
         """Note that a token has room, and with it those after it, as far as buffers reach.
@@ -87,7 +89,7 @@ class Grants:
         """
         if not call.is_decode or not call.cache or not call.is_plain:
             return
-        is_batch = {*map(type, call.cache)} == {BatchKVCache}
+        is_batch = {*map(type, call.cache)} in ({BatchKVCache}, {LoneKVCache})
         if not is_batch and (call.num_tokens > 1 or trimmer(call.cache) is None):
             return
         lane, lengths = Lane(call), {*map(_length, call.cache)}
@@ -103,4 +105,4 @@ class Grants:
 
 
 def _length(entry: Any) -> int:
-    return int(entry.size() if type(entry) is BatchKVCache else entry.offset)
+    return int(entry.size() if isinstance(entry, BatchKVCache) else entry.offset)

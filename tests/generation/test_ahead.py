@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_flash
 from batches import check_equal
 from mlx_flash import FlashLLM, load_model
+from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine import sharing
 from mlx_flash.errors import BudgetError, CacheError
@@ -346,3 +347,23 @@ def test_tokens_of_a_batch_are_not_added_up_one_by_one(llama: Path, monkeypatch:
             model(mx.array([[1.0], [2.0], [3.0]]), cache=cache)
         with pytest.raises(CacheError, match="start again with a fresh prompt cache"):
             model(mx.array([[1], [2], [3]]), cache=cache)
+
+
+def test_tokens_of_a_batch_of_one_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of one sequence in a batch is of a class of its own."""
+    checked = 0
+    check = sharing.check_headroom
+
+    def counted(*args: Any, **options: Any) -> int:
+        nonlocal checked
+        checked += 1
+        return check(*args, **options)
+
+    def tokens(model: Any) -> list[int]:
+        generator = StockBatchGenerator(model, prefill_step_size=STEP)
+        generator.insert([PROMPT], max_tokens=[40])
+        return [response.token for _ in range(40) for response in generator.next_generated()]
+
+    monkeypatch.setattr(sharing, "check_headroom", counted)
+    with in_memory(llama) as model:
+        assert tokens(model) == tokens(stock(llama)) and 0 < checked < 10

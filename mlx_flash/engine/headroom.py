@@ -201,12 +201,17 @@ def _settle(plan: ResidencyPlan, lending: Lending, short: int, known_bytes: int)
 def _settle_batches(entries: Sequence[Any], lending: Lending | None) -> None:
     """Evaluate, layer by layer, the batches that sequences were added to or removed from since their last call.
 
-    mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they would be there twice.
+    mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they would be there twice; small
+    ones may be.
     """
     paddings = {id(entry): vars(entry).get("left_padding") for entry in entries}
     changed = [entry for entry in entries if paddings[id(entry)] is not vars(entry).get(_SETTLED)]
-    if changed and lending is not None:
-        lending.recall(min(nbytes_in(changed), lending.nbytes))
+    if not changed:
+        return
+    nbytes = nbytes_in(arrays := arrays_in(changed))
+    if lending is not None:
+        lending.recall(min(nbytes, lending.nbytes))
+    for each in [arrays] if nbytes <= _LITTLE_BYTES else map(arrays_in, changed):
+        mx.eval(each)
     for entry in changed:
-        mx.eval(arrays_in(entry))
         setattr(entry, _SETTLED, paddings[id(entry)])

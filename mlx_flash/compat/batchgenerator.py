@@ -46,7 +46,7 @@ for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "c
 # Of the compiled code: inspect.getsource() would parse the module for each of them, 0.15 s in all.
 _set = {each.argval for each in dis.get_instructions(StockBatchGenerator.__init__) if each.opname == "STORE_ATTR"}
 _wanted = "_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"
-for _attribute in (*_wanted, "_prompt_batch", "_generation_batch"):
+for _attribute in (*_wanted, "_prompt_batch", "_generation_batch", "_old_wired_limit"):
     require_that(_attribute in _set, f"BatchGenerator sets no {_attribute}")
 
 
@@ -169,8 +169,17 @@ class JoinedBatch(StockBatchGenerator):  # type: ignore[misc]
 
     _generation_batch: Any
 
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._old_wired_limit = None  # the other generator sets Metal's limit, and puts it back
+
     def __len__(self) -> int:
-        return len(self._unprocessed_sequences) + len(self._prompt_batch) + len(self._generation_batch)
+        return self.num_prompts + len(self._generation_batch)
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of sequences whose prompts are not computed yet."""
+        return len(self._unprocessed_sequences) + len(self._prompt_batch)
 
     def add(self, waiting: Waiting) -> None:
         """Add a sequence whose prompt is to be computed."""

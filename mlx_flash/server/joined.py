@@ -72,6 +72,7 @@ class JoiningRows(ServedRows):
             prefill_step_size=self.prefill_step_size,
             stream=self.stream,
         )
+        self._padded_length = 0  # of the prompts in the batch
         self._moving: list[Member] = []
 
     @property
@@ -101,16 +102,20 @@ class JoiningRows(ServedRows):
         return joined_prompts + prompts, joined + answers
 
     def _pass_on(self) -> None:
-        """Let the batch compute the most prompts that wait and are about equally long."""
+        """Let the batch compute the most prompts that wait and are about as long as each other, and as those in it."""
         waiting = [each for each in self.waiting if not self._is_apart(each.uid)] if self._may_join else []
         groups: dict[int, list[Waiting]] = {}
         for each in waiting:
             groups.setdefault(padded_length(sum(map(len, each.segments))), []).append(each)
+        if held := self._batch.num_prompts:
+            groups = {length: group for length, group in groups.items() if length == self._padded_length}
         room = self.completion_batch_size - len(self._members) - len(self._batch)
-        together = max(
-            (group[: min(room, self.prefill_step_size // k)] for k, group in groups.items()), key=len, default=[]
-        )
-        if len(together) < 2:
+        together: list[Waiting] = []
+        for length, group in groups.items():
+            group = group[: max(0, min(room, self.prefill_step_size // length - held))]
+            if len(group) > len(together):
+                together, self._padded_length = group, length
+        if not together or len(together) + held < 2:
             return
         self.forget({each.uid for each in together})
         for each in together:

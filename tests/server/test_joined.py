@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import json
 import weakref
 from collections.abc import Iterator
@@ -15,11 +17,14 @@ import pytest
 from mlx_lm.generate import PromptProcessingBatch
 
 from conversations import LONG, model, turn
+from mlx_flash import FlashConfig
 from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.server import joined, loaded
-from mlx_flash.server.batchoptions import BatchOptions
+from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
+from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
@@ -137,6 +142,46 @@ def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> No
         asked = [request(text) for text in ALIKE]
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked)))
     assert prompts and {*map(len, prompts)} == {2}
+
+
+def test_prompts_that_come_later_are_not_padded(model: str, prompts: list[list[int]]) -> None:
+    """Short ones are half done when some come that are longer, and others that are as short."""
+    with load_model(model, FlashConfig(ram_budget_gb=1.0, telemetry=False))[0] as loaded_model:
+        loaded_model.start()
+        rows = make_rows(loaded_model, None, BatchOptions(), Jobs(), is_shared=False)
+        assert isinstance(rows, JoiningRows) and rows.admit(loaded_model.plan, [200] * 8) == "stock"
+
+        def insert(*lengths: int) -> None:
+            for length in lengths:
+                rows.insert_segments([[[5] * length, [6] * 10]], max_tokens=[2])
+
+        insert(20, 20)
+        rows.next()
+        insert(100, 100, 30)
+        answered = set()
+        for _ in range(12):
+            answered.update(response.uid for response in rows.next()[1])
+        assert answered == {0, 1, 2, 3, 4}
+        assert [sorted(lengths) for lengths in prompts] == [[20, 20], [9, 9, 30], [9]]
+        rows.close()
+
+
+def test_metals_wired_limit_is_put_back(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a second generator of mlx-lm's within the first."""
+    limit = 0
+
+    def set_limit(new: int) -> int:
+        nonlocal limit
+        old, limit = limit, new
+        return old
+
+    generate = importlib.import_module("mlx_lm.generate")
+    monkeypatch.setattr(generate, "maybe_set_recommended_wired_limit", lambda: set_limit(1000))
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    with serving(model):
+        assert limit == 1000
+    gc.collect()
+    assert limit == 0
 
 
 def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: list[list[int]]) -> None:

@@ -122,7 +122,9 @@ class Sharing:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
         if self._session.chain is not None:
             return "how many are guessed depends on measured times, which differ between ranks"
-        return "prompts are cached" if self._session.prefixes is not None else self._group.refusal(cache)
+        if self._session.prefixes is not None and any(map(has_state, entries_of(cache))):
+            return "prompts are cached, with windows or states between two calls"
+        return self._group.refusal(cache)
 
     def _with_more(
         self,

@@ -17,6 +17,9 @@ from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.row import Row
 from mlx_flash.generation import speculative_generate_step
+from mlx_flash.prefixes import prefixcache
+from mlx_flash.prefixes.folder import clear_prefixes
+from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import LLAMA, computed, computed_once, guessed, same_bits, save, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture
@@ -317,3 +320,36 @@ def test_a_draft_model_whose_guesses_had_no_room_gets_the_text(
         steps = speculative_generate_step(mx.array(PROMPT), model, draft, **options)
         assert [is_drafted for *_, is_drafted in steps] == [False] * 5 and refused
         assert {entry.offset for entry in caches} == {len(PROMPT) + 5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_with_the_prefix_cache(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, mode: Any
+) -> None:
+    """A text that was guessed leaves the pages that plain decoding leaves. With states, nothing is guessed."""
+    has_states = name not in ("llama", "qwen3_moe")
+    store = prefixcache.PrefixStore
+    monkeypatch.setattr(prefixcache, "PrefixStore", lambda *a, **b: store(*a, **{**b, "page_tokens": 4}))
+    expected = by_mlx_lm(directories(name))
+    by_oracle(monkeypatch, expected)
+    text = [*PROMPT, *(token for token, _ in expected), 7, 8, 9]
+    restored, num_restored, kept = [], [], []
+    for speculation in (True, False):
+        clear_prefixes(prefix_directory())
+        settings: dict[str, Any] = {"kv_prefixes": mode, "speculation": speculation}
+        with streamed_whole(directories(name), **settings) as model:
+            check_equal(streamed(with_room(model)), expected)
+            guesses = speculation and not has_states
+            assert (model.counters.num_guessed > model.counters.num_right > 0) is guesses
+        kept.append(sorted(path.name for path in prefix_directory().rglob("*.page")))
+        with streamed_whole(directories(name), **settings) as model:
+            cache = make_prompt_cache(with_room(model))
+            assert model.prefixes is not None
+            model.advance([model.row(mx.array([text]), cache, 64, wants_logits=False)])
+            num_restored.append(model.prefixes.counters.num_restored)
+            restored.append(arrays_of(cache))
+    assert num_restored[0] == num_restored[1]
+    assert num_restored[0] > len(PROMPT) or mode == "exact" or has_states
+    assert set(kept[1]) <= set(kept[0]) and kept[1]
+    assert same_bits(*restored)

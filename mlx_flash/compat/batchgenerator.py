@@ -191,5 +191,6 @@ class JoinedBatch(StockBatchGenerator):  # type: ignore[misc]
 
     def forget_last(self) -> None:
         """Let go of the probabilities of the last tokens, once all answers have ended."""
-        if not len(self._generation_batch):
+        batch = self._generation_batch
+        if not len(batch) and batch._current_tokens is not None:
             self._generation_batch = GenerationBatch.empty(self.model, self.sampler)

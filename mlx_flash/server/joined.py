@@ -88,11 +88,12 @@ class JoiningRows(ServedRows):
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a token of each answer, and a part of each prompt. Return the progress of prompts, and tokens."""
         self._pass_on()
-        joined_prompts, joined = self._batch.next()
+        joined_prompts, joined = self._batch.next() if len(self._batch) else ([], [])
         for response in joined:
             if response.finish_reason is not None:  # a later token failed, which nobody wants
                 self._errors.pop(response.uid, None)
-        self._batch.remove(self._errors)
+        if self._errors:
+            self._batch.remove(self._errors)
         self._batch.forget_last()
         self.num_elsewhere = len(self._batch)
         prompts, answers = super().advance()

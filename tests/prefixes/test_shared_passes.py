@@ -24,7 +24,7 @@ PROMPTS = [PROMPT, PROMPT[::-1]]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), LLAMA | {"vocab_size": 1000})
+    return save(tmp_path_factory.mktemp("llama"), LLAMA | {"vocab_size": 1000, "num_hidden_layers": 2})
 
 
 def sequences_of(model: FlashLLM) -> list[GeneratedSequence]:

@@ -242,30 +242,37 @@ def test_completed_caches(llama: Path) -> None:
             assert {entry.offset for cache in response.caches for entry in cache} == {len(PROMPT) + length}
 
 
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each pass whose memory was added up over all layers."""
+    found: list[int] = []
+    check = sharing.check_headroom
+
+    def noted(plan: Any, lanes: Any, *args: Any, **options: Any) -> int:
+        found.append(len(lanes))
+        return check(plan, lanes, *args, **options)
+
+    monkeypatch.setattr(sharing, "check_headroom", noted)
+    return found
+
+
 @pytest.mark.parametrize("kv_cache", ["stock", None])
-def test_tokens_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.MonkeyPatch, kv_cache: Any) -> None:
+def test_tokens_are_not_added_up_one_by_one(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, checks: list[int], kv_cache: Any
+) -> None:
     """The budget is checked for each token nevertheless: arrays that the program makes in between end it."""
     expected = generated(stock_generate_step, stock(llama), max_tokens=30)
-    count = 0
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        return check(*args, **options)
-
-    check = sharing.check_headroom
-    monkeypatch.setattr(sharing, "check_headroom", counted)
     with in_memory(llama, kv_cache=kv_cache) as model:
         steps = iter(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1, prefill_step_size=STEP))
         check_equal([next(steps) for _ in range(30)], expected)
-        assert count <= 8
-        before, other = count, active_memory() + model.plan.budget_bytes
+        assert len(checks) <= 8
+        before, other = len(checks), active_memory() + model.plan.budget_bytes
         for module in ("grants", "headroom"):
             monkeypatch.setattr(f"mlx_flash.engine.{module}.active_memory", lambda: other)
         next(steps)  # it was computed before
         with pytest.raises(BudgetError):
             next(steps)
-        assert count == before + 1
+        assert len(checks) == before + 1
 
 
 def test_processors_run_as_far_ahead_as_by_mlx_lm(llama: Path) -> None:
@@ -299,15 +306,8 @@ def test_max_tokens_0_draws_as_many_random_numbers_as_mlx_lm(llama: Path, budget
         assert drawn(mlx_flash.generate_step, model) == expected
 
 
-def test_tokens_of_a_batch_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_batch_are_not_added_up_one_by_one(llama: Path, checks: list[int]) -> None:
     """Only after rows have come or gone, and where their buffers are full. A call that fails breaks the batch."""
-    checked = 0
-    check = sharing.check_headroom
-
-    def counted(*args: Any, **options: Any) -> int:
-        nonlocal checked
-        checked += 1
-        return check(*args, **options)
 
     def batch_of(model: Any, *prompts: list[int]) -> list[Any]:
         caches = []
@@ -324,46 +324,38 @@ def test_tokens_of_a_batch_are_not_added_up_one_by_one(llama: Path, monkeypatch:
     with in_memory(llama) as model:
         prompts = ([1, 2, 3], [4], [5, 6])
         cache, other = batch_of(model, *prompts), batch_of(expected, *prompts)
-        monkeypatch.setattr(sharing, "check_headroom", counted)
+        checks.clear()
         num_tokens, num_passes = model.counters.num_tokens_in, model.counters.num_passes
         for _ in range(20):
             same([7, 8, 9])
-        assert checked == 1
+        assert len(checks) == 1
         assert model.counters.num_tokens_in - num_tokens == 60 and model.counters.num_passes - num_passes == 20
         for each, entry in zip(cache, other, strict=True):
             each.filter([0, 2])
             entry.filter([0, 2])
         for _ in range(300):  # past the end of the buffers
             same([3, 4])
-        assert checked == 3
+        assert len(checks) == 3
         for each, entry, new, more in zip(cache, other, batch_of(model, [1]), batch_of(expected, [1]), strict=True):
             each.extend(new)
             entry.extend(more)
-        before = checked
+        before = len(checks)
         for _ in range(5):
             same([3, 4, 5])
-        assert checked == before + 1
+        assert len(checks) == before + 1
         with pytest.raises(ValueError, match="integral"):
             model(mx.array([[1.0], [2.0], [3.0]]), cache=cache)
         with pytest.raises(CacheError, match="start again with a fresh prompt cache"):
             model(mx.array([[1], [2], [3]]), cache=cache)
 
 
-def test_tokens_of_a_batch_of_one_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_batch_of_one_are_not_added_up_one_by_one(llama: Path, checks: list[int]) -> None:
     """The cache of one sequence in a batch is of a class of its own."""
-    checked = 0
-    check = sharing.check_headroom
-
-    def counted(*args: Any, **options: Any) -> int:
-        nonlocal checked
-        checked += 1
-        return check(*args, **options)
 
     def tokens(model: Any) -> list[int]:
         generator = StockBatchGenerator(model, prefill_step_size=STEP)
         generator.insert([PROMPT], max_tokens=[40])
         return [response.token for _ in range(40) for response in generator.next_generated()]
 
-    monkeypatch.setattr(sharing, "check_headroom", counted)
     with in_memory(llama) as model:
-        assert tokens(model) == tokens(stock(llama)) and 0 < checked < 10
+        assert tokens(model) == tokens(stock(llama)) and 0 < len(checks) < 10

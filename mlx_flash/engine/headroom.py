@@ -16,15 +16,14 @@ from mlx_flash.engine.refusals import too_large
 from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
-from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.ledger import Need, NewTokens
 from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
-_SETTLED = "settled_padding"
-"""Attribute of an evaluated batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
+_CALLED_WITH = "padding_of_last_call"
+"""Attribute of a batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
 
 _LITTLE_BYTES = 16_000_000
 """Less than what plans set aside for what running adds to a process. Nearly all calls for one token take less."""
@@ -55,8 +54,15 @@ def check_headroom(
     own = OwnCaches(plan, lanes)
     if not wish and _has_room(plan, lanes, own):
         return 0
-    _settle_batches([entry for lane in lanes for entry in lane.others], lending)
     need = needed(plan, lanes)
+    changed = _changed_batches([entry for lane in lanes for entry in lane.others])
+    if changed:
+        nbytes = nbytes_in(arrays_in(changed))
+        if (lending is None or not lending.nbytes) and need.total + nbytes <= plan.budget_bytes:
+            need = replace(need, growth=need.growth + nbytes)  # the call may evaluate all of them
+        else:
+            _evaluate_layers(changed, nbytes, lending)
+            need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes
     growth_of_own = 0
     if wish or lending is not None or may_shrink:
@@ -72,6 +78,8 @@ def check_headroom(
     missing = own.admit(missing)
     if missing > 0:
         raise too_large(plan, lanes, need, missing)
+    for entry in changed:
+        setattr(entry, _CALLED_WITH, entry.left_padding)
     return granted
 
 
@@ -116,9 +124,9 @@ def layers_at_once(plan: ResidencyPlan, lanes: Sequence[Lane], num_layers: int) 
 
 def needed(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
     """Return the memory of a pass."""
-    if (need := _need(plan, lanes)).total <= plan.budget_bytes or not has_own_memory():
+    if (need := _need(plan, lanes)).total <= plan.budget_bytes:
         return need
-    mx.synchronize()  # MLX has not let go of the last results yet
+    mx.synchronize()  # a prompt may still be computed, and GPUs let go of the last results late
     return _need(plan, lanes)
 
 
@@ -198,20 +206,18 @@ def _settle(plan: ResidencyPlan, lending: Lending, short: int, known_bytes: int)
     return 0
 
 
-def _settle_batches(entries: Sequence[Any], lending: Lending | None) -> None:
-    """Evaluate, layer by layer, the batches that sequences were added to or removed from since their last call.
+def _changed_batches(entries: Sequence[Any]) -> list[Any]:
+    """Return the batches that sequences were added to or removed from since their last call."""
+    return [entry for entry in entries if vars(entry).get("left_padding") is not vars(entry).get(_CALLED_WITH)]
 
-    mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they would be there twice; small
-    ones may be.
+
+def _evaluate_layers(batches: Sequence[Any], nbytes: int, lending: Lending | None) -> None:
+    """Evaluate the layers of batches one after another.
+
+    When sequences come or go, mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they
+    would be there twice.
     """
-    paddings = {id(entry): vars(entry).get("left_padding") for entry in entries}
-    changed = [entry for entry in entries if paddings[id(entry)] is not vars(entry).get(_SETTLED)]
-    if not changed:
-        return
-    nbytes = nbytes_in(arrays := arrays_in(changed))
     if lending is not None:
         lending.recall(min(nbytes, lending.nbytes))
-    for each in [arrays] if nbytes <= _LITTLE_BYTES else map(arrays_in, changed):
-        mx.eval(each)
-    for entry in changed:
-        setattr(entry, _SETTLED, paddings[id(entry)])
+    for entry in batches:
+        mx.eval(arrays_in(entry))

@@ -215,7 +215,9 @@ class Passes:
         try:
             output = self._call(call, row, is_pass=True)
             if len(row.left) > 1:  # lets the intermediate results go
-                mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
+                # a single token adds so little to them that it may begin meanwhile
+                evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
+                evaluate(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
             return error
         return [output]

@@ -240,8 +240,9 @@ def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
     model.start()
     if not model.begins_ahead or not model.is_batchable:
         return False
+    new = {} if caches else {type(entry): entry for entry in make_prompt_cache(cast(nn.Module, model))}
     try:
-        merge_caches([*caches] or [make_prompt_cache(cast(nn.Module, model))])  # lazily
+        merge_caches([*caches] or [[*new.values()]])  # lazily; of new entries one of each class will do
     except (AttributeError, FlashError, TypeError, ValueError):
         return False
     return True

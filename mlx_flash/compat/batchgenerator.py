@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dis
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
+
+import mlx.core as mx
 
 from mlx_flash.compat.require import require, require_that
 
@@ -141,6 +143,10 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         """Return the sequence that waits longest, and let go of it."""
         return Waiting(*self._unprocessed_sequences.popleft())
 
+    def put_back(self, waiting: Sequence[Waiting]) -> None:
+        """Let sequences wait again, before the others."""
+        self._unprocessed_sequences.extendleft(map(tuple, reversed(waiting)))
+
     def forget(self, uids: set[int]) -> None:
         """Let go of sequences that wait."""
         super().remove(uids & {sequence[0] for sequence in self._unprocessed_sequences})
@@ -172,18 +178,62 @@ class JoinedBatch(StockBatchGenerator):  # type: ignore[misc]
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self._old_wired_limit = None  # the other generator sets Metal's limit, and puts it back
+        self._added: dict[int, Waiting] = {}
 
     def __len__(self) -> int:
         return self.num_prompts + len(self._generation_batch)
+
+    @property
+    def answers(self) -> list[int]:
+        """Numbers of the sequences whose answers have begun, the newest last."""
+        return list(self._generation_batch.uids)
 
     @property
     def num_prompts(self) -> int:
         """Number of sequences whose prompts are not computed yet."""
         return len(self._unprocessed_sequences) + len(self._prompt_batch)
 
-    def add(self, waiting: Waiting) -> None:
-        """Add a sequence whose prompt is to be computed."""
-        self._unprocessed_sequences.append(tuple(waiting))
+    def add(self, waiting: Waiting, **changed: Any) -> None:
+        """Add a sequence whose prompt is to be computed. In the batch, some fields of it are others."""
+        self._added[waiting.uid] = waiting
+        copies = waiting._replace(segments=[*waiting.segments], tokens=[*waiting.tokens], **changed)
+        self._unprocessed_sequences.append(tuple(copies))
+
+    def next_answers(self) -> list[Any]:
+        """Compute a token of each answer. Return the tokens before them."""
+        with mx.stream(self.stream):
+            found: list[Any] = self._generation_batch.next()
+        return found
+
+    def next_prompts(self) -> list[Any]:
+        """Compute a part of each prompt, or its last token, which makes it an answer. Return how far they are.
+
+        Answers that had begun are as they were, whatever is raised.
+        """
+        answers, self._generation_batch = self._generation_batch, GenerationBatch.empty(self.model, self.sampler)
+        try:
+            prompts: list[Any] = self.next()[0]
+        finally:
+            if len(self._generation_batch):
+                answers.extend(self._generation_batch)
+            self._generation_batch = answers
+        for response in prompts:
+            if response.end_of_prompt:
+                self._added.pop(response.uid, None)
+        return prompts
+
+    def take_prompts(self) -> list[Waiting]:
+        """Return the sequences whose prompts are not computed, as they were added, and let go of them."""
+        found = [*self._added.values()]
+        self.remove([each.uid for each in found])
+        return found
+
+    def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
+        """Let go of sequences. Return their caches, if wanted, and the tokens in them."""
+        for uid in (gone := [*uids]):
+            self._added.pop(uid, None)
+        found: dict[int, Any] = super().remove(gone, return_prompt_caches)
+        return found
 
     def add_answers(self, batch: Any) -> None:
         """Add answers that have begun, which are a `GenerationBatch`."""

@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.compat.batchgenerator import GenerationBatch, JoinedBatch, Waiting, merge_caches
-from mlx_flash.errors import RefusedError
+from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import may_pad
 from mlx_flash.generation.member import Member
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.boundary import ends_alone
+from mlx_flash.server.boundary import ends_alone, refusal_of
 from mlx_flash.server.rows import Kept, ServedRows, plain_cache
 from mlx_flash.server.sampling import LogitsProcessor, Sampler, greedy
 
@@ -88,7 +88,7 @@ class JoiningRows(ServedRows):
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a token of each answer, and a part of each prompt. Return the progress of prompts, and tokens."""
         self._pass_on()
-        joined_prompts, joined = self._batch.next() if len(self._batch) else ([], [])
+        joined_prompts, joined = self._advance_batch()
         for response in joined:
             if response.finish_reason is not None:  # a later token failed, which nobody wants
                 self._errors.pop(response.uid, None)
@@ -101,6 +101,25 @@ class JoiningRows(ServedRows):
         if moving:
             self._join_batch(moving)
         return joined_prompts + prompts, joined + answers
+
+    def _advance_batch(self) -> tuple[list[Any], list[Any]]:
+        """Compute a part of each request in the batch. As far as memory is short, prompts are rows, and answers end."""
+        prompts: list[Any] = []
+        answers: list[Any] = []
+        while self._batch.answers:
+            try:
+                answers = self._batch.next_answers()
+                break
+            except BudgetError as error:
+                self._refuse(newest := self._batch.answers[-1], refusal_of(error))
+                self._batch.remove([newest])
+        if self._batch.num_prompts:
+            try:
+                prompts = self._batch.next_prompts()
+            except BudgetError:
+                self._may_join = False
+                self.put_back(self._batch.take_prompts())
+        return prompts, answers
 
     def _pass_on(self) -> None:
         """Let the batch compute the most prompts that wait and are about as long as each other, and as those in it."""
@@ -121,7 +140,7 @@ class JoiningRows(ServedRows):
         self.forget({each.uid for each in together})
         for each in together:
             sampler, processors = self._sampler(each.uid, each.sampler), self._processors(each.uid, each.processors)
-            self._batch.add(each._replace(cache=plain_cache(each.cache), sampler=sampler, processors=processors))
+            self._batch.add(each, cache=plain_cache(each.cache), sampler=sampler, processors=processors)
 
     def _begin_ahead(self, members: Sequence[Member]) -> None:
         self._moving = []
@@ -131,21 +150,25 @@ class JoiningRows(ServedRows):
         super()._begin_ahead([member for member in members if member not in self._moving])
 
     def _join_batch(self, members: Sequence[Member]) -> None:
-        """Move answers, whose next tokens are not begun, to the batch."""
-        self._members = [member for member in self._members if member not in members]
+        """Move answers, whose next tokens are not begun, to the batch, if memory is not short."""
         sequences = [member.sequence for member in members]
-        added = GenerationBatch(
-            self._flash,
-            [member.uid for member in members],
-            mx.array([sequence.last for sequence in sequences]),
-            merge_caches([plain_cache(sequence.cache) for sequence in sequences]),
-            [sequence.tokens for sequence in sequences],
-            [self._sampler(member.uid, member.sequence.chooser.sampler) for member in members],
-            greedy,
-            [self._processors(member.uid, member.sequence.chooser.processors) for member in members],
-            [_Ends(member.matcher) for member in members],
-            [sequence.max_tokens - sequence.num_tokens for sequence in sequences],
-        )
+        try:
+            added = GenerationBatch(
+                self._flash,
+                [member.uid for member in members],
+                mx.array([sequence.last for sequence in sequences]),
+                merge_caches([plain_cache(sequence.cache) for sequence in sequences]),
+                [sequence.tokens for sequence in sequences],
+                [self._sampler(member.uid, member.sequence.chooser.sampler) for member in members],
+                greedy,
+                [self._processors(member.uid, member.sequence.chooser.processors) for member in members],
+                [_Ends(member.matcher) for member in members],
+                [sequence.max_tokens - sequence.num_tokens for sequence in sequences],
+            )
+        except BudgetError:
+            self._may_join = False
+            return
+        self._members = [member for member in self._members if member not in members]
         self._batch.add_answers(added)
         self._batch.remove(self._errors)
 

@@ -9,6 +9,7 @@ import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from mlx_lm.generate import PromptProcessingBatch
 
 from conversations import LONG, model, turn
 from mlx_flash import FlashConfig
+from mlx_flash.engine import sharing
+from mlx_flash.engine.grants import Grants
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
@@ -205,15 +208,81 @@ def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pyt
     """All of them fail, and those that come later do not."""
 
     def fail(self: Any, tokens: list[list[int]]) -> None:
-        raise BudgetError("no room")
+        raise RuntimeError("no device")
 
     asked = [request(text) for text in ALIKE]
     expected = alone(served, *asked)
     with monkeypatch.context() as broken:
         broken.setattr(PromptProcessingBatch, "prompt", fail)
         answers = served.events_together(*asked)
-    assert all(isinstance(events[-1], Failed) for events in answers)
-    assert alone(served, *asked) == expected
+    assert all("no device" in str(events[-1].error) for events in answers if isinstance(events[-1], Failed))
+    assert all(isinstance(events[-1], Failed) for events in answers) and alone(served, *asked) == expected
+
+
+def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
+    """Let calls have room for so many rows, each for the next number."""
+    check = sharing.check_headroom
+
+    def checked(plan: Any, lanes: Any, *args: Any, **options: Any) -> int:
+        if lanes[0].call.batch_size > next(limits):
+            raise BudgetError("no room", 0)
+        return check(plan, lanes, *args, **options)
+
+    monkeypatch.setattr(sharing, "check_headroom", checked)
+    monkeypatch.setattr(Grants, "undo_if_granted", lambda *_: None)
+
+
+@pytest.mark.usefixtures("grouping")
+def test_without_room_for_an_array_requests_are_rows(
+    served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their prompts, or their answers when they would move."""
+    asked = [request(text) for text in TEXTS]
+    expected = alone(served, *asked)
+    limit_rows(monkeypatch, repeat(1))
+    assert list(map(text_of, served.events_together(*asked))) == expected
+    assert len(sizes) <= 2  # once each, and not again before there is another request
+
+
+@pytest.mark.parametrize("num_before", [0, 5])
+def test_answers_keep_their_tokens_when_prompts_have_no_room(
+    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    """Those that run, while others come."""
+    early, late = [request(text, max_tokens=40) for text in ALIKE[:2]], [request(text) for text in ALIKE[2:]]
+    expected = alone(served, *early, *late)
+    compute = joined.JoinedBatch.next_prompts
+
+    def fails(self: Any) -> list[Any]:
+        with monkeypatch.context() as broken:
+            if len(self.answers):
+                limit_rows(broken, chain(repeat(9, num_before), repeat(0)))
+            return compute(self)
+
+    async def collect() -> list[list[Event]]:
+        first, second = served.room.submit(*early)
+        head = []
+        async for event in first:
+            head.append(event)
+            if len(head) == 8:
+                break
+        rest = await asyncio.gather(every(first), every(second), *map(every, served.room.submit(*late)))
+        return [head + rest[0], *rest[1:]]
+
+    monkeypatch.setattr(joined.JoinedBatch, "next_prompts", fails)
+    assert list(map(text_of, served.run(collect()))) == expected and len(prompts) > 1
+
+
+def test_the_newest_answers_end_when_memory_gets_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [request(text) for text in ALIKE]
+    expected = alone(served, *asked)
+    limit_rows(monkeypatch, chain(repeat(4, 5), repeat(2)))
+    answers = served.events_together(*asked)
+    assert list(map(text_of, answers[:2])) == expected[:2]
+    for events in answers[2:]:
+        assert isinstance(events[-1], Failed) and "no room" in str(events[-1].error)
+        assert any(isinstance(event, Piece) for event in events)
+    assert alone(served, *asked[:1]) == expected[:1]
 
 
 def test_requests_with_a_seed_stay_rows(served: Served, sizes: list[int]) -> None:
@@ -371,11 +440,11 @@ def test_without_room_for_padding_rows_stay(model: str, sizes: list[int]) -> Non
         plan = running.model.plan
         most = next(n for n in range(1000, 10**6, 500) if together_bytes(plan, [n] * 2, "stock") > room_bytes(plan))
         asked = [request(text, max_tokens=5) for text in TEXTS]
-        expected = alone(running, *asked)
-        long_one = replace(request("Hi", max_tokens=most), stop=(expected[0][:1],))
+        text, *expected = alone(running, request("Hi", max_tokens=40), *asked[1:])
+        long_one = replace(request("Hi", max_tokens=most), stop=(text[len(text) // 3 :],))  # after the others
         answers = running.events_together(long_one, *asked[1:])
         assert together_bytes(plan, [most, 600, 600, 600], "exact") < room_bytes(plan)
-        assert list(map(text_of, answers[1:])) == expected[1:]
+        assert list(map(text_of, answers[1:])) == expected
         assert not sizes
 
 

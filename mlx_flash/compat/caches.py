@@ -23,6 +23,7 @@ for _method in ("filter", "extract", "merge"):
 for _entry, _names in (
     (BatchKVCache([0]), {"_idx", "left_padding", "offset"}),
     (BatchRotatingKVCache(1, [0]), {"_offset", "left_padding"}),
+    (RotatingKVCache(1), {"_idx", "keep", "keys", "max_size", "offset", "values"}),
     (ArraysCache(1), {"cache", "left_padding", "lengths"}),
 ):
     require_that(_names <= vars(_entry).keys(), f"{type(_entry).__name__} lacks one of {', '.join(sorted(_names))}")
@@ -87,6 +88,22 @@ def num_tokens(entry: Any) -> int:
     if isinstance(entry, BatchRotatingKVCache):
         return int(entry._offset)
     return int(entry._idx if isinstance(entry, BatchKVCache) else entry.offset)
+
+
+def window_before(entry: Any, num_later: int) -> RotatingKVCache | None:
+    """Return mlx-lm's window as it was before its last tokens came; None if it has not kept all that was in it then.
+
+    A call with several tokens adds them to the window, and those that it moves out are dropped by the next call.
+    """
+    if type(entry) is not RotatingKVCache or entry.keep or entry.keys is None or entry._idx < entry.keys.shape[2]:
+        return None
+    length, stop = entry.offset - num_later, entry.keys.shape[2] - num_later
+    if stop < min(length, entry.max_size) or length <= 0:
+        return None
+    window, start = RotatingKVCache(entry.max_size), max(0, stop - entry.max_size)
+    window.keys, window.values = (array[..., start:stop, :] for array in (entry.keys, entry.values))
+    window.offset, window._idx = length, stop - start
+    return window
 
 
 def is_right_padded(entry: BatchKVCache | BatchRotatingKVCache) -> bool:

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, num_tokens
+from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, num_tokens, window_before
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
@@ -215,6 +215,11 @@ class StateLeaf(Leaf):
         blobs = {path: to_blob(leaf) for path, leaf in flat if isinstance(leaf, mx.array)}
         others = json.dumps([[path, leaf] for path, leaf in flat if path not in blobs]).encode()
         return {_OTHERS: Blob(others, "uint8", (len(others),)), **blobs}
+
+    def read_before(self, num_later: int) -> dict[str, Blob] | None:
+        """Return the state as it was before the last tokens came, as :meth:`read_state`; None if it is gone."""
+        window = window_before(self.entry, num_later) if num_later else None
+        return self.read_state() if not num_later else None if window is None else StateLeaf(window).read_state()
 
     def set_state(self, found: Mapping[str, mx.array]) -> None:
         """Replace the state by one that :meth:`read_state` returned."""

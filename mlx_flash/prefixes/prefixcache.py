@@ -183,9 +183,12 @@ class PrefixCache:
         for number in range(len(call.history.ends), len(history.ends)):
             if history.ends[number] > restored and not self._put_rows(call.rows, history, number):
                 return False
-        ends_with_page = bool(history.ends) and history.ends[-1] == history.length
-        if call.states and call.is_prompt and ends_with_page and restored < history.length:
-            states = {i: leaf.read_state() for i, leaf in enumerate(call.states)}
+        if call.states and call.is_prompt and restored < (end := _last(history.ends)):
+            states: dict[int, Mapping[str, Blob]] = {}
+            for i, leaf in enumerate(call.states):
+                if (state := leaf.read_before(history.length - end)) is None:
+                    return True
+                states[i] = state
             return bool(self._put(history, len(history.ends) - 1, states, snapshot=STATE)) or not self._is_exact
         return True
 

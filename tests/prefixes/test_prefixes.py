@@ -220,6 +220,28 @@ def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) ->
         assert same(generated(model, PROMPT[:400]), generated(stock(directory), PROMPT[:400]))
 
 
+@pytest.mark.parametrize(("window", "length"), [(64, 513), (1024, 500), (64, 700)])
+def test_windows_are_restored_inside_a_call(tmp_path: Path, window: int, length: int) -> None:
+    """A prompt in one call; then others that go on after its last page, with one token and more."""
+    directory = save(tmp_path / "hybrid", {**HYBRID, "sliding_window": window})
+    known = (length - 1) // 256 * 256
+    resident = stock(directory)
+    settings = {"prefill_step_size": 2048, "ram_budget_gb": 2.0}
+    with loaded(directory, "longest", **settings) as model:
+        generated(model, PROMPT[:length], 1, prefill_step_size=2048)
+        assert restored(model) == 0
+    for rest in ([7], [*range(90)]):
+        cache = make_prompt_cache(resident)
+        resident(mx.array([PROMPT[:known]]), cache=cache)
+        expected = generated(resident, rest, 20, prompt_cache=cache)
+        with loaded(directory, "longest", **settings) as model:
+            found = generated(model, [*PROMPT[:known], *rest], 20, prefill_step_size=2048)
+            assert restored(model) == known and model.counters.num_tokens_in == len(rest) + 20
+        assert [token for token, _ in found] == [token for token, _ in expected]
+        for (_, one), (_, other) in zip(found, expected, strict=True):
+            assert bool(mx.allclose(one, other, rtol=0, atol=1e-4))
+
+
 @pytest.mark.parametrize("config", [HYBRID, {**MAMBA2, "num_hidden_layers": 2}], ids=["windows", "states"])
 def test_parts_that_end_inside_pages_are_restored_with_their_states(tmp_path: Path, config: dict[str, Any]) -> None:
     """A prompt in parts of 64 tokens: 2 x 256 of 699 are in the cache, and no part of these is computed."""

@@ -96,6 +96,10 @@ class PageWriter:
             self.flush()
         return True
 
+    def is_queued(self, page: str) -> bool:
+        """Return whether a page waits to be written."""
+        return page in self._pending
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout

@@ -37,6 +37,9 @@ from mlx_flash.prefixes.pagewriter import PageWriter
 QUEUE_BYTES = 64 << 20
 """Two pages of an 8B model at 16 bits."""
 
+_MOST_SECONDS = 10.0
+"""The longest time that a prompt waits for its pages to be written, on a disk that does not answer."""
+
 _log = logging.getLogger("mlx_flash")
 
 
@@ -107,16 +110,22 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
     def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:
         """Return the longest cached prefix of a prompt, which ends with a kind of ``snapshot`` if that is given.
 
+        Pages of it that wait to be written are waited for.
+
         ``ends`` are with how many tokens each page ends; None for pages of ``page_tokens``.
         """
         self._check_open()
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
         names = page_names(self._root, tokens, ends)
         count = self._folder.num_leading(names)
+        snapshots = [snapshot_name(name, snapshot) for name in names] if snapshot else []
+        if any(map(self._writer.is_queued, (*names[count:], *snapshots))):  # writing it takes less than computing it
+            self.flush(_MOST_SECONDS)
+            count = self._folder.num_leading(names)
         if not snapshot:
             return Prefix(tuple(ends[:count]), tuple(names[:count]))
         for length in range(count, 0, -1):
-            name = snapshot_name(names[length - 1], snapshot)
+            name = snapshots[length - 1]
             if self._folder.has(name):
                 return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
         return Prefix()

@@ -335,7 +335,7 @@ def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyP
     assert store.put(TOKENS, 1, blobs(TOKENS[: 2 * STEP])), "it waits already"
     told = stats(store)
     assert (told["queued_bytes"], told["refused_queue"], told["refused_parent"]) == (6000, 1, 2)
-    assert not store.flush(0.05) and found(store, TOKENS) == 0
+    assert not store.flush(0.05) and found(opened(), TOKENS) == 0
     go_on.set()
     assert store.flush(60) and found(store, TOKENS) == 3
     assert put(store, TOKENS) == [True] * 6

@@ -32,7 +32,7 @@ from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
-from mlx_flash.prefixes import prefixcache
+from mlx_flash.prefixes import pagewriter, prefixcache
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
@@ -218,6 +218,23 @@ def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) ->
     with loaded(directory, "longest") as model:
         assert same(generated(model), expected) and restored(model) == 2 * STEP
         assert same(generated(model, PROMPT[:400]), generated(stock(directory), PROMPT[:400]))
+
+
+@pytest.mark.parametrize("config", [SMALL, HYBRID], ids=["rows", "windows"])
+def test_pages_on_their_way_to_the_disk_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """The next prompt comes at once, and the disk is slow."""
+
+    def slow(*args: Any) -> str:
+        time.sleep(0.05)
+        return add(*args)
+
+    add = pagewriter.add_page
+    monkeypatch.setattr(pagewriter, "add_page", slow)
+    with loaded(save(tmp_path / "model", config), "longest") as model:
+        first = generated(model, num=1)
+        assert same(generated(model, num=1), first) and restored(model) == 2 * STEP
 
 
 @pytest.mark.parametrize(("window", "length"), [(64, 513), (1024, 500), (64, 700)])

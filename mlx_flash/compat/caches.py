@@ -80,7 +80,7 @@ def recurrent_states(cache: Iterable[Any]) -> Iterator[mx.array]:
         if issubclass(kind, CacheKinds.lists):
             yield from recurrent_states(entry.caches)
         elif issubclass(kind, CacheKinds.recurrent):
-            yield from (array for array in entry.cache if array is not None)
+            yield from (array for array in vars(entry)["cache"] if array is not None)
 
 
 def num_tokens(entry: Any) -> int:

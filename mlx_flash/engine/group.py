@@ -16,7 +16,7 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import snapshot, trimmer
-from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
+from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.ranks.spread import Spread
@@ -34,12 +34,13 @@ class _LaneRun:
     Args:
         calls: the calls, in order.
         is_proven: whether the model is known to need no order.
+        observer: gets the entries of the cache between the calls.
 
     Attributes:
         can_undo, can_repeat: whether the cache can be put back after calls in order, and after any others.
     """
 
-    def __init__(self, calls: Sequence[ForwardCall], is_proven: bool) -> None:
+    def __init__(self, calls: Sequence[ForwardCall], is_proven: bool, observer: Observer | None) -> None:
         self.cache = calls[0].cache or ()
         self.can_undo = trimmer(self.cache) is not None
         self.can_repeat = False
@@ -49,7 +50,7 @@ class _LaneRun:
             lengths, checkpoints = [call.num_tokens // call.batch_size for call in calls], calls[0].checkpoints
             self.can_undo |= checkpoints is not None
             self.can_repeat = checkpoints is not None or (not is_proven and snapshot(self.cache) is not None)
-            self.views = CacheViews(self.cache, lengths, checkpoints)
+            self.views = CacheViews(self.cache, lengths, observer if checkpoints is None else checkpoints)
             self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
 
     def task(self, index: int, compute: Compute) -> Any:
@@ -120,11 +121,15 @@ class CallGroup:
         return None
 
     def run(
-        self, lanes: Sequence[Sequence[ForwardCall]], compute: Sequence[Compute], progress: Callable[[float], None]
+        self,
+        lanes: Sequence[Sequence[ForwardCall]],
+        compute: Sequence[Compute],
+        observers: Sequence[Observer | None],
+        progress: Callable[[float], None],
     ) -> list[Outcome]:
         """Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
 
-        ``compute`` has what computes the calls of each lane.
+        ``compute`` has what computes the calls of each lane, ``observers`` what gets its cache between them.
         Progress is told if all caches can be put back. What it raises ends the pass.
 
         Raises:
@@ -132,15 +137,19 @@ class CallGroup:
             PeerError: the ranks were called differently, or one was lost.
         """
         if self._chain is None:
-            return self._run(lanes, compute, progress)
+            return self._run(lanes, compute, observers, progress)
         tokens = [call.tokens for calls in lanes for call in calls]
         with self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._wait_turn):
-            return self._run(lanes, compute, progress)
+            return self._run(lanes, compute, observers, progress)
 
     def _run(
-        self, lanes: Sequence[Sequence[ForwardCall]], compute: Sequence[Compute], progress: Callable[[float], None]
+        self,
+        lanes: Sequence[Sequence[ForwardCall]],
+        compute: Sequence[Compute],
+        observers: Sequence[Observer | None],
+        progress: Callable[[float], None],
     ) -> list[Outcome]:
-        made = [_LaneRun(calls, self._is_proven) for calls in lanes]
+        made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
         places = [(lane, index) for lane in made for index in range(len(lane.calls))]
         num_units = max(1, len(self._engine.stream.units))
         can_undo = all(lane.can_undo for lane in made)

@@ -30,7 +30,8 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.prefixes.leaves import Call, forget
+from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -157,7 +158,7 @@ class Passes:
                     partial(self._call, row=row, is_pass=False, is_cached=len(calls) == 1)
                     for row, calls in lanes.items()
                 ]
-                run = partial(self.group.run, [*lanes.values()], compute, _report(lanes))
+                run = partial(self.group.run, [*lanes.values()], compute, [*map(cached.get, lanes)], _report(lanes))
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order

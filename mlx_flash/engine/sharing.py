@@ -109,14 +109,13 @@ class Sharing:
     def _keeps_prefixes(self, first: ForwardCall) -> bool:
         """Return whether the prefix cache gets from parts that share a pass what it gets from one after another.
 
-        Of windows and states it would get only the last. A part that it answers is no part of a pass.
+        A part that it answers is no part of a pass.
         """
-        prefixes, cache = self._session.prefixes, first.cache or ()
-        if prefixes is None:
+        if (prefixes := self._session.prefixes) is None:
             return True
-        if self._session.chain is not None or first.tokens is None or any(map(has_state, entries_of(cache))):
+        if self._session.chain is not None or first.tokens is None:
             return False
-        return first.wants_logits or not prefixes.has(first.tokens, cache)
+        return first.wants_logits or not prefixes.has(first.tokens, first.cache or ())
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""

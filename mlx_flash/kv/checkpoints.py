@@ -29,11 +29,11 @@ class Checkpoints:
     def __init__(self) -> None:
         self._before: list[list[PutBack]] = []
 
-    def add(self, call: int, entry: Any) -> None:
-        """Make a checkpoint of an entry, which a call is about to change."""
+    def add(self, call: int, entry: Any, found: Any) -> None:
+        """Make a checkpoint of an entry as a call found it, which changes it."""
         while len(self._before) <= call:
             self._before.append([])
-        self._before[call].append(checkpoint(entry))
+        self._before[call].append(checkpoint(entry, found))
 
     def take_back(self, num_kept: int) -> None:
         """Put the entries back as the first calls left them. Interrupts leave none of them in between."""
@@ -53,8 +53,8 @@ class Checkpoints:
                 put_back()
 
 
-def checkpoint(entry: Any) -> PutBack:
-    """Return what puts an entry back as it is now, after at most one more token.
+def checkpoint(entry: Any, found: Any = None) -> PutBack:
+    """Return what puts an entry back as it is now, after at most one more token; or as it was ``found``, its states.
 
     After several tokens, the checkpoints before each of them put the entry back, the last one first. None copies more
     than a token: arrays of states are kept, since models replace them, and rows behind the end mean nothing. Buffers
@@ -69,7 +69,7 @@ def checkpoint(entry: Any) -> PutBack:
             _shrink_to(entry, capacity)
 
         return trim
-    attributes = {name: _kept(value) for name, value in vars(entry).items()}
+    attributes = {name: _kept(value) for name, value in vars(entry if found is None else found).items()}
     rewrite = _overwritten(entry) if isinstance(entry, RotatingKVCache) else None
 
     def put_back() -> None:

@@ -4,6 +4,8 @@ The calls visit each layer in their order, but all of them pass the top of the m
 made, before the first has reached the last layer. So an entry of a later call answers from a clone at first, which the
 cache's own code has advanced with zeros that take no memory. When the call before is done with the entry, the view
 becomes the entry itself: both have one class and one ``__dict__``.
+
+Recurrent states of an entry are passed on one by one, since a layer of several units replaces them one after another.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache as cached
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -25,7 +27,6 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.growth import example_update
 from mlx_flash.layout.reachable import Opaque, arrays_in
 
@@ -56,13 +57,78 @@ def _early(kind: Any) -> Any:
     return type(kind.__name__, (kind,), body)
 
 
+class Observer(Protocol):
+    """Observer of the entries of a prompt cache between calls."""
+
+    def add(self, call: int, entry: Any, found: Any, /) -> None:
+        """Take note of an entry, as ``found`` by a call, which changes it. States in it may be newer already."""
+
+
+class _States:
+    """The recurrent states of an entry, each of which passes from call to call when it is replaced."""
+
+    def __init__(self, entry: ArraysCache, views: Sequence[Any], observer: Observer | None) -> None:
+        self._entry, self._observer, self._num_calls = entry, observer, len(views)
+        self._owners = [0] * len(entry.cache)
+        self._found: dict[int, dict[int, Any]] = {}
+        if observer is not None:
+            observer.add(0, entry, entry)
+        for call, view in enumerate(views):
+            view.__class__ = _state_view(cast(Hashable, type(entry)))
+            view.__dict__ |= {"cache": entry.cache, _PLACE: (self, call)}  # what evaluates a call's effects finds them
+
+    def get(self, call: int, index: int) -> Any:
+        """Return a state as a call left it, or as the one before it did."""
+        self._check(call, index)
+        return self._entry[index]
+
+    def set(self, call: int, index: int, state: Any) -> None:
+        """Replace a state, which the next call gets."""
+        self._check(call, index)
+        self._entry[index] = state
+        self._owners[index] = call + 1
+        if self._observer is None or call + 1 == self._num_calls:
+            return
+        found = self._found.setdefault(call + 1, {})
+        found[index] = copy.copy(state)  # the next call may write to the other one
+        if len(found) == len(self._owners):
+            entry = copy.copy(self._entry)
+            entry.cache = [found[number] for number in range(len(found))]
+            self._observer.add(call + 1, self._entry, entry)
+
+    def _check(self, call: int, index: int) -> None:
+        if self._owners[index] not in (call, call + 1):
+            raise SharedEntryError
+
+
+_PLACE = "_place"
+"""Attribute of a view with the states of its entry, and the number of its call."""
+
+
+@cached
+def _state_view(kind: Any) -> Any:
+    """Return the class of a view of states."""
+
+    def get(view: Any, index: int) -> Any:
+        states, call = vars(view)[_PLACE]
+        return states.get(call, index)
+
+    def put(view: Any, index: int, state: Any) -> None:
+        states, call = vars(view)[_PLACE]
+        states.set(call, index, state)
+
+    refusing = property(_refuse)
+    body = {"cache": refusing, "state": refusing, "__getitem__": get, "__setitem__": put}
+    return type(kind.__name__, (kind,), body)
+
+
 class CacheViews:
     """The views of one prompt cache, for calls of some lengths that run in lockstep.
 
-    ``checkpoints`` gets those of the entries before each call, if the calls may be taken back.
+    ``observer`` gets each entry as each call finds it: to take the calls back later, or to keep states.
     """
 
-    def __init__(self, cache: Sequence[Any], lengths: Sequence[int], checkpoints: Checkpoints | None = None) -> None:
+    def __init__(self, cache: Sequence[Any], lengths: Sequence[int], observer: Observer | None = None) -> None:
         self._entries = entries_of(cache)
         starts = [sum(lengths[:call]) for call in range(len(lengths))]
         self._views = [[_advanced(entry, start) for entry in self._entries] for start in starts]
@@ -70,9 +136,13 @@ class CacheViews:
         self.views = [_same_structure(cache, iter(parts)) for parts in self._views]
         self._owner = [0] * len(self._entries)
         self._seen = [_contents(entry) for entry in self._entries]
-        self._checkpoints = checkpoints
-        for number in range(len(self._entries)):
-            self._attach(number)
+        self._observer = observer
+        for number, entry in enumerate(self._entries):
+            if _passes_states(entry):
+                _States(entry, [views[number] for views in self._views], observer)
+                self._owner[number] = len(starts)  # nothing else is passed on
+            else:
+                self._attach(number)
 
     def after(self, call: int) -> None:
         """Pass on the entries that a call has updated since it got them."""
@@ -90,11 +160,16 @@ class CacheViews:
         """Make the view of the call that owns an entry the entry itself."""
         call, entry = self._owner[number], self._entries[number]
         if call < len(self._views):
-            if self._checkpoints is not None:
-                self._checkpoints.add(call, entry)
+            if self._observer is not None:
+                self._observer.add(call, entry, entry)
             view = self._views[call][number]
             view.__class__ = type(entry)
             view.__dict__ = entry.__dict__
+
+
+def _passes_states(entry: Any) -> bool:
+    """Return whether an entry has recurrent states, and nothing else that calls change."""
+    return type(entry) is ArraysCache and entry.lengths is None and entry.left_padding is None
 
 
 def can_be_viewed(cache: Sequence[Any]) -> bool:

@@ -57,10 +57,10 @@ class CacheSizes:
         """True if a cache without a window is in no :attr:`rows`."""
         return self.token_bytes > sum(self.rows) + sum(row for row, _ in self.windows)
 
-    @property
-    def has_states(self) -> bool:
-        """True if there is a window or a recurrent state, whose content between two calls is gone later."""
-        return bool(self.windows or self.constant_bytes or self.call_bytes)
+    def states_bytes(self, num_new: int, num_tokens: int) -> int:
+        """Return the size of windows and states with so many tokens, the newest of which came in one call."""
+        windows = [row * min(num_tokens, length + num_new) for row, length in self.windows]
+        return self.constant_bytes + sum(windows) + self.call_bytes * num_new
 
     def others_bytes(self, num_tokens: int) -> int:
         """Return the size of the caches that are in no :attr:`rows`, while one token after another comes."""

@@ -1,18 +1,13 @@
-"""A forward call and its prompt cache, as the prefix cache sees them.
-
-Entries are seen alike: rows of tokens that are appended, and states that are replaced.
-"""
+"""The entries of a prompt cache as the prefix cache sees them: rows that are appended, and states that are replaced."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -30,7 +25,7 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache
-from mlx_flash.kv.history import ATTRIBUTE, History, Labels, LoneKVCache, is_anchored, make_labels
+from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvfiles import Stored, StoredRows
 from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.pages import Component, Page, dtype_name
@@ -228,58 +223,6 @@ class StateLeaf(Leaf):
 
     def checkpoint(self, start: int) -> PutBack:
         return checkpoint(self.entry)
-
-
-@dataclass(slots=True)
-class Call:
-    """A forward call on a cache whose content is known."""
-
-    leaves: list[Leaf]  # the entries of the cache
-    history: History  # their content when the call began
-    tokens: mx.array  # the new ones
-    form: int  # a number for the form of the cache
-    is_prompt: bool  # the logits are dropped
-    ends: list[int]  # ends of the pages that the call completes
-    is_exact: bool  # whether bounds of calls decide bits
-    bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
-    num_after: int = 0  # tokens that the same pass adds behind it
-    num_restored: int = 0  # tokens that were not computed
-
-    def first(self, number: int) -> Call:
-        """Return the call as one with so many of its tokens, that were restored."""
-        most = self.history.length + number
-        ends = [end for end in self.ends if end <= most]
-        return replace(self, tokens=self.tokens[:, :number], ends=ends, bounds=[most], num_restored=number)
-
-    @property
-    def end(self) -> int:
-        """Tokens in the cache after the call."""
-        return self.history.length + int(self.tokens.shape[1])
-
-    @property
-    def labels(self) -> Labels:
-        """Labels of the new tokens."""
-        tokens, first = np.array(self.tokens)[0], self.history.length
-        if not self.is_exact:
-            return make_labels(tokens, 0, 0, self.form)
-        starts = [first, *self.bounds]
-        calls = zip(starts, self.bounds, strict=False)
-        return np.concatenate([make_labels(tokens[a - first : b - first], a, b, self.form) for a, b in calls])
-
-    @property
-    def is_answered(self) -> bool:
-        """True when nothing is left to be computed."""
-        return self.num_restored == self.tokens.shape[1]
-
-    @property
-    def rows(self) -> list[RowLeaf]:
-        """Leaves with a row for each token."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, RowLeaf)]
-
-    @property
-    def states(self) -> list[StateLeaf]:
-        """Leaves with a state."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, StateLeaf)]
 
 
 def _is_zero(padding: mx.array | None) -> bool:

@@ -29,7 +29,8 @@ from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.leaves import Call, Leaf, RowLeaf, forget, form_of, leaves_of, rows_in
+from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, rows_in
 from mlx_flash.prefixes.pagefile import Blob, full_pages
 from mlx_flash.prefixes.restore import PrefixCounters, fill
 from mlx_flash.prefixes.store import Prefix, PrefixStore
@@ -183,14 +184,11 @@ class PrefixCache:
         for number in range(len(call.history.ends), len(history.ends)):
             if history.ends[number] > restored and not self._put_rows(call.rows, history, number):
                 return False
-        if call.states and call.is_prompt and restored < (end := _last(history.ends)):
-            states: dict[int, Mapping[str, Blob]] = {}
-            for i, leaf in enumerate(call.states):
-                if (state := leaf.read_before(history.length - end)) is None:
-                    return True
-                states[i] = state
-            return bool(self._put(history, len(history.ends) - 1, states, snapshot=STATE)) or not self._is_exact
-        return True
+        is_stored = True
+        for number, end in enumerate(history.ends):
+            if end > restored and call.is_prompt and (states := call.take_states(history, end)):
+                is_stored &= bool(self._put(history, number, states, snapshot=STATE))
+        return is_stored or not self._is_exact
 
     def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int) -> bool:
         """Store a page of rows. Those that layers wrote to a draft stay there; the others are copied."""

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
-from mlx_flash.prefixes.leaves import Call, new_array, rows_in
+from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.leaves import new_array, rows_in
 from mlx_flash.prefixes.pagefile import Place
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 

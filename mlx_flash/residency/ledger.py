@@ -79,6 +79,7 @@ class Ledger:
         cut: the way the layers are cut, as in ``Streaming.cut``.
         is_tiled: whether linear layers pass through the slots in tiles of rows, or experts one by one.
         process: the process itself without arrays, and buffers; in bytes.
+        caches_prefixes: whether the prefix cache keeps windows and states of the parts of a prompt.
     """
 
     cache: CacheSizes
@@ -88,6 +89,7 @@ class Ledger:
     cut: int = 0
     is_tiled: bool = False
     process: int = 0
+    caches_prefixes: bool = False
 
     # Keys and values
 
@@ -193,7 +195,8 @@ class Ledger:
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
         keys = 0 if on_disk else row * (context + CACHE_STEP) * batch_size
-        return sizes.held_bytes(num_new, context, cut) + keys
+        kept = self.cache.states_bytes(num_new, context) if self.caches_prefixes else 0
+        return sizes.held_bytes(num_new, context, cut) + keys + kept
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""

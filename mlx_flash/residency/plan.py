@@ -171,8 +171,16 @@ class ResidencyPlan:
         """The prices of tokens."""
         buffers = self.bounce_bytes + self.prefix_bytes + self.cache_limit
         process = self.base_bytes - self.active_bytes + buffers
-        cut, is_tiled = self.streaming.cut, self.streaming.is_tiled or self.pool is not None
-        return Ledger(self.cache, self.activations, self.kv.options, self.prefill_step_size, cut, is_tiled, process)
+        return Ledger(
+            self.cache,
+            self.activations,
+            self.kv.options,
+            self.prefill_step_size,
+            self.streaming.cut,
+            self.streaming.is_tiled or self.pool is not None,
+            process,
+            caches_prefixes=bool(self.prefix_bytes),
+        )
 
     @property
     def slots_bytes(self) -> int:
@@ -218,12 +226,11 @@ class ResidencyPlan:
 
         Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
         beside the prompt's own keys and values, which go to disk if they do not fit. Where units are smaller than
-        layers, each takes a copy of a layer's keys and values, except on disk. Where the prefix cache keeps windows or
-        states, each part has a pass of its own.
+        layers, each takes a copy of a layer's keys and values, except on disk.
         """
         step, ledger = self.prefill_step_size, self.ledger
         num_parts = -(-num_tokens // step)
-        if not self.read_bytes or _keeps_states(self):
+        if not self.read_bytes:
             return num_parts
         free = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes
         together = parts_together(ledger, free - self.cache.nbytes(num_tokens), step, num_tokens)
@@ -304,12 +311,7 @@ def round_up_to_mb(nbytes: int) -> int:
 
 def shares_parts(plan: ResidencyPlan) -> bool:
     """Return whether parts of a prompt may share a pass."""
-    return not _keeps_states(plan) and (not plan.kv.num_on_disk or shares_on_disk(plan.ledger))
-
-
-def _keeps_states(plan: ResidencyPlan) -> bool:
-    """Return whether the prefix cache keeps windows or states after each part of a prompt."""
-    return bool(plan.prefix_bytes) and plan.cache.has_states
+    return not plan.kv.num_on_disk or shares_on_disk(plan.ledger)
 
 
 def _goes_to_disk(ledger: Ledger, num_tokens: int, free: int, limit: int | None) -> bool:

@@ -62,7 +62,13 @@ class Task:
     @cached_property
     def ledger(self) -> Ledger:
         """The prices of tokens."""
-        return Ledger(self.sizes.cache, self.sizes.activations, cut=self.cut, is_tiled=self.is_tiled)
+        return Ledger(
+            self.sizes.cache,
+            self.sizes.activations,
+            cut=self.cut,
+            is_tiled=self.is_tiled,
+            caches_prefixes=self.config.kv_prefixes != "off",
+        )
 
     @cached_property
     def promised_bytes(self) -> int:

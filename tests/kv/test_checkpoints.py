@@ -39,7 +39,7 @@ def guessed() -> tuple[list[KVCache], Checkpoints]:
     add_tokens(cache, 5)
     for number in range(3):
         for entry in cache:
-            before.add(number, entry)
+            before.add(number, entry, entry)
         add_tokens(cache, 1)
     return cache, before
 
@@ -210,7 +210,7 @@ def test_buffers_that_guesses_made_grow_are_cut(make: Callable[[], Any], kept: i
     for entry in (guessing, plain):
         add(entry, 0, 254)
     for number in range(4):
-        before.add(number, guessing)
+        before.add(number, guessing, guessing)
         mx.eval(add(guessing, 254 + number, 255 + number))
     before.take_back(kept)
     for number in range(kept):

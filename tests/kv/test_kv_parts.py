@@ -51,7 +51,9 @@ def streamed(directory: Path, cut: Any, more_bytes: int = 10**9) -> FlashLLM:
     return model
 
 
-@pytest.mark.parametrize(("name", "cut"), [("llama", 0), ("llama", 1), ("llama", 2), ("gpt_oss", 2), ("qwen3_next", 0)])
+@pytest.mark.parametrize(
+    ("name", "cut"), [("llama", 0), ("llama", 1), ("llama", 2), ("gpt_oss", 2), ("qwen3_next", 0), ("qwen3_next", 2)]
+)
 def test_a_prompt_on_disk_takes_one_pass(directories: Callable[[str], Path], name: str, cut: int) -> None:
     directory = directories(name)
     with streamed(directory, cut) as model:

@@ -18,7 +18,7 @@ from mlx_flash import CacheError, load_model
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.row import Row
 from mlx_flash.prefixes import prefixcache
-from mlx_flash.prefixes.leaves import Call
+from mlx_flash.prefixes.call import Call
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.prefixes.restore import fill
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save

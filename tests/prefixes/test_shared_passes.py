@@ -18,8 +18,10 @@ from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
+from zoo import configuration
 
 PROMPTS = [PROMPT, PROMPT[::-1]]
+PROMPT_LENGTH = len(PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +140,50 @@ def test_parts_after_one_that_was_cut_are_found_again(llama: Path, monkeypatch: 
             assert len(computed(model, PROMPT)) == 3 and restored(model) == num_restored
 
 
-@pytest.mark.parametrize("config", [GEMMA3, MAMBA2])
-def test_states_are_kept_after_each_part(tmp_path: Path, config: dict[str, Any]) -> None:
-    """So their parts share no pass."""
+WINDOWS = GEMMA3 | {"num_hidden_layers": 3, "sliding_window": 300}
+HYBRID = configuration("qwen3_next") | {"num_hidden_layers": 4, "full_attention_interval": 2}
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+@pytest.mark.parametrize("config", [WINDOWS, MAMBA2, HYBRID], ids=["windows", "states", "hybrid"])
+def test_states_are_kept_after_each_part(tmp_path: Path, config: dict[str, Any], mode: str) -> None:
+    """They share a pass. Another prompt goes on after two common parts, whichever way either is computed."""
     folder = save(tmp_path / "model", config | {"vocab_size": 1000})
-    prompts = [PROMPT, [*PROMPT[: 2 * STEP], *reversed(PROMPT[2 * STEP :])]]
-    for prompt, num_restored in zip(prompts, (0, 2 * STEP), strict=True):
-        with streamed(folder, "exact") as model:
-            assert same(computed(model, prompt), generated(stock(folder), prompt, num=3))
-            assert restored(model) == num_restored
+    other = [*PROMPT[: 2 * STEP], *reversed(PROMPT[2 * STEP :])]
+    expected = [generated(stock(folder), prompt, num=3) for prompt in (PROMPT, other)]
+    for first, second in ((computed, generated), (generated, computed)):
+        clear_prefixes(prefix_directory())
+        with streamed(folder, mode) as model:
+            assert same(first(model, PROMPT, num=3), expected[0])
+            assert model.counters.num_passes == 3 if first is computed else model.counters.num_passes > 3
+        with streamed(folder, mode) as model:
+            assert same(second(model, other, num=3), expected[1]) and restored(model) == 2 * STEP
+
+
+def test_states_inside_pages_are_not_kept(tmp_path: Path) -> None:
+    """Of eleven parts two end where a page does; the window has moved on when the pass ends."""
+    folder = save(tmp_path / "model", WINDOWS | {"vocab_size": 1000, "sliding_window": 70})
+    settings: dict[str, Any] = {"max_tokens": 3, "prefill_step_size": 64}
+    clear_prefixes(prefix_directory())
+    with streamed(folder, "longest") as model:
+        model.plan = replace(model.plan, prefill_step_size=64)
+        first = [int(token) for token, _ in mlx_flash.generate_step(mx.array(PROMPT), model, **settings)]
+        assert model.counters.num_passes == 3 and model.prefixes is not None and model.prefixes.store.flush()
+        kinds = [path.name for path in (prefix_directory() / "pages").iterdir()]
+        assert len(kinds) == 2 * (PROMPT_LENGTH // 256)
+    with streamed(folder, "longest") as model:
+        model.plan = replace(model.plan, prefill_step_size=64)
+        again = [int(token) for token, _ in mlx_flash.generate_step(mx.array(PROMPT), model, **settings)]
+        assert again == first and restored(model) == PROMPT_LENGTH // 256 * 256
+        assert model.counters.num_tokens_in == PROMPT_LENGTH - restored(model) + 2
+
+
+def test_states_that_wait_are_counted(tmp_path: Path) -> None:
+    """A window's arrays have as many tokens more as came with the part."""
+    folder = save(tmp_path / "model", WINDOWS | {"vocab_size": 1000})
+    with streamed(folder, "longest") as model, streamed(folder, "off") as other:
+        row = sum(each for each, _ in model.plan.cache.windows)
+        ledgers = model.plan.ledger, other.plan.ledger
+        for context, kept in ((STEP, STEP), (4 * STEP, 300 + STEP)):
+            known, unknown = (ledger.part_waiting(STEP, 1, context) for ledger in ledgers)
+            assert known - unknown == row * kept > 0

@@ -90,7 +90,7 @@ class Hub(BaseHTTPRequestHandler):
 def serving(folder: Path) -> Iterator[str]:
     """Yield the address of a server that has the model of a folder."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=partial(server.serve_forever, 0.01))  # seconds until it sees that it shall end
     thread.start()
     Hub.sent, Hub.cut_after, Hub.broken, Hub.requests = 0, None, None, []
     try:

@@ -556,6 +556,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert int(done.stdout) < 40_000_000
 
 
+@pytest.mark.rest  # as the tests of other programs of benchmarks/
 def test_the_benchmark_compares_both(scattered: Callable[[str], Path], tmp_path: Path) -> None:
     source = shutil.copytree(scattered("llama-4bit"), tmp_path / "tiny")
     command = [sys.executable, str(BENCHMARK), "--model", str(source), "--json", str(tmp_path / "out.json")]

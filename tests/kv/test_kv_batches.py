@@ -267,6 +267,23 @@ def prefixes() -> Iterator[Path]:
     (prefix_directory().parent / FILE_NAME).unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="module")
+def branches_of_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("branches") / "stored"
+
+
+@pytest.fixture
+def branches(directory: Path, prefixes: Path, branches_of_once: Path) -> Path:
+    """The prefix cache after a run of all branches, which is computed once."""
+    if not branches_of_once.exists():
+        with with_prefixes(directory) as model:
+            run(model, BRANCHES)
+        shutil.copytree(prefixes, branches_of_once)
+    elif not prefixes.exists():
+        shutil.copytree(branches_of_once, prefixes)
+    return prefixes
+
+
 def num_stored(disk: DiskRows) -> int:
     """Return how many pages are in files of the prefix cache."""
     return sum(page.where.file is not disk.file for page in disk.pages)
@@ -317,18 +334,16 @@ def test_the_first_prompt_is_written_once(directory: Path, prefixes: Path) -> No
         assert len(SHARED) * sum(model.plan.kv.rows) < counted < 1.1 * stored
 
 
-def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, prefixes: Path) -> None:
-    with with_prefixes(directory) as model:
-        run(model, BRANCHES)
+def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, branches: Path) -> None:
     with with_prefixes(directory) as model:
         assert model.prefixes is not None and model.kv is not None
         cache = make_prompt_cache(model)
         advance(model, model.row(mx.array([SHARED]), cache, STEP, wants_logits=False))
         assert any(entry.rows.disk is not None and num_stored(entry.rows.disk) for entry in cache)
-        nbytes = sum(each.nbytes for each in list_prefixes(prefixes))
-        clear_prefixes(prefixes)
-        assert list_prefixes(prefixes)[0].tokens == len(SHARED) and nbytes  # in use
-        for path in (prefixes / "pages").iterdir():
+        nbytes = sum(each.nbytes for each in list_prefixes(branches))
+        clear_prefixes(branches)
+        assert list_prefixes(branches)[0].tokens == len(SHARED) and nbytes  # in use
+        for path in (branches / "pages").iterdir():
             path.unlink()
         row = model.row(mx.array([BRANCHES[0][len(SHARED) :]]), cache, STEP)
         other = copy.deepcopy(cache)
@@ -347,7 +362,7 @@ def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, pre
     assert row.error is None and len(first) == 1
 
 
-def test_pages_are_let_go_with_the_last_conversation(directory: Path, prefixes: Path) -> None:
+def test_pages_are_let_go_with_the_last_conversation(directory: Path, branches: Path) -> None:
     with with_prefixes(directory) as model:
         run(model, BRANCHES)
     descriptors = len(list(Path("/dev/fd").iterdir()))
@@ -357,17 +372,15 @@ def test_pages_are_let_go_with_the_last_conversation(directory: Path, prefixes: 
         assert model.kv is not None and model.kv.files._disk is not None
         model.kv.ring.release()  # which may have begun to read ahead
         assert not model.kv.files._disk.stored._open
-        clear_prefixes(prefixes)
-        assert not list_prefixes(prefixes)
+        clear_prefixes(branches)
+        assert not list_prefixes(branches)
     assert len(list(Path("/dev/fd").iterdir())) <= descriptors
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_what_cannot_be_referred_to_is_written(
-    directory: Path, prefixes: Path, most: int, monkeypatch: pytest.MonkeyPatch
+    directory: Path, branches: Path, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with with_prefixes(directory) as model:
-        run(model, BRANCHES)
     monkeypatch.setattr(kvfiles, "MOST_FILES", most)
     with with_prefixes(directory) as model:
         check_branches(directory, run(model, BRANCHES)[0])
@@ -376,10 +389,8 @@ def test_what_cannot_be_referred_to_is_written(
         assert model.kv.note().written_bytes >= (4 - most) * STEP * sum(model.plan.kv.rows)
 
 
-def test_a_damaged_page_is_computed_again(directory: Path, prefixes: Path) -> None:
-    with with_prefixes(directory) as model:
-        run(model, BRANCHES)
-    for path in sorted((prefixes / "pages").iterdir())[:3]:
+def test_a_damaged_page_is_computed_again(directory: Path, branches: Path) -> None:
+    for path in sorted((branches / "pages").iterdir())[:3]:
         data = bytearray(path.read_bytes())
         data[-5000] ^= 1
         path.write_bytes(data)

@@ -229,7 +229,7 @@ def total(arrays: Any) -> mx.array:
 
 TestAgainst = Against.TestCase
 TestAgainst.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=70, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

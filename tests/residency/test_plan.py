@@ -174,7 +174,7 @@ def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) 
         assert plan.activation_bytes <= ACTIVATION_SHARE * plan.budget_bytes or plan.prefill_step_size <= least
 
 
-@some(150)
+@some(80)
 @given(models(), configs, machines, shares)
 def test_every_plan_adds_up(sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float) -> None:
     (plan,) = plans_between(sizes, config, machine, [share])
@@ -253,7 +253,7 @@ def test_reading_settings_come_from_the_machine() -> None:
 # --- the smallest budget ---------------------------------------------------------------------------------------------
 
 
-@some(80)
+@some(50)
 @given(models(), configs, machines)
 def test_the_minimum_is_enough_and_less_is_refused(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> None:
     smallest = make_plan(sizes, replace(config, ram_budget_gb="min"), machine)
@@ -401,7 +401,7 @@ def test_a_plan_larger_than_the_machine_is_refused(
     assert caught.value.minimum_bytes == plan.minimum_bytes
 
 
-@some(60)
+@some(30)
 @given(models(), configs, machines)
 def test_the_minimum_does_not_depend_on_the_reads_that_a_disk_likes(
     sizes: ModelSizes, config: FlashConfig, machine: Machine
@@ -459,7 +459,7 @@ many_alike = st.builds(
 )
 
 
-@some(25)
+@some(16)
 @given(many_alike, st.sampled_from([None, (32_000, 4096), (151_936, 2048)]), st.booleans(), machines, many_shares)
 def test_more_memory_is_not_slower(
     layers: Sequence[Sequence[int]],
@@ -477,7 +477,7 @@ def test_more_memory_is_not_slower(
         assert more <= less * 1.03
 
 
-@some(60)
+@some(40)
 @given(models(), machines, many_shares, st.integers(1, 3))
 def test_more_memory_does_not_read_more(
     sizes: ModelSizes, machine: Machine, shares: Sequence[float], num_slots: int
@@ -752,7 +752,7 @@ def check_mixture(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, m
     assert pool.seconds >= max(computed, pool.read_bytes / machine.disk.bytes_per_second)
 
 
-@some(150)
+@some(80)
 @given(mixtures(), configs, machines, shares)
 def test_every_plan_of_a_mixture_adds_up(
     sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
@@ -761,7 +761,7 @@ def test_every_plan_of_a_mixture_adds_up(
     check_mixture(plan, sizes, config, machine)
 
 
-@some(80)
+@some(50)
 @given(mixtures(), configs, machines)
 def test_the_minimum_of_a_mixture_is_enough_and_less_is_refused(
     sizes: ModelSizes, config: FlashConfig, machine: Machine
@@ -775,7 +775,7 @@ def test_the_minimum_of_a_mixture_is_enough_and_less_is_refused(
     assert caught.value.minimum_bytes == least
 
 
-@some(40)
+@some(24)
 @given(mixtures(), machines, many_shares)
 def test_more_memory_is_not_slower_for_a_mixture(sizes: ModelSizes, machine: Machine, shares: Sequence[float]) -> None:
     plans = plans_between(sizes, FIXED, machine, shares)
@@ -783,7 +783,7 @@ def test_more_memory_is_not_slower_for_a_mixture(sizes: ModelSizes, machine: Mac
         assert more <= less * 1.03
 
 
-@some(80)
+@some(50)
 @given(mixtures(), configs, machines, st.floats(0, 1))
 def test_a_mixture_that_fits_whole_has_no_pool(
     sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
@@ -796,7 +796,7 @@ def test_a_mixture_that_fits_whole_has_no_pool(
     check_mixture(plan, sizes, config, machine)
 
 
-@some(80)
+@some(50)
 @given(mixtures(), machines, shares)
 def test_the_trunk_is_pinned_before_the_pool_grows(sizes: ModelSizes, machine: Machine, share: float) -> None:
     """One tensor more in memory, or its padding, is all that what a larger pool takes could be used for."""

@@ -172,7 +172,7 @@ model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=0.2, context_length
 cache, found = make_prompt_cache(model), []
 for gb in (0.2, 0.18, 0.165, 0.2, 0.16):
     ModelManager.of_process().set_ram_budget(gb)
-    for i in range(12):
+    for i in range(6):
         mx.eval(model(mx.array([[i * 37 % 1000]]), cache=cache))
     found.append((gb * 1e9, footprint()))
 print(json.dumps(found))

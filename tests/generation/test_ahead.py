@@ -23,7 +23,7 @@ from mlx_flash.engine import sharing
 from mlx_flash.errors import BudgetError, CacheError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.lazy import active_memory
-from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from streamed import LARGE_GB, config
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2}
@@ -41,7 +41,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), LLAMA, mx.float32)
+    return save(tmp_path_factory.mktemp("llama"), NARROW_LLAMA, mx.float32)
 
 
 def in_memory(directory: Path, **settings: Any) -> FlashLLM:

@@ -16,7 +16,7 @@ from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence, compute
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
 from zoo import configuration
 
@@ -26,7 +26,7 @@ PROMPT_LENGTH = len(PROMPT)
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), LLAMA | {"vocab_size": 1000, "num_hidden_layers": 2})
+    return save(tmp_path_factory.mktemp("llama"), NARROW_LLAMA | {"num_hidden_layers": 2})
 
 
 def sequences_of(model: FlashLLM) -> list[GeneratedSequence]:

@@ -211,13 +211,13 @@ def test_a_request_alone_takes_what_it_was_admitted_for(model: FlashLLM, plan: R
     """Token by token, beyond a step of its caches: the largest layer is copied when it grows."""
     cache = make_prompt_cache(model)
     before = mx.get_active_memory()
-    for _ in range(9):
+    for _ in range(5):
         mx.eval(model(mx.arange(CACHE_STEP)[None], cache=cache))
     mx.synchronize()
     mx.reset_peak_memory()
     for number in range(3):
         mx.eval(model(mx.array([[number]]), cache=cache))
-    needed = alone_bytes(plan, 9 * CACHE_STEP + 3)
+    needed = alone_bytes(plan, 5 * CACHE_STEP + 3)
     assert needed / 1.5 < mx.get_peak_memory() - before <= needed
 
 
@@ -310,7 +310,8 @@ def test_token_that_is_not_added_up_fits_when_it_is(
 )
 def test_copy_of_a_layer_that_grows_is_within_the_budget(tmp_path: Path, make: Callable[[], Any], num_new: int) -> None:
     """mlx-lm's caches copy the tokens of a layer when they grow, here 2 MB beside the arrays that stay."""
-    save(tmp_path, LLAMA | {"num_key_value_heads": 4, "head_dim": 64}, bits=None)
+    little = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}  # to compute
+    save(tmp_path, LLAMA | {"num_key_value_heads": 4, "head_dim": 64} | little, bits=None)
     settings = FlashConfig(ram_budget_gb=footprint() / 1e9 + MORE_GB, kv_cache="stock", telemetry=False)
     with load_model(tmp_path, settings)[0] as model:
         cache, tokens = [make() for _ in range(5)], mx.zeros((1, num_new), mx.int32)

@@ -617,7 +617,7 @@ def test_a_server_survives_hostile_clients() -> None:
 
 def test_a_server_answers_mixed_clients_as_it_answers_each_alone(tmp_path: Path) -> None:
     """With two of the four prompts: letters of several bytes, and many tokens."""
-    limits = ["--seconds", "3", "--pause", "0.1", "--interval", "1", "--json", tmp_path / "numbers.json"]
+    limits = ["--seconds", "1.5", "--pause", "0.1", "--interval", "0.4", "--json", tmp_path / "numbers.json"]
     done = run_script("soak.py", "--texts", "2", *limits)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())

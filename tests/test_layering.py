@@ -42,6 +42,7 @@ FREE = {"__init__", "__main__"}
 NAMES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 
+@cache
 def modules() -> dict[str, Path]:
     paths = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
     return {name: path for path, name in paths.items() if name.rsplit(".", 1)[-1] not in FREE}

@@ -153,6 +153,11 @@ def _check_directory(directory: Path) -> None:
         raise ConfigError(f"kv_directory is {directory}: this user cannot write to {at}. Hint: name another one.")
 
 
+def kept_every(config: FlashConfig) -> int:
+    """Return how many tokens are between two windows and states that the prefix cache keeps; 0 if it keeps none."""
+    return {"off": 0, "exact": 1}.get(config.kv_prefixes, PAGE_TOKENS)
+
+
 def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
     """Return the bytes of pages of the prefix cache on their way to disk and back."""
     if config.kv_prefixes == "off":

@@ -79,7 +79,7 @@ class Ledger:
         cut: the way the layers are cut, as in ``Streaming.cut``.
         is_tiled: whether linear layers pass through the slots in tiles of rows, or experts one by one.
         process: the process itself without arrays, and buffers; in bytes.
-        caches_prefixes: whether the prefix cache keeps windows and states of the parts of a prompt.
+        kept_every: tokens between two windows and states of a prompt that the prefix cache keeps; 0 if it keeps none.
     """
 
     cache: CacheSizes
@@ -89,7 +89,7 @@ class Ledger:
     cut: int = 0
     is_tiled: bool = False
     process: int = 0
-    caches_prefixes: bool = False
+    kept_every: int = 0
 
     # Keys and values
 
@@ -195,7 +195,9 @@ class Ledger:
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
         keys = 0 if on_disk else row * (context + CACHE_STEP) * batch_size
-        kept = self.cache.states_bytes(num_new, context) if self.caches_prefixes else 0
+        kept = self.cache.states_bytes(num_new, context) if self.kept_every else 0
+        if kept and not is_first:  # whether a page ends there is not known of the first one
+            kept = kept * min(num_new, self.kept_every) // self.kept_every
         return sizes.held_bytes(num_new, context, cut) + keys + kept
 
     def of_a_layer(self, new: NewTokens) -> int:

@@ -124,6 +124,7 @@ class ResidencyPlan:
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
         compression: of the checkpoint; None where nothing is compressed.
+        kept_every: tokens between two windows and states of a prompt that the prefix cache keeps; 0 if it keeps none.
     """
 
     budget_bytes: int
@@ -155,6 +156,7 @@ class ResidencyPlan:
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
     compression: Compression | None = None
+    kept_every: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -179,7 +181,7 @@ class ResidencyPlan:
             self.streaming.cut,
             self.streaming.is_tiled or self.pool is not None,
             process,
-            caches_prefixes=bool(self.prefix_bytes),
+            kept_every=self.kept_every,
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_bytes
+from mlx_flash.residency.kv import in_memory, kept_every, on_disk, prefix_bytes, promised_bytes
 from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes, shares_on_disk
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, add_up, choose
@@ -67,7 +67,7 @@ class Task:
             self.sizes.activations,
             cut=self.cut,
             is_tiled=self.is_tiled,
-            caches_prefixes=self.config.kv_prefixes != "off",
+            kept_every=kept_every(self.config),
         )
 
     @cached_property
@@ -138,6 +138,7 @@ class Task:
             activations=sizes.activations,
             cache=sizes.cache,
             compression=machine.compression,
+            kept_every=kept_every(self.config),
         )
 
     def activation_bytes(self, reserve: Reserve) -> int:

@@ -178,12 +178,15 @@ def test_states_inside_pages_are_not_kept(tmp_path: Path) -> None:
         assert model.counters.num_tokens_in == PROMPT_LENGTH - restored(model) + 2
 
 
-def test_states_that_wait_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "step", "share"), [("exact", 64, 1), ("longest", 64, 1 / 4), ("longest", STEP, 1)])
+def test_states_that_wait_are_counted(tmp_path: Path, mode: str, step: int, share: float) -> None:
     """A window's arrays have as many tokens more as came with the part."""
     folder = save(tmp_path / "model", WINDOWS | {"vocab_size": 1000})
-    with streamed(folder, "longest") as model, streamed(folder, "off") as other:
+    with streamed(folder, mode) as model, streamed(folder, "off") as other:
         row = sum(each for each, _ in model.plan.cache.windows)
         ledgers = model.plan.ledger, other.plan.ledger
-        for context, kept in ((STEP, STEP), (4 * STEP, 300 + STEP)):
-            known, unknown = (ledger.part_waiting(STEP, 1, context) for ledger in ledgers)
-            assert known - unknown == row * kept > 0
+        for context in (step, 4 * STEP):
+            kept = row * min(context, 300 + step)
+            for is_first in (True, False):
+                known, unknown = (ledger.part_waiting(step, 1, context, is_first=is_first) for ledger in ledgers)
+                assert known - unknown == (kept if is_first else kept * share) > 0

@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    _open_standard_streams()
     try:
         from mlx_flash.commands.dispatch import end_silently, run_command
 
@@ -35,3 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("mlx-flash: interrupted\n")
         return EXIT_INTERRUPTED
     return status
+
+
+def _open_standard_streams() -> None:
+    """Open standard streams that the caller closed, as some services do.
+
+    The files of a model would get their numbers: MLX takes 0 for an error, and what is printed would go to a file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # Python found no such descriptor; open() takes the lowest one that is free
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 open until the process ends

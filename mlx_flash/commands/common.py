@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from mlx_flash.commands.arguments import SETTINGS
 from mlx_flash.config import FlashConfig
+from mlx_flash.modelfile.values import check_text
 from mlx_flash.telemetry import Json
 
 LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
@@ -36,7 +37,9 @@ def make_config(args: argparse.Namespace) -> FlashConfig:
 def prompt_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
     r"""Return the text of ``--prompt``; for ``-``, what is read. ``\n`` and ``\t`` are replaced, as mlx-lm does."""
     prompt = str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
-    return read() if prompt == "-" else prompt
+    for name, text in (("--system-prompt", args.system_prompt), ("--prefill-response", args.prefill_response)):
+        check_text(text or "", name)
+    return check_text(read(), "standard input") if prompt == "-" else check_text(prompt, "--prompt")
 
 
 def load_tokenizer(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -45,6 +46,8 @@ def run_command(argv: Sequence[str]) -> int:
         return EXIT_USAGE
     out = sys.stdout
     _set_loudness(args)
+    if args.command != "exec":
+        _set_encodings()
     try:
         with _ended_by_sigterm(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
             with _sign_of_life(args), _ended_at_once():
@@ -125,6 +128,16 @@ def _set_loudness(args: argparse.Namespace) -> None:
     elif args.verbose == LOG:
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
+
+
+def _set_encodings() -> None:
+    """Keep characters from ending a command: bytes that are no text are refused where they are used, with their source.
+
+    A character of an answer that the terminal's encoding lacks becomes a question mark.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 class _TerminatedError(KeyboardInterrupt):

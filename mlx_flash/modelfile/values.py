@@ -54,6 +54,26 @@ def unquote(text: str, following: Iterator[str]) -> str:
     return "\n".join(lines).rstrip()[len(quote) : -len(quote)]
 
 
+def check_text(text: str, what: str) -> str:
+    """Return a text that becomes tokens.
+
+    Args:
+        text: the text. Bytes that are not of the terminal's encoding are halves of surrogate pairs in it.
+        what: it is, for the error.
+
+    Raises:
+        ConfigError: there are such bytes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{what} is no text: it has bytes that are not UTF-8 after {error.start} characters. "
+            "Hint: iconv -f ISO-8859-1 -t UTF-8 converts files of Western European languages."
+        ) from None
+    return text
+
+
 def parse_role(word: str) -> str:
     """Return the role of a MESSAGE."""
     if word not in ROLES:

@@ -29,9 +29,11 @@ from children import ROOT
 from mlx_flash import __version__, cli
 from mlx_flash.commands import cache, dispatch
 from mlx_flash.commands.arguments import COMMANDS, parse_arguments
+from mlx_flash.commands.common import prompt_text
 from mlx_flash.commands.render import render_plan
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.words import duration, rate, speed
 from models import make_random_model
 
@@ -215,6 +217,27 @@ def test_prompt_from_stdin(model: Path) -> None:
     piped = run_json(*command, "--prompt", "-", stdin="good morning")
     assert piped["tokens"] == run_json(*command, "--prompt", "good morning")["tokens"]
     assert piped["prompt_tokens"] > len("good morning")
+
+
+def test_closed_standard_streams_are_no_files_of_the_model(model: Path) -> None:
+    command = map(str, [sys.executable, "-m", "mlx_flash", "run", model, "Hello", "--max-tokens", 2, "--quiet"])
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&-', "sh", *command], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and not done.stderr
+
+
+@pytest.mark.parametrize("where", ["--prompt", "--system-prompt", "--prefill-response"])
+def test_bytes_that_are_no_text_are_refused_with_their_source(where: str) -> None:
+    with pytest.raises(ConfigError, match=f"{where} is no text: it has bytes that are not UTF-8 after 3 characters"):
+        prompt_text(parse_arguments(["generate", "--model", "m", where, "caf\udce9"]), input)
+
+
+def test_no_encoding_ends_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin, stdout = (io.TextIOWrapper(io.BytesIO(data), encoding="ascii") for data in (b"caf\xe9", b""))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["completion", "bash"]) == 0
+    assert stdin.read() == "caf\udce9" and stdout.write("\U0001f642") == 1
+    stdout.flush()
 
 
 def test_one_token(model: Path) -> None:

@@ -42,6 +42,7 @@ from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
+from mlx_flash.modelfile.conversation import template_explained
 from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
@@ -184,13 +185,14 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
     """Return the prompt as a chat: system prompt, user's turn, beginning of the answer."""
     turns = [("system", args.system_prompt), ("user", prompt), ("assistant", args.prefill_response)]
     has_prefill = args.prefill_response is not None
-    text = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in turns if content is not None],
-        tokenize=False,
-        continue_final_message=has_prefill,
-        add_generation_prompt=not has_prefill,
-        **(args.chat_template_config or {}),
-    )
+    with template_explained():
+        text = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in turns if content is not None],
+            tokenize=False,
+            continue_final_message=has_prefill,
+            add_generation_prompt=not has_prefill,
+            **(args.chat_template_config or {}),
+        )
     return cast(str, text)
 
 

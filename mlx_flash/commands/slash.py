@@ -15,7 +15,7 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.modelfile.parse import Parameters
+from mlx_flash.modelfile.parse import Parameters, read_text
 from mlx_flash.modelfile.values import parse_parameter, parse_stop
 from mlx_flash.monitor.words import size
 
@@ -117,7 +117,7 @@ class Slash:
             "system": lambda: described.system or "",
             "template": lambda: described.template or "the tokenizer's own",
             "license": lambda: "\n".join(described.licenses),
-            "modelfile": lambda: described.path.read_text() if described.path.is_file() else f"FROM {described.base}",
+            "modelfile": lambda: read_text(described.path) if described.path.is_file() else f"FROM {described.base}",
         }
         if what not in views:
             raise ConfigError(f"/show {what}: it must be one of {', '.join(VIEWS)}{did_you_mean(what, VIEWS)}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from jinja2 import TemplateError
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -17,6 +19,7 @@ from mlx_flash.generation import stream_generate
 from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import Modelfile, Parameters
+from mlx_flash.modelfile.values import check_text
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Progress = Callable[[int, int], None]
@@ -28,6 +31,9 @@ DEFAULT_REPEAT_LAST_N = 64
 """Ollama's."""
 
 _ALL = 2**31 - 1
+
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of templates: their own refusals, and those of any expression."""
 
 
 class Conversation:
@@ -123,10 +129,15 @@ class Conversation:
             raise
 
     def _encode(self) -> list[int]:
+        for message in self.messages:
+            check_text(message["content"], f"the message of the {message['role']}")
         if self._tokenizer.has_chat_template:
-            tokens: list[int] = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
+            with template_explained():
+                tokens: list[int] = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
         else:
             tokens = self._tokenizer.encode("\n".join(message["content"] for message in self.messages))
+        if not tokens and not any(message["content"] for message in self.messages):
+            raise ConfigError("the prompt is empty. Hint: give it in quotes, or on standard input.")
         if not tokens:
             raise ConfigError("the conversation has no tokens. Hint: does the chat template use 'messages'?")
         return tokens
@@ -194,6 +205,19 @@ class Conversation:
             self._cached = self._cached[: max(offsets, default=0)]
         else:
             self._cache, self._cached = self._new_cache(), []
+
+
+@contextmanager
+def template_explained() -> Iterator[None]:
+    """Raise a ConfigError where a chat template, a program that comes with the model, refuses its messages or fails."""
+    try:
+        yield
+    except _TEMPLATE_ERRORS as error:
+        name = "" if type(error) is TemplateError else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"the chat template refuses the messages: {name}{error}. "
+            "Hint: some templates take no system prompt, or only turns of user and assistant by turns."
+        ) from error
 
 
 def _seeing(before: list[int], process: LogitsProcessor) -> LogitsProcessor:

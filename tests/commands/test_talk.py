@@ -7,11 +7,13 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -23,7 +25,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.loading import load
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.modelfile.parse import parse_modelfile
+from mlx_flash.modelfile.parse import parse_modelfile, read_modelfile
 from terminals import ROOT
 
 MODEL = ROOT / "examples" / "pair" / "draft"
@@ -184,6 +186,36 @@ def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
     assert asked == ["Hello", "/etc is a folder", "Hello"] and next(messages) == "never read"
     with pytest.raises(Bye):
         Slash(conversation, loaded[0], verbose=False).run("/quit")
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise TemplateError("System role not supported")
+
+
+def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
+    conversation: Conversation, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(conversation, "_tokenizer", SimpleNamespace(has_chat_template=True, apply_chat_template=refuse))
+    with pytest.raises(ConfigError, match="the chat template refuses the messages: System role not supported"):
+        list(conversation.answer("Hello"))
+    monkeypatch.setattr(conversation, "_tokenizer", loaded[1])
+    conversation.set_system(None)
+    messages = iter(["caf\udce9", "Hello", "/bye"])
+    Talk(conversation, loaded[0], 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the message of the user is no text: it has bytes that are not UTF-8 after 3 characters" in told
+    assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        list(Conversation(*loaded, parse_modelfile(f"FROM {MODEL}", "Modelfile")).answer(""))
+
+
+def test_a_modelfile_is_shown_in_any_encoding_that_it_may_have(
+    loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "Modelfile"
+    path.write_text(f"FROM {MODEL}\nSYSTEM Größe", encoding="utf-16")
+    Slash(Conversation(*loaded, read_modelfile(path)), loaded[0], verbose=False).run("/show modelfile")
+    assert "SYSTEM Größe" in capsys.readouterr().err
 
 
 def test_an_answer_cannot_control_the_terminal(

@@ -39,7 +39,7 @@ _load_config = require(utils, "load_config", "model_path")
 require(utils, "load_model", "model_path", "lazy", "strict", "model_config", "get_model_classes")
 
 
-def missing_parameters(error: ValueError | KeyError) -> list[str]:
+def missing_parameters(error: Exception) -> list[str]:
     """Return the parameters that mlx-lm found no tensors for, from its error; none if it says something else."""
     if isinstance(error, KeyError):  # sanitize() took a tensor that is not there
         return [name for name in error.args if isinstance(name, str)]

@@ -7,9 +7,11 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from mlx_flash.compat import tokenizers
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.errors import BudgetError, CheckpointError
+from mlx_flash.errors import BudgetError, CheckpointError, FlashError
 from mlx_flash.layout.load import load_config
 from mlx_flash.memory.footprint import footprint, peak_footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
@@ -20,6 +22,10 @@ LEAST_VALUE_BYTES = 250
 
 SMALL_BYTES = 16_000_000
 """Below it, the plan refuses the budget, and names the smallest one."""
+
+_OTHER_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, StrictDataclassError, TypeError)
+_LOADING_ERRORS = (OSError, ValueError, *_OTHER_ERRORS)
+"""Errors of mlx-lm and transformers for files that they do not expect."""
 
 _REACHED: dict[Path, int] = {}
 """The peak of the process while the tokenizer of a folder was loaded, if that was its highest so far."""
@@ -45,11 +51,15 @@ def load_tokenizer(path: Path, settings: dict[str, Any] | None = None, config: F
     before = peak_footprint()
     try:
         tokenizer = tokenizers.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
-    except (OSError, ValueError, KeyError) as error:
+    except FlashError:
+        raise
+    except _LOADING_ERRORS as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         found = sorted(file.name for file in path.iterdir() if "token" in file.name or "vocab" in file.name)
         raise CheckpointError(
             f"cannot load the tokenizer of {path}, which holds {', '.join(found) or 'no tokenizer files'}. Hint: copy "
-            f"tokenizer.json and tokenizer_config.json from the model's repository. ({' '.join(str(error).split())})"
+            "tokenizer.json, tokenizer_config.json and config.json from the model's repository. "
+            f"({kind}{' '.join(str(error).split())})"
         ) from error
     peak = peak_footprint()
     _REACHED[path.resolve()] = peak if peak > before else 0

@@ -15,7 +15,7 @@ from mlx_flash.compat.vlm import (
     make_vlm_cache,
 )
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.load import LoadedModel, checked_config, iter_parameters, missing_explained
+from mlx_flash.layout.load import LoadedModel, checked_config, failure_explained, iter_parameters
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
 from mlx_flash.storage.safetensors import Checkpoint
@@ -48,7 +48,7 @@ def load_vlm_lazily(
     with (
         stock_folder(directory, checkpoint) as folder,
         streams.in_force(),
-        missing_explained(directory),
+        failure_explained(directory),
         sources.watching({}),
         loaded_tensors(sources.read),
     ):

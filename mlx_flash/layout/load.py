@@ -8,6 +8,7 @@ parameter: they can be read from the files at any time. Everything else was comp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer"}
 """Keys of ``config.json`` that count layers."""
+
+_UNCLEAR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+"""Errors of mlx-lm's code that say nothing of the ``config.json`` or the shards that it did not expect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,10 @@ def load_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} does not exist. Hint: is {directory} a model directory?") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}. Hint: check who may read it.") from error
+        found = error.filename or path
+        raise CheckpointError(f"cannot read {found}: {error.strerror}. Hint: check who may read it.") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long for int(), nested too deep
-        raise CheckpointError(f"{path} is not JSON: {error}. Hint: download it again.") from error
+        raise CheckpointError(f"{_not_json(directory)} is not JSON: {error}. Hint: download it again.") from error
     except (TypeError, AttributeError) as error:  # mlx-lm takes what is in the file for an object
         raise CheckpointError(
             f"{path} or generation_config.json is no JSON object. Hint: download it again."
@@ -90,8 +95,24 @@ def load_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def _not_json(directory: Path) -> Path:
+    """Return the file of the two that mlx-lm reads that is not JSON."""
+    path = directory / "config.json"
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return path
+    return directory / "generation_config.json"
+
+
 def _check_files(directory: Path) -> None:
     """Check the small files of a model folder: opening a FIFO waits for ever, and reading ``/dev/zero`` has no end."""
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{str(directory)!r}: this path is not UTF-8, and MLX opens no files below it. Hint: rename the folder."
+        ) from None
     try:
         for path in directory.iterdir():
             is_read = path.suffix in METADATA_SUFFIXES and path.name != INDEX_NAME
@@ -176,7 +197,7 @@ def load_lazily(
         return _recording_class(model_class, sources), args_class
 
     streams = LoadingStreams()
-    with streams.in_force(), missing_explained(directory), stock_folder(directory, checkpoint) as folder:
+    with streams.in_force(), failure_explained(directory), stock_folder(directory, checkpoint) as folder:
         model, config = load_model(
             folder, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
         )
@@ -188,14 +209,19 @@ def load_lazily(
 
 
 @contextmanager
-def missing_explained(directory: Path) -> Iterator[None]:
-    """Raise an error with a hint where mlx-lm finds no tensor for a parameter."""
+def failure_explained(directory: Path) -> Iterator[None]:
+    """Raise an error with a hint where mlx-lm finds no tensor for a parameter, or fails without a reason."""
     try:
         yield
-    except (ValueError, KeyError) as error:
+    except (ValueError, *_UNCLEAR_ERRORS) as error:
         missing, shards = missing_parameters(error), absent_shards(directory)
         if not missing or (isinstance(error, KeyError) and not shards):
-            raise
+            if isinstance(error, ValueError):
+                raise
+            raise CheckpointError(
+                f"{directory}: mlx-lm cannot build the model ({type(error).__name__}: {' '.join(str(error).split())}). "
+                "Hint: compare config.json with that of the repository; mlx-lm may not know this kind of model."
+            ) from error
         found = f"{directory} has no tensor for {len(missing)} of the model's parameters, such as {missing[0]!r}"
         if not shards:
             raise CheckpointError(

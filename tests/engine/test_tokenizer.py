@@ -109,3 +109,18 @@ def test_files_in_another_form(small: Path, damage: str) -> None:
     file.write_text(text[:-40] if damage == "cut" else text.replace('"merges": [', '"merges": ]'))
     with pytest.raises(CheckpointError, match=r"cannot load the tokenizer .*Hint"):
         load_tokenizer(small)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "null"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tool_parser_type": "unknown"}'),
+        ("config.json", '{"model_type": "llama", "eos_token_id": "0"}'),
+    ],
+)
+def test_files_of_another_kind(small: Path, name: str, content: str) -> None:
+    (small / name).write_text(content)
+    with pytest.raises(CheckpointError, match=r"cannot load the tokenizer .*Hint"):
+        load_tokenizer(small)

@@ -24,6 +24,31 @@ def test_config_that_is_no_object(tmp_path: Path, content: str) -> None:
         load_config(tmp_path)
 
 
+def test_the_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA)
+    file = tmp_path / "generation_config.json"
+    file.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not JSON"):
+        load_config(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*generation_config\.json: Is a directory"):
+        load_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"caf\\udce9': this path is not UTF-8.*Hint: rename"):
+        load_config(tmp_path / "caf\udce9")
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_type": None}, {"quantization": {}}, {"quantization_config": {"quant_method": "gptq"}}]
+)
+def test_an_error_of_mlx_lm_without_a_reason_names_the_folder(tmp_path: Path, change: dict[str, object]) -> None:
+    config = json.loads((save(tmp_path, LLAMA) / "config.json").read_text())
+    changed = {name: value for name, value in (config | change).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: mlx-lm cannot build the model \(\w+Error: .*Hint"):
+        load_lazily(tmp_path, read_checkpoint(tmp_path))
+
+
 EVIL = """
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast as T

@@ -16,6 +16,7 @@
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     ├── ClosedError (RuntimeError)            the model was closed
     ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
+    ├── NestedCallError (RuntimeError)        a model is called in the middle of its own pass
     ├── PeerError (RuntimeError)              another rank was lost, or computes something else
     ├── CompilerError (RuntimeError)          the C++ compiler that MLX started for a kernel failed
     ├── RefusedError (ValueError)             the server does not begin with a request
@@ -100,6 +101,10 @@ class ClosedError(FlashError, RuntimeError):
 
 class SelfTestError(FlashError, RuntimeError):
     """No way of reading brings all bytes to the memory of MLX's device, or the one that is needed does not."""
+
+
+class NestedCallError(FlashError, RuntimeError):
+    """A model is called, closed or changed by a function that a pass of this model calls."""
 
 
 class PeerError(FlashError, RuntimeError):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, cast
 
 import mlx.nn as nn
 
@@ -69,6 +70,7 @@ class Lifecycle:
         peers = None if prepared.chain is None else prepared.chain.peers
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
         self._lock = threading.RLock()
+        self._is_owned: Callable[[], bool] = cast(Any, self._lock)._is_owned  # by this thread; threading asks, too
         self._pid = os.getpid()
         self._closed = self._has_ended = False
         self._is_planned = False
@@ -113,9 +115,12 @@ class Lifecycle:
         """Start the model, and hold its lock. While it is held, the manager's lock must not be taken."""
         while True:
             self.start()
+            is_nested = self._is_owned()
             with self._lock:
                 if self.engine is not None and not self._closed:  # else start() starts it again, or refuses
                     self.recover()
+                    if self.passes.under_way and not is_nested:
+                        self.passes.recover()
                     yield self.passes
                     return
 
@@ -123,7 +128,12 @@ class Lifecycle:
         """Start the model, and undo a pass that was interrupted. Waits for other threads only if there is one."""
         if self.engine is None or self.passes.under_way:
             with self.turn() as passes:
-                passes.recover()
+                passes.refuse_nested()
+
+    def _refuse_nested(self) -> None:
+        """Raise a NestedCallError in a function that a pass of this model calls, and in its thread alone."""
+        if self.engine is not None and self._is_owned():
+            self.passes.refuse_nested()
 
     def recover(self) -> None:
         """Put the modules back as they were, if something is unfinished. Called while nobody else uses them."""
@@ -148,6 +158,7 @@ class Lifecycle:
 
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
+        self._refuse_nested()
         with self._lock:
             self.config = replace(self.config, ram_budget_gb=nbytes / GB)
             if self.engine is not None and is_alone and self.config.lend_reserves:
@@ -174,6 +185,7 @@ class Lifecycle:
         model: nn.Module = self.prepared.loaded.model
         if os.getpid() != self._pid:
             return model  # of the parent, which goes on
+        self._refuse_nested()
         with self._manager.lock, self._lock:
             if not self._has_ended:  # an interrupt may have cut it in two: each step may be repeated
                 self._closed = True

@@ -25,7 +25,7 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import FlashError, NestedCallError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
@@ -79,9 +79,10 @@ class Passes:
         Raises:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
+            NestedCallError: a pass calls this.
         """
         if self.under_way:
-            self.recover()
+            self.refuse_nested()
         if self._kv is not None:
             self._kv.in_turns = frozenset()
         if len(rows) == 1 and self._run_granted(plan, rows[0]):
@@ -200,6 +201,14 @@ class Passes:
             self.recover()
             raise
         self.under_way = {}
+
+    def refuse_nested(self) -> None:
+        """Raise a NestedCallError if there is a pass. One that was interrupted is undone where the lock is taken."""
+        if self.under_way:
+            raise NestedCallError(
+                "the model computes a pass, which calls a function that uses this model, such as a "
+                "prompt_progress_callback. Hint: let that function note what is to be done, and do it after the call."
+            )
 
     def recover(self) -> None:
         """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too."""

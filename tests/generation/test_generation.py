@@ -15,7 +15,8 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 import mlx_flash
-from mlx_flash import CacheError
+from mlx_flash import CacheError, FlashConfig
+from mlx_flash.errors import NestedCallError
 from mlx_flash.memory.driver import has_own_memory
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from streamed import streamed_whole
@@ -190,3 +191,22 @@ def test_a_cache_that_lacks_its_last_token_says_so(directory: Path) -> None:
     assert cache[0].offset == len(PROMPT) + 1
     with pytest.raises(CacheError, match=r"lacks its last token .*Hint: use the cache"):
         copy.deepcopy(cache)
+
+
+@pytest.mark.parametrize("budget_gb", ["min", 1.0])
+def test_a_callback_in_the_middle_of_a_pass_cannot_use_the_model(directory: Path, budget_gb: str | float) -> None:
+    config = FlashConfig(ram_budget_gb=budget_gb, context_length=512)
+    with mlx_flash.load_model(directory, config)[0] as model:
+        expected = generated(model)
+        uses = [lambda: model(PROMPT[None]), model.close, lambda: generated(model)]
+        for use in uses:
+            calls: list[tuple[int, int]] = []
+
+            def report(*progress: int, use: Callable[[], Any] = use, calls: list[Any] = calls) -> None:
+                calls.append(progress)
+                if progress[0] or len(calls) > 1:
+                    use()
+
+            with pytest.raises(NestedCallError, match="prompt_progress_callback"):
+                list(mlx_flash.generate_step(PROMPT, model, max_tokens=2, prompt_progress_callback=report))
+        assert same_bits(generated(model)[1], expected[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -55,6 +56,8 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     files = [shard.path for shard in read_checkpoint(path).shards]
     identities = [identity_of(file) for file in files]
     earlier = None if args.against is None else _read_receipt(args.against)
+    if args.output is not None:
+        _check_place(args.output)
     began = time.perf_counter()
     with progress_bar(args, "Files", DownloadColumn()) as progress:
         digests = file_digests(files, progress)
@@ -163,6 +166,24 @@ def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out:
         print_rich(labelled_lines(_lines(args, receipt, against)), out)
     if args.output is not None:  # in the end: if it fails, the result has been printed
         save_receipt(args.output, receipt)
+
+
+def _check_place(path: Path) -> None:
+    """Refuse a place for the receipt before the work, which may take hours.
+
+    Raises:
+        WriteError: no file can be written there.
+    """
+    folder = path.parent
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not folder.is_dir():
+        reason = f"{folder} is no folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"no files can be made in {folder}"
+    else:
+        return
+    raise WriteError(f"cannot write the receipt {path}: {reason}. Hint: --json prints it; set another file.")
 
 
 def save_receipt(path: Path, receipt: Json) -> None:

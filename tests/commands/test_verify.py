@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_flash import CheckpointError, FileChangedError, ReadError
+from mlx_flash import CheckpointError, FileChangedError, ReadError, WriteError
 from mlx_flash.commands import verify as command
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.receipt import Call, file_digests, reference_trace, watching
@@ -193,6 +193,16 @@ def test_what_is_no_receipt_is_refused(folder: Callable[[str], Path], tmp_path: 
     (tmp_path / "receipt").write_text(text)
     with pytest.raises(CheckpointError, match="receipt"):
         verified(folder("llama"), "--against", tmp_path / "receipt")
+
+
+@pytest.mark.parametrize("name", [".", "missing/receipt", "file/receipt"])
+def test_a_place_where_no_receipt_can_be_is_refused_before_the_work(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(command, "file_digests", lambda *_: pytest.fail("the work has begun"))
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match=r"cannot write the receipt .*folder.*Hint"):
+        verified(folder("llama"), "--output", tmp_path / name)
 
 
 def test_files_that_cannot_be_read_again_are_named(

@@ -16,6 +16,8 @@ COMPILER_MB = 115
 """Peak of ``g++`` for a kernel of mlx-lm's models. Measured: 112 to 114 MB, 1.2 s."""
 
 _FAILED = re.compile(r"\[Compile::eval_cpu\] Failed to compile|Could not load C\+\+ shared library")
+_NO_FOLDER = re.compile(r"filesystem error: (temp_directory_path|cannot create director)")
+"""Reports of C++ that the folder of the kernels cannot be made."""
 
 
 def kernel_cache() -> Path:
@@ -26,13 +28,21 @@ def kernel_cache() -> Path:
 
 def explained(error: Exception) -> Exception:
     """Return an error of MLX's compiler as a :class:`CompilerError` with a hint, any other error as it is."""
-    if type(error) is not RuntimeError or _FAILED.search(str(error)) is None:
+    if type(error) is not RuntimeError:
         return error
-    found = CompilerError(
-        f"MLX compiles kernels of this model with g++ at their first use, and g++ failed or was killed; {error}. Hint: "
-        f"each takes about {COMPILER_MB} MB beside the budget, which a limit on memory must leave room for. Or run the "
-        f"model once without the limit: {kernel_cache()} keeps the kernels."
-    )
+    if _NO_FOLDER.match(str(error)):
+        found = CompilerError(
+            f"MLX keeps the kernels that it compiles in {kernel_cache()}, and cannot make this folder; {error}. Hint: "
+            "set TMPDIR to a folder that exists and can be written."
+        )
+    elif _FAILED.search(str(error)):
+        found = CompilerError(
+            "MLX compiles kernels of this model with g++ at their first use, and g++ failed or was killed; "
+            f"{error}. Hint: each takes about {COMPILER_MB} MB beside the budget, which a limit on memory must leave "
+            f"room for. Or run the model once without the limit: {kernel_cache()} keeps the kernels."
+        )
+    else:
+        return error
     found.__cause__ = error
     return found
 

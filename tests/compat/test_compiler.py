@@ -45,3 +45,13 @@ def test_killed_compiler_is_named_with_a_hint(tmp_path: Path, budget: str) -> No
     assert "CompilerError: MLX compiles kernels of this model with g++" in errors, errors
     assert "Hint: each takes about 115 MB beside the budget" in errors
     assert f"run the model once without the limit: {empty}/mlx/" in errors
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends have compilers of their own")
+@pytest.mark.parametrize("name", ["missing", "file/below"])
+def test_a_temporary_folder_that_is_none_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    model = save(tmp_path / "model", WIDE_LLAMA)
+    errors = children.run("-c", CALL, model, "2", env={"TMPDIR": str(tmp_path / name)}).stderr.decode()
+    assert f"CompilerError: MLX keeps the kernels that it compiles in {tmp_path / name}/mlx/" in errors, errors
+    assert "Hint: set TMPDIR" in errors

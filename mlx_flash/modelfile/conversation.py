@@ -22,6 +22,7 @@ from mlx_flash.modelfile.parse import Modelfile, Parameters
 from mlx_flash.modelfile.values import check_text
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Sampler = Callable[[mx.array], mx.array]
 Progress = Callable[[int, int], None]
 Listener = Callable[[Any], None]
 Question = Callable[[], bool]
@@ -246,12 +247,25 @@ def sampling(parameters: Parameters, **xtc: Any) -> dict[str, Any]:
         top_k=parameters.top_k or 0,
         **xtc,
     )
+    if parameters.temperature and parameters.top_k:
+        sampler = _below_vocabulary(sampler, parameters.top_k)
     last = DEFAULT_REPEAT_LAST_N if parameters.repeat_last_n is None else parameters.repeat_last_n
     penalty = parameters.repeat_penalty if last else None
     processors = make_logits_processors(
         repetition_penalty=penalty, repetition_context_size=_ALL if last == -1 else last
     )
     return {"sampler": sampler, "logits_processors": processors}
+
+
+def _below_vocabulary(sampler: Sampler, top_k: int) -> Sampler:
+    """Return a sampler that refuses a ``top_k`` before mlx-lm does, whose error takes MLX's random state with it."""
+
+    def choose(logprobs: mx.array) -> mx.array:
+        if top_k >= (num_tokens := logprobs.shape[-1]):
+            raise ConfigError(f"top_k is {top_k}, and the model has {num_tokens} tokens. Hint: 0 keeps all of them.")
+        return sampler(logprobs)
+
+    return choose
 
 
 def cut_at(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:

@@ -12,16 +12,19 @@ from mlx_flash.errors import ConfigError
 
 ROLES = ("system", "user", "assistant")
 
+_MOST = 2**31 - 1
+"""The greatest number that MLX takes for a length."""
+
 RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "num_ctx": (int, 1, math.inf, "at least 1"),
     "num_predict": (int, -2, math.inf, "at least 1, or -1 for no limit, or -2 to fill the context"),
     "temperature": (float, 0, math.inf, "0 or more"),
     "top_p": (float, math.ulp(0), 1, "above 0 and at most 1. Hint: temperature 0 takes the likeliest token"),
-    "top_k": (int, 0, math.inf, "0, which keeps all, or more"),
+    "top_k": (int, 0, _MOST, "0, which keeps all, or more, below 2**31"),
     "min_p": (float, 0, 1, "between 0 and 1"),
     "seed": (int, -1, 2**64 - 1, "0 or more, below 2**64, or -1 for another one each time"),
     "repeat_penalty": (float, math.ulp(0), math.inf, "above 0; 1 is no penalty"),
-    "repeat_last_n": (int, -1, math.inf, "0 or more, or -1 for the whole context"),
+    "repeat_last_n": (int, -1, _MOST, "0 or more, below 2**31, or -1 for the whole context"),
 }
 """The type of each parameter, its bounds, and the bounds in words."""
 

@@ -209,6 +209,17 @@ def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
         list(Conversation(*loaded, parse_modelfile(f"FROM {MODEL}", "Modelfile")).answer(""))
 
 
+def test_more_tokens_to_keep_than_there_are_do_not_end_a_conversation(
+    conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In mlx-lm's compiled sampler the error took MLX's random state with it."""
+    more = ["/set parameter temperature 1", "/set parameter top_k 99999", "Hello", "/set parameter top_k 3", "Hello"]
+    messages = iter([*more, "/bye"])
+    Talk(conversation, loaded[0], 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
+    assert "top_k is 99999, and the model has 2048 tokens" in " ".join(capsys.readouterr().err.split())
+    assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
+
+
 def test_a_modelfile_is_shown_in_any_encoding_that_it_may_have(
     loaded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -278,11 +278,11 @@ def test_parameters(name: str, texts: list[str], values: list[float]) -> None:
         ("num_predict", ["0", "-3", "1.0"]),
         ("temperature", ["-0.1", "hot", "nan", "inf", "1e999", "0,7", '""']),
         ("top_p", ["0", "1.1", "-1", "nan"]),
-        ("top_k", ["-1", "1.5"]),
+        ("top_k", ["-1", "1.5", str(2**31)]),
         ("min_p", ["-0.1", "1.01"]),
         ("seed", ["-2", str(2**64), "random"]),
         ("repeat_penalty", ["0", "-1", "inf"]),
-        ("repeat_last_n", ["-2", "0.5", "9" * 5000]),
+        ("repeat_last_n", ["-2", "0.5", str(2**31), "9" * 5000]),
     ],
 )
 def test_parameters_out_of_range(name: str, texts: list[str]) -> None:

@@ -31,6 +31,7 @@ from mlx_flash.server.answer import Answer
 from mlx_flash.server.body import MAX_BODY_BYTES, checked, parse
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Failed
+from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai.schemas import CompletionRequest
 from mlx_flash.server.serving import Server, take_port
 
@@ -413,3 +414,38 @@ def test_sigterm_leaves_requests_some_time(seconds: float, limit: float, monkeyp
     assert time.monotonic() - began < limit + 4 and listener.room.is_stopped.is_set()
     asking.join(5)
     assert (found == [413]) == (seconds < limit)
+
+
+def _joined(num: int, kind: str) -> dict[str, Any]:
+    patterns = [{"type": "string", "pattern": f".*{'[ab]' * (i + 1)}.*"} for i in range(num)]
+    if kind == "allOf":
+        return {"allOf": patterns}
+    if kind == "properties":
+        return {"allOf": [{"type": "object", "properties": {"a": pattern}} for pattern in patterns]}
+    named = {f"d{i}": {**pattern, "$ref": f"#/$defs/d{i + 1}"} for i, pattern in enumerate(patterns)}
+    return {"$ref": "#/$defs/d0", "$defs": {**named, f"d{num}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("kind", ["allOf", "properties", "$ref"])
+def test_patterns_that_have_to_fit_together_are_few(kind: str) -> None:
+    """15 of them took 2 GB and 26 s."""
+    with pytest.raises(RefusedError, match=r"joins parts \(allOf, \$ref\) and has 15 patterns, 8 are allowed"):
+        json_grammar(_joined(15, kind), "response_format")
+    assert json_grammar(_joined(2, kind), "response_format")
+    alone = {f"k{i}": {"type": "string", "pattern": f"^[a-z]{{{i}}}$"} for i in range(30)}
+    assert json_grammar({"type": "object", "properties": alone}, "response_format")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 99_999_989},
+        {"type": "number", "multipleOf": 99_999.989},
+        {"allOf": [{"type": "integer", "multipleOf": number} for number in (97, 89, 83)]},
+    ],
+)
+def test_multiples_are_small(schema: dict[str, Any]) -> None:
+    """Remainders are the states of a grammar: the first one took minutes, and five in a list 217 MB."""
+    with pytest.raises(RefusedError, match="a multipleOf, or several, of more than 10000"):
+        json_grammar(schema, "response_format")
+    assert json_grammar({"type": "number", "multipleOf": 0.01}, "") and json_grammar({"multipleOf": 1000}, "")

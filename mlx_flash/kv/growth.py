@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import is_window
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
@@ -28,7 +29,9 @@ class Growth(NamedTuple):
     peak: int  # the most during the update, when entries are updated one after another
 
 
-def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int] = ()) -> Growth:
+def update_growth(
+    cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int] = (), step: int | None = None
+) -> Growth:
     """Return the memory that an update of every entry of a prompt cache takes. Evaluate nothing, change no entry.
 
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
@@ -38,10 +41,15 @@ def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int
 
     ``row_bytes`` are the bytes of one token of all sequences in each entry. They are read only for entries that are
     empty; without them, what an empty entry will take does not count.
+
+    The tokens come in parts of ``step``, each of which moves older ones out of a window; None for all at once.
     """
     known: dict[Any, Growth] = {}
     sizes = row_bytes or [0] * len(cache)
-    return _one_after_another(_growth(entry, num_tokens, size, known) for entry, size in zip(cache, sizes, strict=True))
+    step = step or num_tokens
+    return _one_after_another(
+        _growth(entry, num_tokens, step, size, known) for entry, size in zip(cache, sizes, strict=True)
+    )
 
 
 def _one_after_another(growths: Iterable[Growth]) -> Growth:
@@ -52,7 +60,7 @@ def _one_after_another(growths: Iterable[Growth]) -> Growth:
     return Growth(added, peak)
 
 
-def _growth(entry: Any, num_tokens: int, row_bytes: int, known: dict[Any, Growth]) -> Growth:
+def _growth(entry: Any, num_tokens: int, step: int, row_bytes: int, known: dict[Any, Growth]) -> Growth:
     if isinstance(entry, PooledCache):
         return Growth(0, 0)
     parts = list(_growing(entry))
@@ -66,7 +74,7 @@ def _growth(entry: Any, num_tokens: int, row_bytes: int, known: dict[Any, Growth
             continue
         key = _key(part, row_bytes)
         if key not in known:
-            known[key] = _traced(part, num_tokens, row_bytes // len(parts))
+            known[key] = _traced_in_parts(part, num_tokens, step, row_bytes // len(parts))
         found.append(known[key])
     return _one_after_another(found)
 
@@ -101,6 +109,17 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_shape_of, value))
     return value if isinstance(value, int) else None
+
+
+def _traced_in_parts(entry: Any, num_tokens: int, step: int, row_bytes: int) -> Growth:
+    """Return what an update takes. Of a window in parts, the last one finds no more than the window."""
+    if num_tokens <= step or not is_window(entry):
+        return _traced(entry, num_tokens, row_bytes)
+    kept = min(entry.offset, entry.max_size - 1)
+    num_left = min(num_tokens, entry.max_size - 1 - kept + step)
+    growth = _traced(entry, num_left, row_bytes)
+    is_large = kept + num_left > step  # the last part is added to a window that came with those before it
+    return Growth(growth.added, growth.peak + (growth.added if entry.keys is None and is_large else 0))
 
 
 def _traced(entry: Any, num_tokens: int, row_bytes: int) -> Growth:

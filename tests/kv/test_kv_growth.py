@@ -130,6 +130,25 @@ def test_an_update_takes_no_more_memory_than_predicted(name: str, length: int, n
     assert mx.get_peak_memory() - before <= predicted.peak + scratch + MARGIN
 
 
+@pytest.mark.parametrize("length", [0, 100, 1025])
+@pytest.mark.parametrize(("num_tokens", "step"), [(2000, 64), (2000, 512), (700, 512), (130, 64)])
+def test_a_window_in_parts_takes_no_more_than_predicted(length: int, num_tokens: int, step: int) -> None:
+    """A long prompt takes a window and a part of it, not all of its tokens."""
+    entries = [RotatingKVCache(max_size=256) for _ in range(4)]
+    for entry in entries if length else []:
+        update(entry, 1, length)
+    predicted = update_growth(entries, num_tokens, [rows_nbytes(1, 1)] * 4, step)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before, held = mx.get_active_memory(), nbytes_in(entries)
+    for start in range(0, num_tokens, step):
+        for entry in entries:
+            update(entry, 1, min(step, num_tokens - start))
+    added = nbytes_in(entries) - held
+    assert added <= predicted.added <= added + 4 * rows_nbytes(1, step)
+    assert mx.get_peak_memory() - before <= predicted.peak + 2 * rows_nbytes(1, step) + MARGIN
+
+
 @pytest.mark.parametrize("name", CACHES)
 def test_update_growth_changes_nothing(name: str) -> None:
     create, batch = CACHES[name]

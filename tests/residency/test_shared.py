@@ -73,14 +73,20 @@ def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float, prefix
 
 
 @pytest.mark.parametrize("gigabytes", [3.1, 3.2])
-def test_the_step_stays_large_where_parts_cannot_share_a_pass(gigabytes: float) -> None:
+def test_windows_that_the_prefix_cache_keeps_leave_room_for_parts(gigabytes: float) -> None:
+    """Of a prompt of 4,096 tokens sixteen, as they are where a page ends."""
     sizes = llama_8b()
     held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
     held = replace(held, cache=replace(held.cache, windows=((4096, 512),)))  # of some of its layers
-    settings = FlashConfig(ram_budget_gb=gigabytes, kv_prefixes="longest")
-    plan, apart = (make_plan(held, replace(settings, lend_reserves=lends), gpu()) for lends in (True, False))
-    assert plan.prefix_bytes and plan.prefill_step_size == apart.prefill_step_size
-    assert plan.prompt_passes(4096) == -(-4096 // plan.prefill_step_size)
+    plans = {
+        mode: make_plan(held, FlashConfig(ram_budget_gb=gigabytes + more, kv_prefixes=mode), gpu())  # type: ignore[arg-type]
+        for mode, more in (("off", 0), ("longest", 0.101))
+    }
+    plan = plans["longest"]
+    assert plan.prefix_bytes and plan.peak_bytes <= plan.budget_bytes
+    assert plans["off"].prompt_passes(4096) <= plan.prompt_passes(4096) <= 4
+    each = plan.ledger.part_waiting(256, 1, 4096) - replace(plan, kept_every=0).ledger.part_waiting(256, 1, 4096)
+    assert each == 4096 * (512 + 256)
 
 
 def test_a_pool_of_experts_leaves_no_room() -> None:

@@ -70,7 +70,7 @@ class _States:
     def __init__(self, entry: ArraysCache, views: Sequence[Any], observer: Observer | None) -> None:
         self._entry, self._observer, self._num_calls = entry, observer, len(views)
         self._owners = [0] * len(entry.cache)
-        self._found: dict[int, dict[int, Any]] = {}
+        self._found: list[dict[int, Any] | None] = [{} for _ in views]  # by call, until the observer has it
         if observer is not None:
             observer.add(0, entry, entry)
         for call, view in enumerate(views):
@@ -85,16 +85,21 @@ class _States:
     def set(self, call: int, index: int, state: Any) -> None:
         """Replace a state, which the next call gets."""
         self._check(call, index)
+        if self._observer is not None and call + 1 < self._num_calls:
+            self._tell(self._observer, call + 1, index, state)
         self._entry[index] = state
         self._owners[index] = call + 1
-        if self._observer is None or call + 1 == self._num_calls:
-            return
-        found = self._found.setdefault(call + 1, {})
-        found[index] = copy.copy(state)  # the next call may write to the other one
+
+    def _tell(self, observer: Observer, call: int, index: int, state: Any) -> None:
+        """Give the observer the entry as a call finds it, once it has all states."""
+        if (found := self._found[call]) is None:
+            raise SharedEntryError  # a state is replaced twice
+        found[index] = copy.copy(state)  # the call may write to the other one
         if len(found) == len(self._owners):
             entry = copy.copy(self._entry)
             entry.cache = [found[number] for number in range(len(found))]
-            self._observer.add(call + 1, self._entry, entry)
+            self._found[call] = None
+            observer.add(call, self._entry, entry)
 
     def _check(self, call: int, index: int) -> None:
         if self._owners[index] not in (call, call + 1):

@@ -222,6 +222,12 @@ class JoinedBatch(StockBatchGenerator):  # type: ignore[misc]
                 self._added.pop(response.uid, None)
         return prompts
 
+    def take_begun(self) -> list[Any]:
+        """Return the progress of prompts whose answers began in a call of :meth:`next_prompts` that raised."""
+        begun = {uid: self._added.pop(uid) for uid in self.answers if uid in self._added}
+        lengths = {uid: sum(map(len, waiting.segments)) for uid, waiting in begun.items()}
+        return [Progress(uid, (total, total), True, True) for uid, total in lengths.items()]
+
     def take_prompts(self) -> list[Waiting]:
         """Return the sequences whose prompts are not computed, as they were added, and let go of them."""
         found = [*self._added.values()]

@@ -111,7 +111,7 @@ class GeneratedSequence:
             self.row = self.model.row(mx.array([self._new]), self.cache, self._step, wants_logits=is_last, ends=ends)
             self.row.report = self._report
         elif self.model.begins_ahead:
-            self._new = []
+            self._new = [self.last] if self.num_taken == self.num_tokens else []  # else take() adds it
             self.row = self.model.row(self._token[None], self.cache, self._step, owed=self._owed)
         else:
             guessed = self._guess(num_others)

@@ -118,6 +118,7 @@ class JoiningRows(ServedRows):
                 prompts = self._batch.next_prompts()
             except BudgetError:
                 self._may_join = False
+                prompts = self._batch.take_begun()  # their samplers and processors have seen the first token
                 self.put_back(self._batch.take_prompts())
         return prompts, answers
 

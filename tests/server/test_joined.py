@@ -254,6 +254,62 @@ def test_without_room_for_an_array_requests_are_rows(
     assert len(sizes) <= 2  # once each, and not again before there is another request
 
 
+@pytest.fixture
+def rows(model: str) -> Iterator[JoiningRows]:
+    with load_model(model, FlashConfig(ram_budget_gb=1.0, telemetry=False))[0] as loaded_model:
+        loaded_model.start()
+        made = make_rows(loaded_model, None, BatchOptions(), Jobs(), is_shared=False)
+        assert isinstance(made, JoiningRows) and made.admit(loaded_model.plan, [200] * 8) == "stock"
+        yield made
+        made.close()
+
+
+@pytest.mark.usefixtures("grouping")
+def test_tokens_are_those_in_the_cache_when_answers_cannot_join(
+    rows: JoiningRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches are kept by them."""
+    uids = [rows.insert_segments([[[5] * 20]], max_tokens=[9])[0] for _ in range(2)]
+    limit_rows(monkeypatch, repeat(1))
+    for _ in range(5):
+        rows.next()
+    for cache, tokens in rows.extract_cache(uids).values():
+        assert len(tokens) == cache[0].offset > 20
+
+
+def test_processors_see_each_token_once_when_later_prompts_have_no_room(
+    rows: JoiningRows, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grammars go on with each token."""
+    lengths: list[int] = []
+    compute = joined.JoinedBatch.next_prompts
+
+    def fails(self: Any) -> list[Any]:
+        with monkeypatch.context() as broken:
+            limit_rows(broken, chain([2], repeat(0)))
+            return compute(self)
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        lengths.append(tokens.size)
+        return logits
+
+    def insert() -> None:
+        for _ in range(2):
+            rows.insert_segments([[[5] * 20]], max_tokens=[3], logits_processors=[[process]])
+
+    insert()
+    rows.next()
+    insert()
+    monkeypatch.setattr(joined.JoinedBatch, "next_prompts", fails)
+    progress, _ = rows.next()
+    assert [(each.uid, each.progress, each.end_of_prompt) for each in progress[:2]] == [
+        (uid, (20, 20), True) for uid in (0, 1)
+    ]
+    for _ in range(5):
+        rows.next()
+    assert prompts == [[19, 19], [19, 19]] and [lengths.count(number) for number in (20, 21, 22)] == [4, 4, 4]
+
+
 @pytest.mark.parametrize("num_before", [0, 5])
 def test_answers_keep_their_tokens_when_prompts_have_no_room(
     served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_before: int

@@ -22,7 +22,7 @@ for _method in ("filter", "extract", "merge"):
     require(BatchKVCache, _method)  # sequences go into and out of a batch with these
 for _entry, _names in (
     (BatchKVCache([0]), {"_idx", "left_padding", "offset"}),
-    (BatchRotatingKVCache(1, [0]), {"_offset", "left_padding"}),
+    (BatchRotatingKVCache(1, [0]), {"_lengths", "_offset", "left_padding"}),
     (RotatingKVCache(1), {"_idx", "keep", "keys", "max_size", "offset", "values"}),
     (ArraysCache(1), {"cache", "left_padding", "lengths"}),
 ):
@@ -109,6 +109,11 @@ def window_before(entry: Any, num_later: int) -> RotatingKVCache | None:
 def is_right_padded(entry: BatchKVCache | BatchRotatingKVCache) -> bool:
     """Return whether a batch waits for ``finalize()`` to move padding from the right to the left."""
     return getattr(entry, "_right_padding", None) is not None
+
+
+def refuses_single_tokens(entry: Any) -> bool:
+    """Return whether an entry is a window of several prompts that are padded at their ends."""
+    return isinstance(entry, BatchRotatingKVCache) and entry._lengths is not None
 
 
 def count_tokens(entry: Any, count: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import entries_of, refuses_single_tokens
 from mlx_flash.kv.checkpoints import Checkpoints
 
 
@@ -57,9 +58,16 @@ class ForwardCall:
         return replace(self, arguments=(tokens, *self.arguments[1:]), tokens=tokens, num_tokens=tokens.size)
 
     def parts(self, step: int) -> Iterator[ForwardCall]:
-        """Yield calls with at most ``step`` new tokens of each sequence, one after another."""
+        """Yield calls with at most ``step`` new tokens of each sequence, one after another.
+
+        Windows of padded prompts take no single tokens, so the last part of a call with some may have one more.
+        """
         assert self.tokens is not None
-        return (self.part(start, start + step) for start in range(0, self.tokens.shape[1], step))
+        length = self.tokens.shape[1]
+        starts = [*range(0, length, step)]
+        if length % step == 1 and len(starts) > 1 and any(map(refuses_single_tokens, entries_of(self.cache or ()))):
+            del starts[-1]
+        return (self.part(start, end) for start, end in zip(starts, [*starts[1:], length], strict=True))
 
     def step_within(self, limit: int) -> int | None:
         """Return how many new tokens of each sequence make at most ``limit``; None where a call is not to be cut."""

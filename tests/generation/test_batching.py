@@ -16,19 +16,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchRotatingKVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_flash
 from batches import Tokens, alone, by_generator, check_equal
-from mlx_flash import FlashLLM, load_model
+from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.engine.call import token_call
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.row import Row
 from mlx_flash.generation import RowGenerator, batches
 from mlx_flash.generation.batches import CopyingRows, computes_rows
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
-from models import LLAMA, VOCAB_SIZE, same_bits, save, stock
+from models import GEMMA3, LLAMA, VOCAB_SIZE, same_bits, save, stock
 from shared_passes import MODELS, PROMPTS, STEP, Directories, directories
 from streamed import LARGE_GB, config, streamed_whole
 
@@ -274,3 +277,32 @@ def test_stock_batches_and_other_models_are_left_to_mlx_lm(tmp_path: Path, direc
         assert model.counters.num_tokens_in > sum(map(len, PROMPTS)) + 3 * len(PROMPTS)  # padded
         assert isinstance(model, FlashLLM) and model.batching == "stock"
     assert len(mlx_flash.batch_generate(stock(directory), TOKENIZER, PROMPTS, max_tokens=3).texts) == 4
+
+
+@pytest.mark.parametrize("length", [33, 49, 50])
+def test_padded_windows_take_no_single_tokens(tmp_path: Path, length: int) -> None:
+    """A step of 16 is 8 tokens of each of two prompts, and one is left over of the longer one, which mlx-lm refuses."""
+    folder = save(tmp_path / "gemma3", GEMMA3)
+    prompts = [[5 + i for i in range(length + 1)], [7, 8, 9]]
+
+    def generated(model: Any) -> list[list[int]]:
+        generator = StockBatchGenerator(model, max_tokens=6)
+        uids = generator.insert(prompts)
+        found: dict[int, list[int]] = {uid: [] for uid in uids}
+        while len(min(found.values(), key=len)) < 6:
+            for response in generator.next()[1]:
+                found[response.uid].append(response.token)
+        generator.close()
+        return [*found.values()]
+
+    settings: dict[str, Any] = {"ram_budget_gb": 2.0, "prefill_step_size": 16, "telemetry": False}
+    with load_model(folder, FlashConfig(**settings))[0] as model:
+        assert generated(model) == generated(stock(folder))
+
+
+def test_parts_of_padded_windows_can_be_cut(tmp_path: Path) -> None:
+    cache = [BatchRotatingKVCache(8, [0, 0])]
+    cache[0].prepare(lengths=[5, 9], right_padding=[4, 0])
+    row = Row(call := token_call(mx.zeros((2, 9), mx.int32), cache), [call])
+    found = [(row.cut(), [part.tokens.shape[1] for part in row.left if part.tokens is not None]) for _ in range(3)]
+    assert found == [(4, [4, 5]), (2, [2, 2, 2, 3]), (1, [1] * 9)]

@@ -23,7 +23,7 @@ from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
 _CALLED_WITH = "padding_of_last_call"
-"""Attribute of a batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
+"""Attribute of a batch with the array of paddings of its last call. mlx-lm replaces it when sequences come or go."""
 
 _LITTLE_BYTES = 16_000_000
 """Less than what plans set aside for what running adds to a process. Nearly all calls for one token take less."""

@@ -101,9 +101,8 @@ class Row:
 
     def cut(self) -> int:
         """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
-        step, num_left = 1 << (self.length - 1).bit_length() - 1, len(self.left)
-        self.left = deque(part for call in self.left for part in call.parts(step))
-        while len(self.left) == num_left and step > 1:  # the rest would have been a single token
+        step, num_left = 1 << (self.length - 1).bit_length(), len(self.left)
+        while len(self.left) == num_left and step > 1:  # twice if a single token may not be left over
             step //= 2
             self.left = deque(part for call in self.left for part in call.parts(step))
         self.parts = tuple(self.left)

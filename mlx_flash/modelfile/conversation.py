@@ -217,7 +217,7 @@ def template_explained() -> Iterator[None]:
         name = "" if type(error) is TemplateError else f"{type(error).__name__}: "
         raise ConfigError(
             f"the chat template refuses the messages: {name}{error}. "
-            "Hint: some templates take no system prompt, or only turns of user and assistant by turns."
+            "Hint: some templates take no system prompt, or want turns of user and assistant to alternate."
         ) from error
 
 

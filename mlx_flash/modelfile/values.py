@@ -62,7 +62,7 @@ def check_text(text: str, what: str) -> str:
 
     Args:
         text: the text. Bytes that are not of the terminal's encoding are halves of surrogate pairs in it.
-        what: it is, for the error.
+        what: its name in the error.
 
     Raises:
         ConfigError: there are such bytes.

@@ -213,8 +213,10 @@ class StateLeaf(Leaf):
 
     def read_before(self, num_later: int) -> dict[str, Blob] | None:
         """Return the state as it was before the last tokens came, as :meth:`read_state`; None if it is gone."""
-        window = window_before(self.entry, num_later) if num_later else None
-        return self.read_state() if not num_later else None if window is None else StateLeaf(window).read_state()
+        if num_later == 0:
+            return self.read_state()
+        window = window_before(self.entry, num_later)
+        return None if window is None else StateLeaf(window).read_state()
 
     def set_state(self, found: Mapping[str, mx.array]) -> None:
         """Replace the state by one that :meth:`read_state` returned."""

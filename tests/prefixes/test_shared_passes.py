@@ -169,8 +169,8 @@ def test_states_inside_pages_are_not_kept(tmp_path: Path) -> None:
         model.plan = replace(model.plan, prefill_step_size=64)
         first = [int(token) for token, _ in mlx_flash.generate_step(mx.array(PROMPT), model, **settings)]
         assert model.counters.num_passes == 3 and model.prefixes is not None and model.prefixes.store.flush()
-        kinds = [path.name for path in (prefix_directory() / "pages").iterdir()]
-        assert len(kinds) == 2 * (PROMPT_LENGTH // 256)
+        files = [*(prefix_directory() / "pages").iterdir()]
+        assert len(files) == 2 * (PROMPT_LENGTH // 256)  # rows and windows of each page
     with streamed(folder, "longest") as model:
         model.plan = replace(model.plan, prefill_step_size=64)
         again = [int(token) for token, _ in mlx_flash.generate_step(mx.array(PROMPT), model, **settings)]

@@ -61,10 +61,10 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
 
 
 def _check_costs(schema: object, field: str) -> None:
-    """Refuse parts of a schema that take llguidance far more memory and time than characters.
+    """Refuse parts of a schema that cost llguidance far more memory and time than their length suggests.
 
     Raises:
-        RefusedError: there are too many patterns, or too great multiples.
+        RefusedError: there are too many patterns, or a multiple is too large.
     """
     num_patterns, is_joined, multiples, left = 0, False, [1], [schema]
     while left:
@@ -87,7 +87,9 @@ def _check_costs(schema: object, field: str) -> None:
             field,
         )
     if (math.prod(multiples) if is_joined else max(multiples)) > MAX_MULTIPLE:
-        raise RefusedError(f"the schema has a multipleOf, or several, of more than {MAX_MULTIPLE}.", 400, field)
+        raise RefusedError(
+            f"the schema has a multipleOf, or a product of several, of more than {MAX_MULTIPLE}.", 400, field
+        )
 
 
 def _exponent(number: float) -> int:

@@ -51,13 +51,10 @@ def check_headroom(
         BudgetError: it names what to change.
         WriteError: keys and values would have to go to disk, which has no room.
     """
-    own = OwnCaches(plan, lanes)
-    if not wish and _has_room(plan, lanes, own):
-        return 0
-    need = needed(plan, lanes)
+    own, need = OwnCaches(plan, lanes), needed(plan, lanes)
     changed = _changed_batches([entry for lane in lanes for entry in lane.others])
     if changed:
-        nbytes = nbytes_in(arrays_in(changed))
+        nbytes = nbytes_in(changed)
         if (lending is None or not lending.nbytes) and need.total + nbytes <= plan.budget_bytes:
             need = replace(need, growth=need.growth + nbytes)  # the call may evaluate all of them
         else:
@@ -65,6 +62,7 @@ def check_headroom(
             need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes
     growth_of_own = 0
+    may_shrink = may_shrink and need.activations > plan.activation_bytes
     if wish or lending is not None or may_shrink:
         growth_of_own = own.growth_on_disk() if offloads else own.growth  # one slot will do for a prompt
     room = (max(0, lending.nbytes) if lending is not None else 0) - missing - growth_of_own
@@ -73,14 +71,31 @@ def check_headroom(
     if lending is not None:
         freed = _settle(plan, lending, missing + growth_of_own, need.process + need.in_use)
         need, missing = replace(need, in_use=need.in_use - freed), missing - freed
-    if may_shrink and need.activations > plan.activation_bytes and missing + growth_of_own > 0:
+    if may_shrink and missing + growth_of_own > 0:
         raise too_large(plan, lanes, need, missing + growth_of_own)
     missing = own.admit(missing)
     if missing > 0:
         raise too_large(plan, lanes, need, missing)
-    for entry in changed:
-        setattr(entry, _CALLED_WITH, entry.left_padding)
+    _note_called(changed)
     return granted
+
+
+def fits_surely(plan: ResidencyPlan, lane: Lane) -> bool:
+    """Return whether a call surely fits the budget, with nothing to lend or to offload. Its own caches are prepared.
+
+    With all weights in memory this is so for nearly all calls, and no sum over the layers of all caches is needed.
+    """
+    if plan.streaming.num_units or plan.pool is not None:
+        return False
+    if not lane.call.cache or (lane.own and plan.kv.options is None):
+        return False
+    changed = _changed_batches(lane.others)
+    growth = most_growth(plan, lane, lane.tokens) + nbytes_in(changed)  # the call may evaluate all of them
+    missing = plan.ledger.process + active_memory() + plan.ledger.computed([lane.tokens]) + growth - plan.budget_bytes
+    if missing > 0 or not OwnCaches(plan, [lane]).admit_surely(missing):
+        return False
+    _note_called(changed)
+    return True
 
 
 def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
@@ -165,25 +180,8 @@ def _bytes_of_others(plan: ResidencyPlan, lane: Lane) -> int:
     return plan.kv_bytes_per_token - (sum(plan.cache.rows) if lane.own else 0)
 
 
-def _has_room(plan: ResidencyPlan, lanes: Sequence[Lane], own: OwnCaches) -> bool:
-    """Return whether a single token surely fits the budget, with nothing to lend or to offload.
-
-    With all weights in memory this is so for nearly all tokens.
-    """
-    lane = lanes[0]
-    if len(lanes) > 1 or not lane.call.is_decode or plan.streaming.num_units or plan.pool is not None:
-        return False
-    if not lane.call.cache or (lane.own and plan.kv.options is None) or not own.is_quiet:
-        return False
-    if any(getattr(entry, "left_padding", None) is not None for entry in lane.others):
-        return False
-    growth = most_growth(plan, lane, lane.tokens)
-    computed = plan.ledger.computed([lane.tokens])
-    return plan.ledger.process + active_memory() + computed + growth <= plan.budget_bytes
-
-
 def most_growth(plan: ResidencyPlan, lane: Lane, new: NewTokens) -> int:
-    """Return the most bytes that a token adds to mlx-lm's own caches: all are copied to make room, and then cut."""
+    """Return the most bytes that tokens add to mlx-lm's own caches: all are copied to make room, and then cut."""
     if not lane.others:
         return 0
     states = new.batch_size * plan.cache.constant_bytes + new.num_new * plan.cache.call_bytes
@@ -210,6 +208,12 @@ def _settle(plan: ResidencyPlan, lending: Lending, short: int, known_bytes: int)
 def _changed_batches(entries: Sequence[Any]) -> list[Any]:
     """Return the batches that sequences were added to or removed from since their last call."""
     return [entry for entry in entries if vars(entry).get("left_padding") is not vars(entry).get(_CALLED_WITH)]
+
+
+def _note_called(batches: Sequence[Any]) -> None:
+    """Note with which sequences batches are called."""
+    for entry in batches:
+        setattr(entry, _CALLED_WITH, entry.left_padding)
 
 
 def _evaluate_layers(batches: Sequence[Any], nbytes: int, lending: Lending | None) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv
-from mlx_flash.kv.admit import Adding, admit, admit_quietly, ledger_of, quiet_width, way_within
+from mlx_flash.kv.admit import Adding, Bound, admit, admit_surely, bound_of, is_surely_within, ledger_of, way_within
 from mlx_flash.kv.kvledger import KVLedger
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
@@ -34,22 +34,17 @@ class OwnCaches:
         sizes = [(lane.tokens.num_new // lane.tokens.batch_size, len(lane.own)) for lane in self._lanes]
         self._num_new = [num_new for num_new, count in sizes for _ in range(count)]
 
-    @property
-    def is_quiet(self) -> bool:
-        """True if all layers are in memory, with room for the new tokens. Then no sum over layers is needed."""
-        return self._pool is None or self._quiet_width is not None
-
     @cached_property
-    def _quiet_width(self) -> int | None:
-        """The most bytes of a token in a layer if that is so; None where it is not, or there are no layers."""
+    def _bound(self) -> Bound | None:
+        """What surely suffices for the tokens; None where nothing is known to, or there are no layers."""
         if self._pool is None or len(self._pools) > 1:
             return None
-        return quiet_width(self._pool, self._layers, self._num_new)
+        return bound_of(self._pool, self._adding)
 
     @property
     def growth(self) -> int:
         """The bytes that a pass adds to caches in memory, as far as the plan lets them grow."""
-        if self.is_quiet or self._pool is None:
+        if self._pool is None or (self._bound is not None and not self._bound.growth):
             return 0
         growth, limit = self._ledger.growth, self._plan.kv.limit
         growth = growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
@@ -67,13 +62,19 @@ class OwnCaches:
         way = self._ledger.way(self._rooms(pool, missing)[-1])
         return bool(way.num_slots) and not way.missing
 
+    def admit_surely(self, missing: int) -> bool:
+        """Prepare the pass if all layers surely stay in memory, with so many bytes missing. Return whether they do."""
+        pool = self._pool
+        if pool is None:
+            return missing <= 0
+        return self._bound is not None and admit_surely(pool, self._adding, self._bound, self._rooms(pool, missing)[0])
+
     def admit(self, missing: int) -> int:
         """Offload layers for the pass, if so many bytes are missing. Return the bytes that are still missing."""
         pool = self._pool
         if pool is None:
             return missing
-        width = self._quiet_width
-        if width is not None and admit_quietly(pool, self._layers, width, self._rooms(pool, missing)[0]):
+        if self.admit_surely(missing):
             return 0
         while True:
             held = self._slots_held if pool.layers.is_on_disk else 0
@@ -96,7 +97,10 @@ class OwnCaches:
         plan, pool = self._plan, self._pool
         if pool is None:
             return 0, missing
-        for room in self._rooms(pool, missing, held):
+        rooms = self._rooms(pool, missing, held)
+        if self._bound is not None and is_surely_within(pool, self._bound, rooms[0]):
+            return rooms[0], 0
+        for room in rooms:
             wanted = way_within(pool, self._ledger, room).missing
             if not wanted:
                 break

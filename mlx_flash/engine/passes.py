@@ -26,7 +26,7 @@ from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
 from mlx_flash.errors import FlashError, NestedCallError
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
 from mlx_flash.layout.reachable import arrays_in
@@ -227,7 +227,7 @@ class Passes:
             if len(row.left) > 1:  # lets the intermediate results go
                 # a single token adds so little to them that it may begin meanwhile
                 evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
-                evaluate(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
+                evaluate(arrays_of(call.cache or ()), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
             return error
         return [output]

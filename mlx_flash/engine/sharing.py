@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.headroom import check_headroom, check_least, goes_to_disk, most_granted
+from mlx_flash.engine.headroom import check_headroom, check_least, fits_surely, goes_to_disk, most_granted
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
@@ -68,6 +68,10 @@ class Sharing:
 
         If not even the first one fits, it gets the error, and nothing is returned.
         """
+        if not self._group.can_share and self._session.chain is None:
+            first = rows[0]
+            if first.left[0].checkpoints is None and fits_surely(plan, first.lane(len(first.left))):
+                return {first: [first.left[0]]}
         num_rows = len(rows) if self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False

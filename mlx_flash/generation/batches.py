@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -24,6 +25,7 @@ from mlx_flash.compat.batchgenerator import (
     wanted_of,
 )
 from mlx_flash.compat.generation import with_names
+from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.member import Member
 from mlx_flash.generation.sequence import compute
@@ -240,9 +242,23 @@ def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
     model.start()
     if not model.begins_ahead or not model.is_batchable:
         return False
-    new = {} if caches else {type(entry): entry for entry in make_prompt_cache(cast(nn.Module, model))}
+    if caches:
+        return _can_merge(caches)
+    assert model.engine is not None
+    if model.engine not in _merges:  # it makes the same ones each time, and making them takes as long as a layer
+        new = {type(entry): entry for entry in make_prompt_cache(cast(nn.Module, model))}
+        _merges[model.engine] = _can_merge([[*new.values()]])  # one of each class will do
+    return _merges[model.engine]
+
+
+_merges: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+"""Whether mlx-lm can merge the new caches of a model, by its weights."""
+
+
+def _can_merge(caches: Sequence[list[Any]]) -> bool:
+    """Return whether mlx-lm can merge prompt caches. Nothing is computed."""
     try:
-        merge_caches([*caches] or [[*new.values()]])  # lazily; of new entries one of each class will do
+        merge_caches([*caches])
     except (AttributeError, FlashError, TypeError, ValueError):
         return False
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mlx_flash.kv.kvledger import Coming, KVLedger, Way
@@ -21,6 +21,13 @@ class Adding(NamedTuple):
     row_bytes: Sequence[int]  # of a token of all sequences in each layer; not used where there are tokens already
 
 
+class Bound(NamedTuple):
+    """Bytes that surely suffice for the tokens of a call, with all layers in memory."""
+
+    growth: int  # of new buffers, beside the old ones of every layer; 0 where the old ones have room
+    largest: int  # of a token in a layer
+
+
 def admit(pool: KVPool, adding: Adding, limit: int) -> int:
     """Prepare a call, or several in lockstep: offload layers before it takes memory, and set what it may take.
 
@@ -34,49 +41,67 @@ def admit(pool: KVPool, adding: Adding, limit: int) -> int:
     if way.missing or pool.options.budget_bytes is None:
         return way.missing
     pool.budget_bytes, pool.under_way_bytes = limit, way.under_way_bytes
-    in_parts = any(each.num_new > adding.step for each in ledger.coming.values())
-    for rows, each in ledger.coming.items():
-        rows.expect(each.held if in_parts else 0)
+    held = {rows: each.held for rows, each in ledger.coming.items()}
+    _expect(held, adding.step, adding.num_new)
     if way.num_slots:
         pool.ring.resize(way.num_slots)
         pool.files.limit_queue(way.num_slots)
     if adding.layers:
         pool.free(lambda: pool.ledger(ledger.coming, adding.step).peak, adding.layers[0].group)
-    stays = {} if way.num_slots else {rows: each.held for rows, each in ledger.coming.items()}
-    pool.admitted = weakref.WeakKeyDictionary(stays)
+    pool.admitted = weakref.WeakKeyDictionary({} if way.num_slots else held)
     return 0
 
 
-def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], largest: int, limit: int) -> bool:
-    """Prepare a call that takes no more memory, for which :func:`admit` would do nothing else.
+def admit_surely(pool: KVPool, adding: Adding, bound: Bound, limit: int) -> bool:
+    """Prepare a call as :func:`admit` does, if all caches together surely stay within a limit. Most calls do.
 
-    Most tokens are such a call: the buffers of every layer have room for them, as :func:`quiet_width` has found.
-    ``largest`` is what it returned. Return False, and change nothing, where the limit is too low.
+    Return False, and change nothing, where the bound does not fit.
     """
-    offload = 0 if pool.options.budget_bytes is None else pool.options.offload_bytes([largest])
-    if pool.memory_bytes + offload > limit:
+    if not is_surely_within(pool, bound, limit):
         return False
-    pool.begin({rows.group for rows in layers})
+    pool.begin({rows.group for rows in adding.layers})
     if pool.options.budget_bytes is not None:
-        pool.budget_bytes, pool.under_way_bytes = limit, offload
+        pool.budget_bytes, pool.under_way_bytes = limit, pool.options.offload_bytes([bound.largest])
+        if bound.growth:
+            held = {rows: rows.length + new for rows, new in zip(adding.layers, adding.num_new, strict=True)}
+            _expect(held, adding.step, adding.num_new)
+            pool.admitted = weakref.WeakKeyDictionary(held)
     return True
 
 
-def quiet_width(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int]) -> int | None:
-    """Return the most bytes of a token in a layer if the buffers of all layers have room for the new tokens.
+def _expect(held: Mapping[LayerRows, int], step: int, num_new: Iterable[int]) -> None:
+    """Note the tokens of each layer after a call, if it comes in parts."""
+    in_parts = any(number > step for number in num_new)
+    for rows, length in held.items():
+        rows.expect(length if in_parts else 0)
 
-    Return None where they have not, where a layer is on disk, and where tokens may be dropped.
+
+def is_surely_within(pool: KVPool, bound: Bound, limit: int) -> bool:
+    """Return whether all caches together, and what offloading one layer takes, surely stay within a limit."""
+    offload = 0 if pool.options.budget_bytes is None else pool.options.offload_bytes([bound.largest])
+    return pool.memory_bytes + bound.growth + offload <= limit
+
+
+def bound_of(pool: KVPool, adding: Adding) -> Bound | None:
+    """Return what surely suffices for new tokens, without a sum over the layers of other caches.
+
+    Return None where a layer is on disk or parked, and where tokens may be dropped.
     """
-    if pool.layers.is_on_disk or pool.options.max_tokens is not None:
+    options = pool.options
+    if pool.layers.is_on_disk or options.max_tokens is not None:
         return None
-    largest = 0
-    for rows, more in zip(layers, num_new, strict=True):
+    growth = largest = 0
+    for rows, num_new, nbytes in zip(adding.layers, adding.num_new, adding.row_bytes, strict=True):
         store = rows.store
-        if not isinstance(store, MemoryRows) or store.takes_more(more):
+        if not isinstance(store, MemoryRows) or store.pages:
             return None
-        if (width := store.buffers.nbytes // store.buffers.capacity) > largest:
-            largest = width
-    return largest
+        if capacity := store.buffers.capacity:
+            nbytes = store.buffers.nbytes // capacity
+        if store.takes_more(num_new):  # by one step more if the buffers grow several times
+            growth += nbytes * (options.most_capacity(store.num_rows + num_new) + options.step)
+        if nbytes > largest:
+            largest = nbytes
+    return Bound(growth, largest)
 
 
 def ledger_of(pool: KVPool, adding: Adding) -> KVLedger:

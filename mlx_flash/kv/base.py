@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
@@ -16,8 +16,18 @@ from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import sizes
+from mlx_flash.layout.reachable import arrays_in
 
 C = TypeVar("C", bound="PooledCache")
+
+
+def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
+    """Return every array of a prompt cache that is in memory. Those of a pool are known, and not searched for."""
+    found: list[mx.array] = []
+    for entry in cache:
+        found += entry.rows.memory.arrays if isinstance(entry, PooledCache) else arrays_in(entry)
+    return found
+
 
 PENDING = "pending"
 """Attribute of an entry of a cache that lacks a token, or has guesses. :mod:`mlx_flash.engine.pending` sets it."""

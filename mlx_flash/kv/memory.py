@@ -58,7 +58,8 @@ class MemoryRows:
     def __init__(
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
-        mx.eval(arrays)
+        if arrays:
+            mx.eval(arrays)
         self.buffers = Buffers.of(RowLayout.of(arrays, options.step) if arrays else None, arrays)  # replaced as a whole
         self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
         self.num_rows = length  # in the buffers; it does not count while parked

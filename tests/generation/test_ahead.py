@@ -244,15 +244,15 @@ def test_completed_caches(llama: Path) -> None:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each pass whose memory was added up over all layers."""
+    """Tokens of each call whose memory was looked at layer by layer."""
     found: list[int] = []
-    check = sharing.check_headroom
+    check = sharing.fits_surely
 
-    def noted(plan: Any, lanes: Any, *args: Any, **options: Any) -> int:
-        found.append(len(lanes))
-        return check(plan, lanes, *args, **options)
+    def noted(plan: Any, lane: Any) -> bool:
+        found.append(lane.call.num_tokens)
+        return check(plan, lane)
 
-    monkeypatch.setattr(sharing, "check_headroom", noted)
+    monkeypatch.setattr(sharing, "fits_surely", noted)
     return found
 
 

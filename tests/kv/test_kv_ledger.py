@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FlashError
-from mlx_flash.kv.admit import Adding, admit, ledger_of, quiet_width
+from mlx_flash.kv.admit import Adding, admit, admit_surely, bound_of, ledger_of
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import Coming, KVLedger, Layer
 from mlx_flash.kv.kvpool import KVPool
@@ -69,12 +69,14 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
     layers = [cache.rows for cache in caches]
     if name in ("feed", "call"):
         adding = Adding(layers, [count] * LAYERS, count, sizes_of(layers))
-        if name == "call" and admit(pool, adding, pool.options.budget_bytes or 1 << 40):
+        limit, bound = pool.options.budget_bytes or 1 << 40, bound_of(pool, adding)
+        is_sure = name == "call" and bound is not None and admit_surely(pool, adding, bound, limit)
+        if name == "call" and not is_sure and admit(pool, adding, limit):
             return
         peak, num_offloaded = ledger_of(pool, adding).peak, pool.stats.num_offloaded
         for i, cache in enumerate(caches):
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
-            assert pool.memory_bytes <= peak or pool.stats.num_offloaded > num_offloaded
+            assert pool.memory_bytes <= peak or (pool.stats.num_offloaded > num_offloaded and not is_sure)
     elif name == "copy" and len(conversations) < 4:
         conversations.append(copy.deepcopy(caches))
     elif name == "drop" and len(conversations) > 1:
@@ -102,13 +104,17 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
     layers = [cache.rows for caches in together for cache in caches]
-    ledger = ledger_of(pool, Adding(layers, [count] * len(layers), count, sizes_of(layers)))
+    adding = Adding(layers, [count] * len(layers), max(1, count - which), sizes_of(layers))
+    ledger = ledger_of(pool, adding)
     assert ledger.peak >= ledger.now
     missing = [ledger.way(limit).missing for limit in (0, ledger.now, ledger.peak, ledger.peak + 50_000, 1 << 40)]
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0
-    if (width := quiet_width(pool, layers, [count] * len(layers))) is not None:
-        assert width == max(sum(rows.store.in_numbers.widths) for rows in layers)
-        assert not pool.layers.on_disk and ledger.peak == ledger.now and ledger.growth == 0
+    if (bound := bound_of(pool, adding)) is not None:
+        assert bound.largest == max(each.nbytes for each in ledger.coming.values())
+        assert not pool.layers.on_disk and (bound.growth or ledger.peak == ledger.now)
+        offload = 0 if pool.options.budget_bytes is None else pool.options.offload_bytes([bound.largest])
+        way = ledger.way(pool.memory_bytes + bound.growth + offload)
+        assert (way.missing, way.num_slots, way.under_way_bytes) == (0, 0, offload)
 
 
 def test_now_is_a_sum_over_layers() -> None:

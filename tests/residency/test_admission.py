@@ -27,9 +27,8 @@ from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import headroom, owncaches
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.headroom import check_headroom, fits_surely
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.kv.growth import update_growth
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
@@ -235,22 +234,22 @@ def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPla
     assert room_bytes(plan) - room_bytes(smallest) == plan.budget_bytes - plan.peak_bytes > 0
 
 
-def test_caches_are_added_up_only_when_they_grow(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_added_up_only_where_room_is_short(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in memory computes a token as fast as mlx-lm, and is refused one that the process has no room for."""
-    admitted = []
-    admit = owncaches.admit
-    monkeypatch.setattr(owncaches, "admit", lambda *args: (admitted.append(args), admit(*args))[1])
+    added_up = []
+    ledger_of = owncaches.ledger_of
+    monkeypatch.setattr(owncaches, "ledger_of", lambda *args: (added_up.append(args), ledger_of(*args))[1])
     cache = make_prompt_cache(model)
     mx.eval(model(mx.arange(250)[None], cache=cache))
-    assert len(admitted) == 1 and not model.plan.read_bytes
-    for i in range(20):  # the caches have room for 256 tokens
+    for i in range(20):  # the caches have room for 256 tokens, and get more
         mx.eval(model(mx.array([[i]]), cache=cache))
-    assert len(admitted) == 2
+    assert not added_up and not model.plan.read_bytes
     call = parse_call((mx.array([[1]]), cache), {})
     check_headroom(model.plan, [Lane(call)])
     full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
     with pytest.raises(BudgetError):
         check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])
+    assert not fits_surely(replace(model.plan, budget_bytes=full), Lane(call)) and added_up
 
 
 @pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
@@ -273,6 +272,7 @@ def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
         assert added_up
 
 
+@pytest.mark.parametrize("num_new", [1, 2, 700])
 @pytest.mark.parametrize(
     "make",
     [
@@ -282,24 +282,24 @@ def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
         lambda: filled(KVCache(), 1, 256),
         lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
         KVCache,
+        lambda: filled(BatchKVCache([3, 0]), 2, 300),
+        lambda: filled(BatchRotatingKVCache(300, [3, 0]), 2, 299),
     ],
-    ids=["window almost full", "window too long", "window", "plain", "quantized", "empty"],
+    ids=["window almost full", "window too long", "window", "plain", "quantized", "empty", "batch", "windows"],
 )
-def test_token_that_is_not_added_up_fits_when_it_is(
-    plan: ResidencyPlan, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
+def test_call_that_is_not_added_up_fits_when_it_is(
+    plan: ResidencyPlan, make: Callable[[], object], num_new: int
 ) -> None:
     caches = [make() for _ in range(5)]
     mx.eval(arrays_in(caches))
-    lane = Lane(parse_call((mx.zeros((1, 1), mx.int32), caches), {}))
-    has_room = headroom._has_room
-    decisions, own = set(), OwnCaches(plan, [lane])
+    batch_size = len(getattr(caches[0], "left_padding", [0]))
+    lane = Lane(parse_call((mx.zeros((batch_size, num_new), mx.int32), caches), {}))
+    in_memory, decisions = replace(plan, streaming=replace(plan.streaming, num_units=0), pool=None), set()
     for budget in range(plan.base_bytes, plan.budget_bytes, plan.budget_bytes // 200):
-        smaller = replace(plan, budget_bytes=budget)
-        decisions.add(has_room(smaller, [lane], own))
-        if has_room(smaller, [lane], own):
-            with monkeypatch.context() as patch:
-                patch.setattr(headroom, "_has_room", lambda *_: False)
-                check_headroom(smaller, [lane])
+        smaller = replace(in_memory, budget_bytes=budget)
+        decisions.add(is_sure := fits_surely(smaller, lane))
+        if is_sure:
+            check_headroom(smaller, [lane])
     assert decisions == {False, True}
 
 

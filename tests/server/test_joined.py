@@ -239,6 +239,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
         return check(plan, lanes, *args, **options)
 
     monkeypatch.setattr(sharing, "check_headroom", checked)
+    monkeypatch.setattr(sharing, "fits_surely", lambda *_: False)
     monkeypatch.setattr(Grants, "undo_if_granted", lambda *_: None)
 
 

@@ -129,6 +129,8 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         for cache in caches:
             if isinstance(cache, DiskKVCache) and cache.pool.options.max_tokens is not None:
                 raise forgetful(cache.pool.options.max_tokens, "part of a batch, whose sequences are kept together")
+        if len(caches) > 1 and all(cache.empty() for cache in caches):  # of each layer of each sequence that begins
+            return BatchKVCache([0] * len(caches))
         return merged([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches], caches)
 
 

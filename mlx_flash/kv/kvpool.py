@@ -21,6 +21,7 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.kvledger import Coming, KVLedger, no_room
 from mlx_flash.kv.layerrows import Group, LayerRows, Layers, Sums, as_pages, copied_bytes, note_copy, park, parking_pays
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
@@ -55,6 +56,7 @@ class KVPool(Opaque):
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self.layers = Layers(options.step)
         self._noted: Sums | None = None  # those of the last :meth:`note`, while all is in memory
+        self.no_rows = MemoryRows(options)  # in memory, of a layer on disk
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time

@@ -30,6 +30,7 @@ class Pool(Protocol):
     ring: SlotRing
     stats: KVStats
     computed: frozenset[Group]
+    no_rows: MemoryRows
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -65,7 +66,6 @@ class LayerRows:
         self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
-        self._no_rows = MemoryRows(self.options)
         self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # in memory, with room
 
     def offload(self, new: Sequence[mx.array]) -> None:
@@ -103,7 +103,7 @@ class LayerRows:
     @property
     def memory(self) -> MemoryRows:
         """The rows while they are in memory; empty while they are on disk."""
-        return self.store if isinstance(self.store, MemoryRows) else self._no_rows
+        return self.store if isinstance(self.store, MemoryRows) else self.pool.no_rows
 
     @property
     def disk(self) -> DiskRows | None:

@@ -52,15 +52,19 @@ class Buffers(NamedTuple):
         return cls(list(arrays), pages, layout, capacity, sum([array.nbytes for array in arrays]))
 
 
+_NO_BUFFERS = Buffers.of(None)
+
+
 class MemoryRows:
     """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them."""
 
     def __init__(
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
+        self.buffers = _NO_BUFFERS  # replaced as a whole
         if arrays:
             mx.eval(arrays)
-        self.buffers = Buffers.of(RowLayout.of(arrays, options.step) if arrays else None, arrays)  # replaced as a whole
+            self.buffers = Buffers.of(RowLayout.of(arrays, options.step), arrays)
         self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
         self.num_rows = length  # in the buffers; it does not count while parked
         self._options = options

@@ -36,7 +36,7 @@ class OwnCaches:
 
     @cached_property
     def _bound(self) -> Bound | None:
-        """What surely suffices for the tokens; None where nothing is known to, or there are no layers."""
+        """Bytes that surely suffice for the tokens; None where none are known to, or there are no layers."""
         if self._pool is None or len(self._pools) > 1:
             return None
         return bound_of(self._pool, self._adding)

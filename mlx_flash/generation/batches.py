@@ -252,7 +252,7 @@ def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
 
 
 _merges: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-"""Whether mlx-lm can merge the new caches of a model, by its weights."""
+"""Answers of :func:`_can_merge` for the new caches of models, by their weights."""
 
 
 def _can_merge(caches: Sequence[list[Any]]) -> bool:

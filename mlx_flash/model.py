@@ -146,6 +146,7 @@ class FlashLLM(ModelFacade):
         *,
         wants_logits: bool = True,
         ends: Sequence[int] = (),
+        segment_left: int = 0,
         num_guesses: int = 0,
         owed: Pending | None = None,
     ) -> Row:
@@ -157,7 +158,8 @@ class FlashLLM(ModelFacade):
             step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
                 one alone, as mlx-lm does.
             wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
-            ends: numbers of tokens at which a part ends too, ascending.
+            ends: numbers of tokens at which segments end, and parts too, ascending.
+            segment_left: tokens of the last segment that will come later.
             num_guesses: the last tokens that are guesses. Then each token is computed alone, with its logits, as far as
                 memory has room for them, and :meth:`Row.keep` takes tokens back.
             owed: what the first token makes up for, if the caller has computed it for a cache that lacks it.
@@ -181,8 +183,12 @@ class FlashLLM(ModelFacade):
             self._warn_once(_SMALLER_STEP, limit, limit)
         starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
         borders = sorted({*starts, num_together, tokens.shape[1]})
-        chunks = [whole.part(before + start, before + stop) for start, stop in pairwise(borders)]
-        parts = [part for chunk in chunks for part in chunk.parts(limit)]
+        parts: list[ForwardCall] = []
+        for start, stop in pairwise(borders):
+            segment_end = next((end for end in ends if end >= stop), num_together + segment_left)
+            left = max(0, segment_end - stop)
+            chunk = replace(whole.part(before + start, before + stop), segment_left=left)
+            parts += chunk.parts(limit)
         parts[-1] = replace(parts[-1], wants_logits=wants_logits)
         if before:  # in a call of its own, as mlx-lm has computed it
             parts.insert(0, replace(whole.part(0, 1), wants_logits=True))

@@ -26,6 +26,7 @@ class ForwardCall:
         is_bare: tokens, and nothing else.
         wants_logits: False where the caller drops the result.
         checkpoints: of the prompt cache before each part of the call, if the parts are guesses; None if none is.
+        segment_left: tokens of each sequence that come after it in its segment of the prompt, such as a system prompt.
     """
 
     arguments: tuple[Any, ...]
@@ -37,6 +38,7 @@ class ForwardCall:
     is_bare: bool
     wants_logits: bool = True
     checkpoints: Checkpoints | None = None
+    segment_left: int = 0
 
     @property
     def batch_size(self) -> int:
@@ -51,7 +53,9 @@ class ForwardCall:
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
         assert self.tokens is not None
-        return self.with_tokens(self.tokens[:, start:stop])
+        found = self.with_tokens(self.tokens[:, start:stop])
+        found.segment_left += 0 if stop is None else max(0, self.tokens.shape[1] - stop)
+        return found
 
     def with_tokens(self, tokens: mx.array) -> ForwardCall:
         """Return the same call with other new tokens, ``(sequences, length)``."""

@@ -177,8 +177,9 @@ class Passes:
         for row, calls in lanes.items():
             if self._session.prefixes is not None and len(calls) > 1 and (cache := calls[0].cache) is not None:
                 tokens = [call.tokens for call in calls if call.tokens is not None]
+                left = [call.segment_left for call in calls]
                 num_prompts = len([*takewhile(lambda call: not call.wants_logits, calls)])
-                if (call := self._session.prefixes.begin_parts(tokens, cache, num_prompts)) is not None:
+                if (call := self._session.prefixes.begin_parts(tokens, cache, num_prompts, left)) is not None:
                     found[row] = call
         return found
 
@@ -267,7 +268,9 @@ class Passes:
             if call.tokens is None or not call.is_plain:
                 forget(call.cache)
             else:
-                cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
+                cached = prefixes.begin(
+                    call.tokens, call.cache, is_prompt=not call.wants_logits, segment_left=call.segment_left
+                )
         rest = call if cached is None or not cached.num_restored else call.part(cached.num_restored)
 
         def run() -> Any:

@@ -88,7 +88,7 @@ class Session:
             self._machine = machine
             self.prefixes: PrefixCache | None = None
             if fingerprint is not None:
-                self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, governor)
+                self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, plan.kept_every, governor)
             limit_buffers(self, plan.cache_limit)
             self._publisher: Publisher | None = None
             if config.telemetry:

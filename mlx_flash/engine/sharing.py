@@ -26,6 +26,7 @@ from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
+from mlx_flash.prefixes.call import state_end
 from mlx_flash.prefixes.leaves import has_state
 from mlx_flash.residency.ledger import shares_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
@@ -256,11 +257,14 @@ def prices_of(
 def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool) -> Iterator[tuple[ForwardCall, int]]:
     """Yield each part after the first, and its bytes while it waits and another one computes."""
     first, *others = parts
-    num_before, cache = first.num_tokens, list(entries_of(first.cache or ()))
-    context = Lane(first).tokens.context - first.num_tokens // first.batch_size
+    ledger, cache = plan.ledger, list(entries_of(first.cache or ()))
+    before, end = first, Lane(first).tokens.context
     for number, part in enumerate(others):
-        kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
-        num_before += part.num_tokens
-        end = context + num_before // part.batch_size
-        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, end, is_first=not number, on_disk=on_disk)
-        yield part, sum(kept) + each
+        guessed = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
+        kept = 0
+        if plan.kept_every and state_end(end, before.num_tokens, before.segment_left, plan.kept_every) is not None:
+            kept = plan.cache.states_bytes(before.num_tokens, end)
+        new, batch_size, before = part.num_tokens, part.batch_size, part
+        end += new // batch_size
+        each = ledger.part_waiting(new, batch_size, end, is_first=not number, on_disk=on_disk, kept=kept)
+        yield part, sum(guessed) + each

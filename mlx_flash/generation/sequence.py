@@ -108,7 +108,10 @@ class GeneratedSequence:
             taken, self.ends_segment = _take_segments(self.segments, self.cache, most)
             self._new = [token for segment in taken for token in segment]
             ends, is_last = list(accumulate(map(len, taken[:-1]))), not self.segments
-            self.row = self.model.row(mx.array([self._new]), self.cache, self._step, wants_logits=is_last, ends=ends)
+            left = 0 if self.ends_segment else len(self.segments[0])
+            self.row = self.model.row(
+                mx.array([self._new]), self.cache, self._step, wants_logits=is_last, ends=ends, segment_left=left
+            )
             self.row.report = self._report
         elif self.model.begins_ahead:
             self._new = [self.last] if self.num_taken == self.num_tokens else []  # else take() adds it

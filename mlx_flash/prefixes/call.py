@@ -8,10 +8,32 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_flash.kv.history import History, Labels, make_labels
+from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, has_state
 from mlx_flash.prefixes.pagefile import Blob
+
+
+def state_end(bound: int, num_new: int, segment_left: int, every: int, page_tokens: int = PAGE_TOKENS) -> int | None:
+    """Return after how many tokens of a prompt windows and states are kept of a call; None if nowhere in it.
+
+    With ``every`` 1 that is the end of the call. Else it is the end of the last page in the call, if that is a multiple
+    of ``every`` or the last one in its segment, from where the next turn of a conversation goes on.
+
+    Args:
+        bound: tokens up to the end of the call.
+        num_new: tokens of the call.
+        segment_left: tokens of its segment that come after it.
+        every: tokens between two windows and states that are kept.
+        page_tokens: tokens of a page.
+    """
+    if every == 1:
+        return bound
+    end = bound // page_tokens * page_tokens
+    is_kept = end % every == 0 or end == (bound + segment_left) // page_tokens * page_tokens
+    return end if is_kept and end > bound - num_new else None
 
 
 @dataclass(slots=True)
@@ -26,34 +48,37 @@ class Call:
     ends: list[int]  # ends of the pages that the call completes
     is_exact: bool  # whether bounds of calls decide bits
     bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
+    state_ends: dict[int, int]  # where windows and states are kept in one of these calls, by its end
     num_after: int = 0  # tokens that the same pass adds behind it
     num_restored: int = 0  # tokens that were not computed
-    kept: dict[int, dict[int, StateLeaf]] = field(default_factory=dict)  # states inside it: by length, and id of entry
+    kept: dict[int, dict[int, StateLeaf]] = field(default_factory=dict)  # between its calls: by end, and id of entry
 
     def add(self, index: int, entry: Any, found: Any) -> None:
-        """Keep a state as it was found by the call of a number, of those that share a pass, if a page ends there."""
-        end = self.bounds[index - 1] if 0 < index <= len(self.bounds) else 0
-        if self.is_prompt and end in self.ends and has_state(entry):
+        """Keep a state as it was found by the call of a number, of those that share a pass, if it is wanted."""
+        bound = self.bounds[index - 1] if 0 < index <= len(self.bounds) else 0
+        end = self.state_ends.get(bound)
+        if self.is_prompt and has_state(entry) and (end == bound or (end is not None and self._are_windows)):
             kept = copy.copy(found)
             kept.__dict__ = {name: _unshared(value) for name, value in vars(found).items()}
-            self.kept.setdefault(end, {})[id(entry)] = StateLeaf(kept)
+            self.kept.setdefault(bound, {})[id(entry)] = StateLeaf(kept)
 
-    def take_states(self, history: History, end: int) -> dict[int, dict[str, Blob]]:
-        """Return windows and states as they were where a page ended; none if they are gone. They are not kept longer.
+    @property
+    def _are_windows(self) -> bool:
+        """True if all states are known for some time after a page has ended."""
+        return all(isinstance(leaf.entry, RotatingKVCache) for leaf in self.states)
 
-        Between calls that share a pass they were kept. Of one call, windows are known at the end of its last page.
+    def take_states(self, bound: int) -> dict[int, dict[str, Blob]]:
+        """Return windows and states of one of the calls, by its end; none if they are gone. They are not kept longer.
 
-        Args:
-            history: the content of the cache after the call.
-            end: the number of tokens.
+        Those between calls that share a pass were kept. Windows are known where the last page of a call has ended.
         """
-        kept, found = self.kept.pop(end, {}), dict[int, dict[str, Blob]]()
+        kept, found, later = self.kept.pop(bound, {}), dict[int, dict[str, Blob]](), bound - self.state_ends[bound]
         for i, leaf in enumerate(self.states):
             state: dict[str, Blob] | None = None
             if id(leaf.entry) in kept:
-                state = kept[id(leaf.entry)].read_state()
-            elif not self.num_after and end == history.ends[-1]:
-                state = leaf.read_before(history.length - end)
+                state = kept[id(leaf.entry)].read_before(later)
+            elif bound == self.end and not self.num_after:
+                state = leaf.read_before(later)
             if state is None:
                 return {}
             found[i] = state
@@ -63,7 +88,8 @@ class Call:
         """Return the call as one with so many of its tokens, that were restored."""
         most = self.history.length + number
         ends = [end for end in self.ends if end <= most]
-        return replace(self, tokens=self.tokens[:, :number], ends=ends, bounds=[most], num_restored=number)
+        tokens = self.tokens[:, :number]
+        return replace(self, tokens=tokens, ends=ends, bounds=[most], state_ends={}, num_restored=number)
 
     @property
     def end(self) -> int:

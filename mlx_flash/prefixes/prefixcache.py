@@ -29,7 +29,7 @@ from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.call import Call, state_end
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, rows_in
 from mlx_flash.prefixes.pagefile import Blob, full_pages
 from mlx_flash.prefixes.restore import PrefixCounters, fill
@@ -40,12 +40,19 @@ STATE = "state"
 
 
 class PrefixCache:
-    """The prefix cache of one model. Calls come one at a time, from the thread that uses MLX."""
+    """The prefix cache of one model. Calls come one at a time, from the thread that uses MLX.
 
-    def __init__(self, store: PrefixStore, *, is_exact: bool) -> None:
+    Args:
+        store: its pages.
+        is_exact: whether the mode is ``exact``, in which windows and states are kept after each call.
+        states_every: tokens between two windows and states that are kept in the mode ``longest``; None for a page.
+    """
+
+    def __init__(self, store: PrefixStore, *, is_exact: bool, states_every: int | None = None) -> None:
         self.store = store
         self.counters = PrefixCounters()
         self._is_exact = is_exact
+        self._states_every = 1 if is_exact else states_every or store.page_tokens
 
     def look(self, tokens: mx.array, cache: Sequence[Any]) -> int:
         """Return how many tokens of a prompt, ``(sequences, length)``, are cached that may be restored in one call.
@@ -60,13 +67,14 @@ class PrefixCache:
         call = self._known([tokens], cache, is_prompt=True)
         return call is not None and self._find(call, call.end).num_tokens == call.end
 
-    def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
+    def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, segment_left: int = 0) -> Call | None:
         """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
 
-        Nothing is restored unless the logits are dropped. Return the call, for :meth:`end` when the rest was computed;
-        None if the content of the cache is not known.
+        Nothing is restored unless the logits are dropped. Of the segment that the call ends in, ``segment_left`` tokens
+        come after it. Return the call, for :meth:`end` when the rest was computed; None if the content of the cache is
+        not known.
         """
-        call = self._known([tokens], cache, is_prompt=is_prompt)
+        call = self._known([tokens], cache, [segment_left], is_prompt=is_prompt)
         forget(cache)
         if call is None or (self._is_exact and not is_prompt):
             return None
@@ -76,19 +84,22 @@ class PrefixCache:
         self._plan(call)
         return call
 
-    def begin_parts(self, parts: Sequence[mx.array], cache: Sequence[Any], num_prompts: int) -> Call | None:
+    def begin_parts(
+        self, parts: Sequence[mx.array], cache: Sequence[Any], num_prompts: int, segments_left: Sequence[int] = ()
+    ) -> Call | None:
         """Begin calls on mlx-lm's prompt cache that share a pass, of whose tokens nothing is restored.
 
         Args:
             parts: the new tokens of each call, ``(sequences, length)``.
             cache: the prompt cache, whose entries have a row for each token.
             num_prompts: the calls whose logits are dropped, which come first.
+            segments_left: for each call, the tokens that come after it in its segment.
 
         Returns:
             As :meth:`begin`.
         """
         kept = parts[:num_prompts] if self._is_exact else parts
-        call = self._known(kept, cache, is_prompt=num_prompts > 0) if kept else None
+        call = self._known(kept, cache, segments_left, is_prompt=num_prompts > 0) if kept else None
         forget(cache)
         if call is not None:
             call.num_after = sum(part.shape[1] for part in parts[len(kept) :])
@@ -132,7 +143,9 @@ class PrefixCache:
         """Write the pages that wait to be stored."""
         self.store.close()
 
-    def _known(self, parts: Sequence[mx.array], cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
+    def _known(
+        self, parts: Sequence[mx.array], cache: Sequence[Any], segments_left: Sequence[int] = (), *, is_prompt: bool
+    ) -> Call | None:
         """Return a call on a cache, or some that share a pass as one; None if the content of the cache is not known."""
         leaves, is_exact = leaves_of(cache), self._is_exact
         tokens = parts[0] if len(parts) == 1 else mx.concatenate([*parts], axis=1)
@@ -143,8 +156,13 @@ class PrefixCache:
         ends = {full for full in full_pages(bounds[-1], self.store.page_tokens) if full > history.length}
         if is_exact:  # the last page of a call ends with it
             ends.update(bounds)
+        state_ends = {}
+        for bound, part, left in zip(bounds, parts, [*segments_left, *[0] * len(parts)], strict=False):
+            end = state_end(bound, part.shape[1], left, self._states_every, self.store.page_tokens)
+            if end is not None:
+                state_ends[bound] = end
         form = form_of(leaves, of_batches=is_exact)
-        return Call(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds)
+        return Call(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds, state_ends)
 
     def _find(self, call: Call, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens, among them those of a call."""
@@ -185,9 +203,9 @@ class PrefixCache:
             if history.ends[number] > restored and not self._put_rows(call.rows, history, number):
                 return False
         is_stored = True
-        for number, end in enumerate(history.ends):
-            if end > restored and call.is_prompt and (states := call.take_states(history, end)):
-                is_stored &= bool(self._put(history, number, states, snapshot=STATE))
+        for bound, end in call.state_ends.items():
+            if end > restored and call.is_prompt and (states := call.take_states(bound)):
+                is_stored &= bool(self._put(history, history.ends.index(end), states, snapshot=STATE))
         return is_stored or not self._is_exact
 
     def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int) -> bool:
@@ -243,11 +261,11 @@ def _last(ends: Sequence[int]) -> int:
 
 
 def open_prefixes(
-    config: FlashConfig, model: str, title: str, prefix_bytes: int, governor: WriteGovernor
+    config: FlashConfig, model: str, title: str, prefix_bytes: int, states_every: int, governor: WriteGovernor
 ) -> PrefixCache | None:
     """Return the prefix cache of a model with a fingerprint and a title; None where the settings want none.
 
-    ``prefix_bytes`` is the memory for pages on their way.
+    ``prefix_bytes`` is the memory for pages on their way, ``states_every`` as in :class:`PrefixCache`.
     """
     mode = config.kv_prefixes
     if mode == "off":
@@ -262,7 +280,7 @@ def open_prefixes(
         queue_bytes=prefix_bytes * QUEUED_PAGES // PAGES_ON_THEIR_WAY,
         governor=governor,
     )
-    return PrefixCache(store, is_exact=mode == "exact")
+    return PrefixCache(store, is_exact=mode == "exact", states_every=states_every)
 
 
 def _device() -> dict[str, str]:

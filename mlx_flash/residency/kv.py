@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
@@ -22,6 +23,9 @@ PROMISED_CONTEXT = 20_480
 
 PROMISED_LOGITS = 80
 """Every such budget has room for the logits of so many tokens of one call, computed one after another."""
+
+DENSE_PAGE_BYTES = 32 << 20
+"""Keys and values of a page of tokens, in 16 bits, of a dense model of 8 billion weights, such as Llama 3."""
 
 PROMPT_TOKEN_BYTES = 16
 """Bytes of a token of a prompt itself: four copies of 32 bits, of the caller and on the way into the model."""
@@ -153,9 +157,16 @@ def _check_directory(directory: Path) -> None:
         raise ConfigError(f"kv_directory is {directory}: this user cannot write to {at}. Hint: name another one.")
 
 
-def kept_every(config: FlashConfig) -> int:
-    """Return how many tokens are between two windows and states that the prefix cache keeps; 0 if it keeps none."""
-    return {"off": 0, "exact": 1}.get(config.kv_prefixes, PAGE_TOKENS)
+def kept_every(config: FlashConfig, cache: CacheSizes) -> int:
+    """Return how many tokens are between two windows and states that the prefix cache keeps; 0 if it keeps none.
+
+    With ``longest`` they take no more of the disk than the keys and values of the tokens between them, or than those of
+    a dense model of 8 billion weights.
+    """
+    if config.kv_prefixes != "longest":
+        return {"off": 0, "exact": 1}[config.kv_prefixes]
+    states = cache.states_bytes(0, sum(length for _, length in cache.windows))
+    return PAGE_TOKENS * max(1, -(-states // max(sum(cache.rows) * PAGE_TOKENS, DENSE_PAGE_BYTES)))
 
 
 def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:

@@ -176,7 +176,14 @@ class Ledger:
         return slot_memory(self.cache.largest_row * tokens + SLOT_PADDING)
 
     def part_waiting(
-        self, num_new: int, batch_size: int, context: int, *, is_first: bool = False, on_disk: bool = False
+        self,
+        num_new: int,
+        batch_size: int,
+        context: int,
+        *,
+        is_first: bool = False,
+        on_disk: bool = False,
+        kept: int | None = None,
     ) -> int:
         """Return the memory of a part of a prompt that waits while another one computes.
 
@@ -191,13 +198,16 @@ class Ledger:
             is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
                 attention that makes keys of latent ones takes more than :meth:`active` knows.
             on_disk: whether layers are on disk.
+            kept: bytes of the windows and states that the prefix cache keeps for it; None for what it keeps of a part
+                on average, and of the first one at most.
         """
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
         keys = 0 if on_disk else row * (context + CACHE_STEP) * batch_size
-        kept = self.cache.states_bytes(num_new, context) if self.kept_every else 0
-        if kept and not is_first:  # whether a page ends there is not known of the first one
-            kept = kept * min(num_new, self.kept_every) // self.kept_every
+        if kept is None:
+            kept = self.cache.states_bytes(num_new, context) if self.kept_every else 0
+            if kept and not is_first:
+                kept = kept * min(num_new, self.kept_every) // self.kept_every
         return sizes.held_bytes(num_new, context, cut) + keys + kept
 
     def of_a_layer(self, new: NewTokens) -> int:

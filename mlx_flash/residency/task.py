@@ -67,7 +67,7 @@ class Task:
             self.sizes.activations,
             cut=self.cut,
             is_tiled=self.is_tiled,
-            kept_every=kept_every(self.config),
+            kept_every=kept_every(self.config, self.sizes.cache),
         )
 
     @cached_property
@@ -138,7 +138,7 @@ class Task:
             activations=sizes.activations,
             cache=sizes.cache,
             compression=machine.compression,
-            kept_every=kept_every(self.config),
+            kept_every=kept_every(self.config, self.sizes.cache),
         )
 
     def activation_bytes(self, reserve: Reserve) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM
-from mlx_flash.engine.sharing import Sharing
+from mlx_flash.engine.sharing import Sharing, prices_of
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence, compute
 from mlx_flash.prefixes.folder import clear_prefixes
@@ -176,6 +177,59 @@ def test_states_inside_pages_are_not_kept(tmp_path: Path) -> None:
         again = [int(token) for token, _ in mlx_flash.generate_step(mx.array(PROMPT), model, **settings)]
         assert again == first and restored(model) == PROMPT_LENGTH // 256 * 256
         assert model.counters.num_tokens_in == PROMPT_LENGTH - restored(model) + 2
+
+
+LONG = [(5 * i * i + 3 * i) % 1000 for i in range(1500)]
+SYSTEM = 700
+"""Tokens of its first segment."""
+
+
+@pytest.fixture
+def rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are so large that they are kept after 1024 tokens only, and in the last page of each segment."""
+    monkeypatch.setattr("mlx_flash.residency.task.kept_every", lambda *_: 1024)
+
+
+@pytest.mark.usefixtures("rarely")
+@pytest.mark.parametrize("room", [10**11, None])
+def test_large_windows_are_kept_where_turns_go_on(tmp_path: Path, room: int | None) -> None:
+    """Whether the parts share a pass or not, another prompt goes on where the common segment ends."""
+    folder = save(tmp_path / "model", WINDOWS | {"vocab_size": 1000})
+    clear_prefixes(prefix_directory())
+
+    def run(prompt: list[int]) -> tuple[int, int]:
+        with streamed(folder, "longest") as model:
+            model.plan = replace(model.plan, budget_bytes=room or model.plan.budget_bytes)
+            if room is None:  # one part after another
+                model._life.passes.group._needs_order = True
+            segments = [prompt[:SYSTEM], prompt[SYSTEM:]]
+            chooser = Chooser(None, None, [])
+            sequence = GeneratedSequence(model, model.make_cache(), segments, chooser, step=STEP, max_tokens=1)
+            while not sequence.is_ready:
+                compute([sequence])
+                sequence.end_part()
+            assert model.prefixes is not None and model.prefixes.store.flush()
+            return restored(model), len([*(prefix_directory() / "pages").iterdir()])
+
+    num_pages, num_windows = len(LONG) // 256, 3  # after 512 tokens, 1024 and 1280
+    assert run(LONG) == (0, num_pages + num_windows)
+    assert run([*LONG[:SYSTEM], *reversed(LONG[SYSTEM:])])[0] == SYSTEM // 256 * 256
+    assert run(LONG)[0] == len(LONG) // 256 * 256
+
+
+@pytest.mark.usefixtures("rarely")
+def test_only_windows_that_are_kept_are_counted(tmp_path: Path) -> None:
+    """In the part after the one in which their page ends."""
+    folder = save(tmp_path / "model", WINDOWS | {"vocab_size": 1000})
+    with streamed(folder, "longest") as model:
+        for ends, expected in (([], [1024, 1280]), ([SYSTEM], [512, 1024, 1280])):
+            row = model.row(mx.array([LONG]), model.make_cache(), STEP, ends=ends)
+            prices = [prices_of(plan, [row.left]) for plan in (model.plan, replace(model.plan, kept_every=0))]
+            more = [known.waiting - unknown.waiting for known, unknown in zip(*prices, strict=True)]
+            counted = [before != after for before, after in pairwise([0, *more])]
+            bounds = [*accumulate(part.num_tokens for part in row.left)]
+            found = [bound // 256 * 256 for bound, is_counted in zip(bounds, counted, strict=False) if is_counted]
+            assert found == expected
 
 
 @pytest.mark.parametrize(("mode", "step", "share"), [("exact", 64, 1), ("longest", 64, 1 / 4), ("longest", STEP, 1)])

@@ -134,10 +134,10 @@ class OwnCaches:
     @cached_property
     def _adding(self) -> Adding:
         """The tokens that the calls add."""
-        rows, num_layers = self._plan.kv.rows, max([len(lane.own) for lane in self._lanes])
-        row_bytes = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
-        tokens = [lane.tokens for lane in self._lanes]
-        step = max([new.num_at_once // new.batch_size for new in tokens])
-        of_lanes = [new.batch_size for new, lane in zip(tokens, self._lanes, strict=True) for _ in lane.own]
-        sizes = [row_bytes[i % num_layers] * batch_size for i, batch_size in enumerate(of_lanes)]
-        return Adding(self._layers, self._num_new, step, sizes)
+        rows, row_bytes, step = self._plan.kv.rows, list[int](), 0
+        for lane in self._lanes:
+            new, num_layers = lane.tokens, len(lane.own)
+            step = max(step, new.num_at_once // new.batch_size)
+            known = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
+            row_bytes += known if new.batch_size == 1 else [each * new.batch_size for each in known]
+        return Adding(self._layers, self._num_new, step, row_bytes)

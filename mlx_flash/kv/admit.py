@@ -93,7 +93,7 @@ def bound_of(pool: KVPool, adding: Adding) -> Bound | None:
     growth = largest = 0
     for rows, num_new, nbytes in zip(adding.layers, adding.num_new, adding.row_bytes, strict=True):
         store = rows.store
-        if not isinstance(store, MemoryRows) or store.pages:
+        if not isinstance(store, MemoryRows) or store.buffers.pages:
             return None
         if capacity := store.buffers.capacity:
             nbytes = store.buffers.nbytes // capacity

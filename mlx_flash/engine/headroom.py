@@ -80,10 +80,11 @@ def check_headroom(
     return granted
 
 
-def fits_surely(plan: ResidencyPlan, lane: Lane) -> bool:
+def fits_surely(plan: ResidencyPlan, lane: Lane, num_layers: int) -> bool:
     """Return whether a call surely fits the budget, with nothing to lend or to offload. Its own caches are prepared.
 
-    With all weights in memory this is so for nearly all calls, and no sum over the layers of all caches is needed.
+    With all weights in memory this is so for nearly all calls, and no sum over the layers of all caches is needed. The
+    old arrays of all caches are counted beside the new ones, and the results of ``num_layers`` that MLX records ahead.
     """
     if plan.streaming.num_units or plan.pool is not None:
         return False
@@ -91,7 +92,8 @@ def fits_surely(plan: ResidencyPlan, lane: Lane) -> bool:
         return False
     changed = _changed_batches(lane.others)
     growth = most_growth(plan, lane, lane.tokens) + nbytes_in(changed)  # the call may evaluate all of them
-    missing = plan.ledger.process + active_memory() + plan.ledger.computed([lane.tokens]) + growth - plan.budget_bytes
+    computed = plan.ledger.computed([lane.tokens]) + max(0, num_layers - 1) * plan.ledger.of_a_layer(lane.tokens)
+    missing = plan.ledger.process + active_memory() + computed + growth - plan.budget_bytes
     if missing > 0 or not OwnCaches(plan, [lane]).admit_surely(missing):
         return False
     _note_called(changed)
@@ -123,18 +125,24 @@ def goes_to_disk(plan: ResidencyPlan, lanes: Sequence[Lane], lending: Lending | 
 def layers_at_once(plan: ResidencyPlan, lanes: Sequence[Lane], num_layers: int) -> int | None:
     """Return the number of layers that MLX may record ahead of a GPU; None if their results fit the budget together.
 
-    MLX keeps the intermediate results of recorded layers until they are computed, and checks before a pass count one
-    layer. Lanes wait for each other, so with several each layer is waited for.
+    MLX keeps the intermediate results of recorded layers until they are computed, and the old arrays of caches that
+    grow. Checks before a pass count one layer. Lanes wait for each other, so with several each layer is waited for.
     """
     if num_layers < 2:
         return None
     if len(lanes) > 1:
         return 1
-    each = plan.ledger.of_a_layer(lanes[0].tokens)
+    own = OwnCaches(plan, lanes)
+    each = plan.ledger.of_a_layer(lanes[0].tokens) + max(own.replaced_bytes, _replaced_of_others(plan, lanes[0]))
     if (num_layers - 1) * each <= _LITTLE_BYTES:
         return None
-    found = 1 + max(0, plan.budget_bytes - needed(plan, lanes).total) // each
+    found = 1 + max(0, plan.budget_bytes - needed(plan, lanes).total - own.growth) // each
     return None if found >= num_layers else found
+
+
+def _replaced_of_others(plan: ResidencyPlan, lane: Lane) -> int:
+    """Return the most bytes of one of mlx-lm's own caches that a call may replace by a larger one."""
+    return max(map(nbytes_in, lane.others), default=0) if _growth_of_others(plan, [lane]) else 0
 
 
 def needed(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:

@@ -11,6 +11,7 @@ from mlx_flash.kv.admit import Adding, Bound, admit, admit_surely, bound_of, is_
 from mlx_flash.kv.kvledger import KVLedger
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import NUM_SLOTS
 from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.residency.plan import ResidencyPlan
@@ -40,6 +41,13 @@ class OwnCaches:
         if self._pool is None or len(self._pools) > 1:
             return None
         return bound_of(self._pool, self._adding)
+
+    @property
+    def replaced_bytes(self) -> int:
+        """The most bytes of a layer's buffers that are in memory, and have no room for the tokens."""
+        stores = [(rows.store, num_new) for rows, num_new in zip(self._layers, self._num_new, strict=True)]
+        grows = [each for each, num_new in stores if isinstance(each, MemoryRows) and each.takes_more(num_new)]
+        return max([each.buffers.nbytes for each in grows], default=0)
 
     @property
     def growth(self) -> int:

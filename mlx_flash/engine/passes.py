@@ -17,7 +17,7 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.headroom import check_headroom, layers_at_once
+from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
@@ -102,14 +102,16 @@ class Passes:
                     self._take_cached(self._session.prefixes, plan, row, lending)
                 waiting = [row for row in waiting if not row.is_done]
             while waiting:
-                lanes, pinned = {}, self._session.engine.pinned
-                if not self._run_granted(plan, waiting[0]) and (lanes := self.sharing.choose(plan, waiting, lending)):
-                    calls = [call for lane in lanes.values() for call in lane]
-                    pinned.compute_at_once(layers_at_once(plan, list(map(Lane, calls)), len(pinned.modules)))
-                    if self.begins_ahead and pinned.num_at_once is None:
-                        self.grants.note(plan, calls[0])
-                    self._run(lanes)
-                waiting = waiting[max(1, len(lanes)) :]
+                num_chosen = 1
+                if not self._run_granted(plan, waiting[0]):
+                    lanes, at_once = self.sharing.choose(plan, waiting, lending)
+                    if lanes:
+                        self._session.engine.pinned.compute_at_once(at_once)
+                        if self.begins_ahead and at_once is None:
+                            self.grants.note(plan, waiting[0].left[0])
+                        self._run(lanes)
+                    num_chosen = max(1, len(lanes))
+                waiting = waiting[num_chosen:]
             for pending in filter(attrgetter("is_settled"), owed):
                 pending.lift()  # its mark, too
         finally:

@@ -26,6 +26,7 @@ from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.memory.pressure import FREE_SHARE
 from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
+from mlx_flash.residency.kv import largest_page
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Way
@@ -88,7 +89,8 @@ class Session:
             self._machine = machine
             self.prefixes: PrefixCache | None = None
             if fingerprint is not None:
-                self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, plan.kept_every, governor)
+                queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
+                self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
             limit_buffers(self, plan.cache_limit)
             self._publisher: Publisher | None = None
             if config.telemetry:

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.headroom import check_headroom, check_least, fits_surely, goes_to_disk, most_granted
+from mlx_flash.engine.headroom import (
+    check_headroom,
+    check_least,
+    fits_surely,
+    goes_to_disk,
+    layers_at_once,
+    most_granted,
+)
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
@@ -39,6 +46,13 @@ class _More(NamedTuple):
 
     row: Row
     part: ForwardCall
+
+
+class Chosen(NamedTuple):
+    """Calls that share the next pass."""
+
+    lanes: dict[Row, list[ForwardCall]]  # the parts of each row
+    layers_at_once: int | None  # as :func:`layers_at_once` returns it
 
 
 class Price(NamedTuple):
@@ -64,15 +78,22 @@ class Sharing:
         self._all_have_room = nullcontext if chain is None else chain.all_have_room
         self._least: Callable[[int], int] = int if chain is None else chain.least
 
-    def choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> dict[Row, list[ForwardCall]]:
+    def choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> Chosen:
         """Return as many of the rows as memory allows, each with the parts that share the next pass.
 
         If not even the first one fits, it gets the error, and nothing is returned.
         """
-        if not self._group.can_share and self._session.chain is None:
-            first = rows[0]
-            if first.left[0].checkpoints is None and fits_surely(plan, first.lane(len(first.left))):
-                return {first: [first.left[0]]}
+        num_layers, first = len(self._session.engine.pinned.modules), rows[0]
+        is_alone = not self._group.can_share and self._session.chain is None and first.left[0].checkpoints is None
+        if is_alone and fits_surely(plan, first.lane(len(first.left)), num_layers):
+            return Chosen({first: [first.left[0]]}, None)
+        lanes = self._choose(plan, rows, lending)
+        calls = [Lane(call) for lane in lanes.values() for call in lane]
+        return Chosen(lanes, layers_at_once(plan, calls, num_layers) if calls else None)
+
+    def _choose(
+        self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None
+    ) -> dict[Row, list[ForwardCall]]:
         num_rows = len(rows) if self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False

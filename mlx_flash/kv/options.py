@@ -31,7 +31,6 @@ NUM_READERS = 2  # sets of read buffers: urgent reads have their own. With one s
 
 PAGE_TOKENS = 256  # tokens of a page of the prefix cache
 QUEUED_PAGES = 2  # pages of the prefix cache that may wait to be written; a call that adds more waits
-PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1  # pages of it in memory: one more is being copied or read
 
 Form = Literal["step", "preallocated"]
 """The form of keys and values in memory.

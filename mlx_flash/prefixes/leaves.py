@@ -212,11 +212,14 @@ class StateLeaf(Leaf):
         return {_OTHERS: Blob(others, "uint8", (len(others),)), **blobs}
 
     def read_before(self, num_later: int) -> dict[str, Blob] | None:
-        """Return the state as it was before the last tokens came, as :meth:`read_state`; None if it is gone."""
-        if num_later == 0:
-            return self.read_state()
+        """Return the state as it was before the last tokens came, as :meth:`read_state`; None if it is gone.
+
+        A window is returned without the tokens before it, which the next call would drop.
+        """
         window = window_before(self.entry, num_later)
-        return None if window is None else StateLeaf(window).read_state()
+        if window is not None:
+            return StateLeaf(window).read_state()
+        return None if num_later else self.read_state()
 
     def set_state(self, found: Mapping[str, mx.array]) -> None:
         """Replace the state by one that :meth:`read_state` returned."""

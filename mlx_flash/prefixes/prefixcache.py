@@ -25,7 +25,6 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
 from mlx_flash.kv.history import History
-from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
@@ -261,11 +260,11 @@ def _last(ends: Sequence[int]) -> int:
 
 
 def open_prefixes(
-    config: FlashConfig, model: str, title: str, prefix_bytes: int, states_every: int, governor: WriteGovernor
+    config: FlashConfig, model: str, title: str, queue_bytes: int, states_every: int, governor: WriteGovernor
 ) -> PrefixCache | None:
     """Return the prefix cache of a model with a fingerprint and a title; None where the settings want none.
 
-    ``prefix_bytes`` is the memory for pages on their way, ``states_every`` as in :class:`PrefixCache`.
+    ``queue_bytes`` is the memory for pages that wait to be written, ``states_every`` as in :class:`PrefixCache`.
     """
     mode = config.kv_prefixes
     if mode == "off":
@@ -277,7 +276,7 @@ def open_prefixes(
         tenant=config.kv_prefix_tenant or "",
         title=title,
         limit_bytes=None if config.kv_prefix_gb is None else round(config.kv_prefix_gb * GB),
-        queue_bytes=prefix_bytes * QUEUED_PAGES // PAGES_ON_THEIR_WAY,
+        queue_bytes=queue_bytes,
         governor=governor,
     )
     return PrefixCache(store, is_exact=mode == "exact", states_every=states_every)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions
+from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, Form, KVOptions
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.ledger import Ledger
@@ -169,12 +169,20 @@ def kept_every(config: FlashConfig, cache: CacheSizes) -> int:
     return PAGE_TOKENS * max(1, -(-states // max(sum(cache.rows) * PAGE_TOKENS, DENSE_PAGE_BYTES)))
 
 
-def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
-    """Return the bytes of pages of the prefix cache on their way to disk and back."""
+def prefix_bytes(cache: CacheSizes, config: FlashConfig, context_length: int) -> int:
+    """Return the bytes of pages of the prefix cache on their way to disk and back.
+
+    Some wait to be written while one is copied. Windows and states that are large are written while the call waits.
+    """
     if config.kv_prefixes == "off":
         return 0
-    ledger = Ledger(sizes.cache, sizes.activations)
-    return PAGES_ON_THEIR_WAY * max(sum(sizes.cache.rows) * PAGE_TOKENS, ledger.others.nbytes(context_length))
+    page, largest = sum(cache.rows) * PAGE_TOKENS, largest_page(cache, context_length)
+    return largest + QUEUED_PAGES * (largest if largest <= DENSE_PAGE_BYTES else page)
+
+
+def largest_page(cache: CacheSizes, context_length: int) -> int:
+    """Return the bytes of the largest page of the prefix cache: of keys and values, or of windows and states."""
+    return max(sum(cache.rows) * PAGE_TOKENS, cache.states_bytes(0, context_length))
 
 
 def least_bytes(

@@ -124,7 +124,7 @@ class Task:
             streaming=Streaming(),
             pool=None if experts is None else pool_of(machine, experts, self.pool_slots or experts.least_slots),
             kv=kv,
-            prefix_bytes=prefix_bytes(sizes, self.config, context),
+            prefix_bytes=prefix_bytes(sizes.cache, self.config, context),
             activation_bytes=activations,
             spare_bytes=max(0, self.promised_bytes - kv.nbytes - activations, self.parts_bytes(reserve)),
             bounce_bytes=num_readers * reader_bytes(machine.disk, bounces=bounces, decodes=decodes),

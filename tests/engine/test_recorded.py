@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,8 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import layers_at_once, needed
+from mlx_flash.engine.headroom import fits_surely, layers_at_once, needed
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.memory.footprint import footprint
 from models import LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole
@@ -101,3 +103,28 @@ def test_scores_count_for_single_tokens_that_have_no_kernel(directory: Path) -> 
         assert layers_at_once(replace(model.plan, activations=stored), [lane], NUM_LAYERS) == 1
         assert layers_at_once(replace(model.plan, activations=stored), [lane], 1) is None
         assert layers_at_once(replace(model.plan, activations=fused), [lane] * 2, NUM_LAYERS) == 1
+
+
+@pytest.mark.parametrize("kv_cache", ["stock", None])
+def test_old_arrays_of_caches_that_grow_count(directory: Path, monkeypatch: pytest.MonkeyPatch, kv_cache: Any) -> None:
+    """MLX lets go of them when their layer is computed. On a CPU that is before the next layer begins."""
+    monkeypatch.setattr("mlx_flash.engine.headroom._LITTLE_BYTES", 0)
+    settings = FlashConfig(ram_budget_gb=footprint() / 1e9 + 1.5, kv_cache=kv_cache, telemetry=False)
+    with load_model(directory, settings)[0] as model:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.arange(255)[None], cache=cache))
+        for num_new, grows in ((1, False), (2, True)):
+            lane = Lane(parse_call((mx.zeros((1, num_new), mx.int32), cache), {}))
+            old = max(int(entry.nbytes) for entry in cache)
+            least = needed(model.plan, [lane]).total + OwnCaches(model.plan, [lane]).growth
+            each = model.plan.ledger.of_a_layer(lane.tokens)
+            for room, expected in (
+                (0, 1),
+                (each, 2 - grows),
+                (each + old, 2 if grows else None),
+                (5 * (each + old), None),
+            ):
+                plan = replace(model.plan, budget_bytes=least + room)
+                assert layers_at_once(plan, [lane], NUM_LAYERS) == expected
+            assert not fits_surely(replace(model.plan, budget_bytes=least + each), lane, NUM_LAYERS)
+            assert fits_surely(replace(model.plan, budget_bytes=least + 10**9), lane, NUM_LAYERS)

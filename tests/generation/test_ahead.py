@@ -248,9 +248,9 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     check = sharing.fits_surely
 
-    def noted(plan: Any, lane: Any) -> bool:
+    def noted(plan: Any, lane: Any, num_layers: int) -> bool:
         found.append(lane.call.num_tokens)
-        return check(plan, lane)
+        return check(plan, lane, num_layers)
 
     monkeypatch.setattr(sharing, "fits_surely", noted)
     return found

@@ -249,7 +249,7 @@ def test_caches_are_added_up_only_where_room_is_short(model: FlashLLM, monkeypat
     full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
     with pytest.raises(BudgetError):
         check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])
-    assert not fits_surely(replace(model.plan, budget_bytes=full), Lane(call)) and added_up
+    assert not fits_surely(replace(model.plan, budget_bytes=full), Lane(call), 0) and added_up
 
 
 @pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
@@ -297,7 +297,7 @@ def test_call_that_is_not_added_up_fits_when_it_is(
     in_memory, decisions = replace(plan, streaming=replace(plan.streaming, num_units=0), pool=None), set()
     for budget in range(plan.base_bytes, plan.budget_bytes, plan.budget_bytes // 200):
         smaller = replace(in_memory, budget_bytes=budget)
-        decisions.add(is_sure := fits_surely(smaller, lane))
+        decisions.add(is_sure := fits_surely(smaller, lane, 0))
         if is_sure:
             check_headroom(smaller, [lane])
     assert decisions == {False, True}

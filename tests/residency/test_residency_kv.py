@@ -98,7 +98,7 @@ def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None
 def test_prefix_cache_takes_memory_only_when_it_is_on(
     sizes: ModelSizes, change: dict[str, Any], expected: bool
 ) -> None:
-    assert bool(prefix_bytes(sizes, FlashConfig(**change), CONTEXT)) == expected
+    assert bool(prefix_bytes(sizes.cache, FlashConfig(**change), CONTEXT)) == expected
 
 
 def test_a_share_below_the_minimum_is_refused(sizes: ModelSizes) -> None:

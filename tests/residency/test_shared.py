@@ -10,6 +10,7 @@ from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import Held
+from mlx_flash.residency.kv import DENSE_PAGE_BYTES, kept_every, prefix_bytes
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ActivationSizes, ModelSizes
 from mlx_flash.residency.speed import Machine
@@ -87,6 +88,21 @@ def test_windows_that_the_prefix_cache_keeps_leave_room_for_parts(gigabytes: flo
     assert plans["off"].prompt_passes(4096) <= plan.prompt_passes(4096) <= 4
     each = plan.ledger.part_waiting(256, 1, 4096) - replace(plan, kept_every=0).ledger.part_waiting(256, 1, 4096)
     assert each == 4096 * (512 + 256)
+
+
+def test_large_windows_are_kept_rarely_and_written_at_once() -> None:
+    """They take no more of the disk for a token than a dense model of 8 billion weights."""
+    page, window = 8 * 8192 * 256, 40 * 8192 * 1024
+    cache = CacheSizes(rows=(8192,) * 8, windows=((8192, 1024),) * 40)
+    small = replace(cache, windows=((8192, 16),) * 40)
+    off, exact, longest = (FlashConfig(kv_prefixes=mode) for mode in ("off", "exact", "longest"))  # type: ignore[arg-type]
+    assert window == 10 * DENSE_PAGE_BYTES and kept_every(longest, cache) == 10 * 256
+    assert [kept_every(config, small) for config in (off, exact, longest)] == [0, 1, 256]
+    assert kept_every(longest, replace(cache, rows=(8192,) * 80)) == 2 * 256  # a page has 168 MB
+    assert prefix_bytes(cache, off, 4096) == 0
+    assert prefix_bytes(cache, longest, 4096) == window + 2 * page
+    assert prefix_bytes(small, longest, 4096) == 3 * page
+    assert prefix_bytes(cache, longest, 64) == 3 * 40 * 8192 * 64  # so few tokens are in a short context
 
 
 def test_a_pool_of_experts_leaves_no_room() -> None:

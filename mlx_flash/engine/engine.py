@@ -25,6 +25,7 @@ from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.streaming.layers import (
+    ComputedModule,
     EmbeddingRows,
     HeadState,
     LayerState,
@@ -121,6 +122,10 @@ class Engine:
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
             self.loans = Loans(self.stream)
             self._start_streaming(trunk, plan)
+            for module in layout.adapted:  # their matrices would be in memory together
+                if not isinstance(module, SwappedClass):
+                    swap_class(module, ComputedModule, None)
+                    self._changed.append(module)
             if has_own_memory():
                 self._watch_pinned(trunk)
             options = experts or ExpertOptions()

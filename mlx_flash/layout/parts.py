@@ -172,6 +172,8 @@ class ModelLayout:
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
         logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
         held: the memory that a call holds while it waits for a unit.
+        adapted: the adapters that make whole matrices in each call. They are computed one after another.
+        adapted_bytes: the memory of these matrices, of one adapter at most.
         towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
             compute, one after another.
     """
@@ -191,6 +193,8 @@ class ModelLayout:
     num_operations: int = 0
     logits_bytes: int = 0
     held: Held = field(default_factory=Held)
+    adapted: tuple[nn.Module, ...] = ()
+    adapted_bytes: int = 0
     towers: list[Unit] = field(default_factory=list)
 
     @property

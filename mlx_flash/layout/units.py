@@ -13,6 +13,7 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError
+from mlx_flash.layout.adapted import adapted_bytes, find_adapted
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
 from mlx_flash.layout.held import measure_held
@@ -51,6 +52,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     units = [unit for unit in [*layers, *heads, *embeddings, *towers] if unit.large]
     small = {id(parameter) for unit in towers for parameter in unit.small}
     taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]} - small
+    adapted = find_adapted(list(tree.modules.values()), tree.trace)
     layout = ModelLayout(
         layers=[unit for unit in layers if unit.large],
         heads=[unit for unit in heads if unit.large],
@@ -66,6 +68,8 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         nodes_per_token=tree.trace.nodes_per_token,
         num_operations=tree.trace.num_operations,
         logits_bytes=tree.trace.logits_bytes,
+        adapted=adapted,
+        adapted_bytes=adapted_bytes(adapted, tree.parameters),
         towers=[unit for unit in towers if unit.large],
     )
     return replace(layout, held=measure_held(loaded, layout, tree.parameters))

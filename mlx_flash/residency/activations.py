@@ -39,6 +39,7 @@ class ActivationSizes:
         returned_per_token: the logits of a token, as a call returns them.
         held: what a call holds while it waits for a unit.
         masks_per_pair: bytes of the masks that it holds, for each pair of a new token and a token in context.
+        per_call: matrices that an adapter makes in each call, of however many tokens.
     """
 
     per_token: int
@@ -51,6 +52,7 @@ class ActivationSizes:
     returned_per_token: int = 0
     held: Held = field(default_factory=Held)
     masks_per_pair: int = 0
+    per_call: int = 0
 
     def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
         """Return the bytes for one call of new tokens over all sequences, each of which attends to so many tokens."""
@@ -58,7 +60,7 @@ class ActivationSizes:
         per_pair = self.scores_per_pair if fused else self.unfused_per_pair
         scores = per_pair * num_tokens * max(context_length, num_tokens) + self.copies_per_pair * num_tokens**2
         per_token = self.per_token + self.embedding_per_token + self.graph_per_token
-        return num_tokens * per_token + scores + rows * self.logits_per_token
+        return self.per_call + num_tokens * per_token + scores + rows * self.logits_per_token
 
     def waiting_bytes(self, num_tokens: int) -> int:
         """Bytes of a call that waits for its turn in lockstep: less than what a layer computes for its tokens."""
@@ -108,6 +110,7 @@ def measure_activations(layout: ModelLayout, config: dict[str, Any]) -> Activati
         returned_per_token=layout.logits_bytes or logits_per_token,
         held=layout.held,
         masks_per_pair=_NUM_MASKS * max([*masks, *([1] if layout.cache.windows else [])], default=0),
+        per_call=layout.adapted_bytes,
     )
 
 

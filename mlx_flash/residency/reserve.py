@@ -115,7 +115,8 @@ def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
     sizes, config, context = task.sizes, task.config, reserve.context_length
     if not config.prefill_step_size:
         states = sizes.cache.call_bytes * reserve.prefill_step_size
-        if task.activation_bytes(reserve) + states > ACTIVATION_SHARE * budget:
+        by_step = task.activation_bytes(reserve) - sizes.activations.per_call + states
+        if by_step > ACTIVATION_SHARE * budget:
             return False
     if config.context_length or context <= CONTEXT_LENGTHS[-1]:
         return True

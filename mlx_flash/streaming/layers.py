@@ -100,15 +100,15 @@ class PinnedLayers:
         self.num_at_once = 0
         for position, module in enumerate(self.modules, 1):
             is_last = number is not None and position % number == 0
-            if is_last and not isinstance(module, _LastAtOnce):
-                swap_class(module, _LastAtOnce, None)
-            elif not is_last and isinstance(module, _LastAtOnce):
+            if is_last and not isinstance(module, ComputedModule):
+                swap_class(module, ComputedModule, None)
+            elif not is_last and isinstance(module, ComputedModule):
                 restore_class(module)
         self.num_at_once = number
 
 
-class _LastAtOnce(SwappedClass):
-    """A layer that is computed, and those before it, before the next one begins."""
+class ComputedModule(SwappedClass):
+    """A module that is computed, and those before it, before the next one begins."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]

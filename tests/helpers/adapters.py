@@ -16,9 +16,10 @@ ADAPTERS = {
 }
 
 
-def save_adapter(directory: Path, base: Path, kind: str, num_layers: int) -> Path:
+def save_adapter(directory: Path, base: Path, kind: str, num_layers: int, keys: list[str] | None = None) -> Path:
     model = stock(base)
     parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0, **ADAPTERS[kind]}
+    parameters |= {"keys": keys} if keys else {}
     linear_to_lora_layers(model, num_layers, parameters, use_dora=kind == "dora")
     mx.random.seed(3)
     leaves = {k: v for k, v in tree_flatten(model.parameters()) if k.rsplit(".", 1)[-1] in ("lora_a", "lora_b", "m")}

@@ -11,15 +11,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_adapters
 
 import children
+from adapters import save_adapter
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, saved_once
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, WIDE_LLAMA, same_bits, save, saved_once, stock
 from zoo import configuration
 
 NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
@@ -121,6 +123,31 @@ def test_plan_counts_the_states_and_intermediate_arrays_of_recurrent_layers(tmp_
         kept, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
         assert kept <= model.plan.kv_bytes
         assert peak <= model.plan.kv_bytes + model.plan.activation_bytes
+
+
+@pytest.mark.parametrize("budget", ["min", 2.0])
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_matrices_that_dora_makes_in_each_call_are_planned(
+    tmp_path: Path, is_tied: bool, bits: int | None, budget: Any
+) -> None:
+    base = save(tmp_path / "base", WIDE_LLAMA | {"tie_word_embeddings": is_tied}, bits=bits)
+    keys = ["mlp.down_proj", "mlp.up_proj", *(["model.embed_tokens"] if is_tied and not bits else [])]
+    adapter = str(save_adapter(tmp_path / "adapter", base, "dora", 6, keys))
+    tokens = mx.array([[5, 17, 900, 3]])
+    expected = load_adapters(stock(base), adapter)(tokens)
+    mx.eval(expected)
+    config = FlashConfig(ram_budget_gb=budget, context_length=256, telemetry=False, lend_reserves=False)
+    with load_model(base, config, adapter_path=adapter)[0] as model:
+        cache = make_prompt_cache(model)
+        gc.collect()  # arrays of earlier tests
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        logits = model(tokens, cache=cache)
+        mx.eval(logits)
+        peak = mx.get_peak_memory() - before
+        assert same_bits([logits], [expected])
+        assert peak <= model.plan.kv_bytes + model.plan.activations.nbytes(4, 4, all_logits=True)
 
 
 def test_states_that_are_copied_for_each_token_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

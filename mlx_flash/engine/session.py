@@ -141,9 +141,9 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
 
 def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     plan, disk = prepared.plan, prepared.machine.disk
-    records = [
-        record for unit in [*prepared.layout.units, *prepared.layout.towers] for p in unit.large for record in p.records
-    ]
+    layout, checkpoint = prepared.layout, prepared.checkpoint
+    parameters = [p for unit in [*layout.units, *layout.towers] for p in [*unit.large, *unit.small]]
+    records = [record for p in [*parameters, *layout.resident] for record in p.records]
     paths = sorted({record.extent.path for record in records})
     read_size, queue_depth = plan.read_size, plan.queue_depth
     is_free = config.io == "auto" and config.queue_depth is None and config.read_size_mb is None
@@ -155,7 +155,8 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         read_size=read_size,
         queue_depth=queue_depth,
         arrival=prepared.machine.arrival,
-        tables=prepared.checkpoint.tables,
+        tables=checkpoint.tables,
+        identities=checkpoint.identities,
         room=_room(config, plan),
     )
     reader.way = replace(reader.way, direct=not disk.through_cache)

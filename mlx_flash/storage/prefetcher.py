@@ -21,7 +21,7 @@ from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way
-from mlx_flash.storage.source import SourceFile
+from mlx_flash.storage.source import FileIdentity, SourceFile
 from mlx_flash.workers import Job, Workers
 
 DEFAULT_READ_SIZE = 4 << 20
@@ -111,7 +111,8 @@ class Ticket:
         try:
             error = self._gather()
             reading = self._prefetcher.busy_seconds - reading
-            self._prefetcher._check_unchanged(self._segments)  # first: it explains a failed read
+            first = {segment.path: segment.pieces[0].name for segment in reversed(self._segments)}
+            self._prefetcher.check_unchanged(first)  # before its errors: it explains a failed read
             if error is not None:
                 raise error
         except BaseException:
@@ -150,6 +151,7 @@ class BackgroundPrefetcher:
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
         room: returns the memory in bytes that the page cache may use for the files; None for none.
         tables: the places of the blocks in files of compressed tensors. Without its table, a file is read as it is.
+        identities: the files as they were when the model was loaded. Without its own, a file counts as it is opened.
 
     Attributes:
         cached: the part of the files that is read through the page cache.
@@ -169,8 +171,9 @@ class BackgroundPrefetcher:
         arrival: Arrival = "in place",
         room: Callable[[], int] = lambda: 0,
         tables: Mapping[Path, BlockTable] | None = None,
+        identities: Mapping[Path, FileIdentity] | None = None,
     ) -> None:
-        tables = tables or {}
+        tables, known = tables or {}, identities or {}
         self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, arrival)
@@ -182,7 +185,7 @@ class BackgroundPrefetcher:
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
         try:
-            self._files.update((path, SourceFile(path, direct, tables.get(path))) for path in paths)
+            self._files.update((path, SourceFile(path, direct, tables.get(path), known.get(path))) for path in paths)
         except BaseException:
             self._release()
             raise
@@ -285,11 +288,11 @@ class BackgroundPrefetcher:
         if task:
             yield task
 
-    def _check_unchanged(self, segments: Sequence[Segment]) -> None:
-        """Check the files of some segments, each once."""
-        for path, segment in {segment.path: segment for segment in reversed(segments)}.items():
+    def check_unchanged(self, tensors: Mapping[Path, str]) -> None:
+        """Check the files of some tensors. As :meth:`SourceFile.check_unchanged`."""
+        for path, tensor in tensors.items():
             try:
-                self._files[path].check_unchanged(segment.pieces[0].name)
+                self._files[path].check_unchanged(tensor)
             except ReadError:
                 self._check_open()
                 raise

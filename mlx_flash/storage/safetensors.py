@@ -8,7 +8,6 @@ Every offset that leaves this module is absolute and was checked against the fil
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +27,7 @@ from mlx_flash.storage.blocks import (
     runs_of,
 )
 from mlx_flash.storage.shards import find_shards, refuse_unreadable
+from mlx_flash.storage.source import FileIdentity, identity_of
 
 # fmt: off
 DTYPE_SIZES: Mapping[str, int] = {
@@ -125,7 +125,7 @@ class Shard:
 
     Attributes:
         path: the file.
-        nbytes: size of the file in bytes.
+        identity: the file as its header was read.
         data_offset: first byte of the data section, ``8 +`` the header's length.
         tensors: the file's tensors by ascending offset.
         metadata: the header's ``__metadata__``, empty when there is none.
@@ -133,11 +133,16 @@ class Shard:
     """
 
     path: Path
-    nbytes: int
+    identity: FileIdentity
     data_offset: int
     tensors: tuple[TensorRecord, ...]
     metadata: Mapping[str, str]
     blocks: BlockTable | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return self.identity.nbytes
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,11 @@ class Checkpoint:
         return {shard.path: shard.blocks for shard in self.shards if shard.blocks is not None}
 
     @property
+    def identities(self) -> dict[Path, FileIdentity]:
+        """The files as their headers were read."""
+        return {shard.path: shard.identity for shard in self.shards}
+
+    @property
     def ratio(self) -> float:
         """Bytes of the files for each byte of the tensors: 1 where none is compressed."""
         saved = sum(
@@ -188,14 +198,14 @@ def read_shard(path: Path) -> Shard:
         if path.suffix == COMPRESSED_SUFFIX:
             return _read_compressed(path)
         with open(open_regular(path), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+            identity = identity_of(file.fileno())
             raw = _read_header(file, path)
     except OSError as fault:
         refuse_unreadable(path, "file", fault)
     header = _parse_object(raw, f"{path}: the header", HeaderError)
     data_offset = _LENGTH_BYTES + len(raw)
-    records, metadata = _records(path, header, data_offset, size)
-    return Shard(path, size, data_offset, records, metadata)
+    records, metadata = _records(path, header, data_offset, identity.nbytes)
+    return Shard(path, identity, data_offset, records, metadata)
 
 
 def _records(
@@ -213,14 +223,15 @@ def _records(
 
 def _read_compressed(path: Path) -> Shard:
     """Read the head of a file of compressed tensors."""
-    head, sizes, data_start, nbytes = read_head(path)
+    identity = identity_of(path)
+    head, sizes, data_start, _ = read_head(path)
     records, metadata = _records(path, head["header"], LOGICAL_START, _MAX_SIZE)
     divided = [(record, *block_sizes(path, head, record.name, record.itemsize)) for record in records]
     needed = sum(num_blocks(record.nbytes, *sizes_) for record, *sizes_ in divided)
     if needed != len(sizes):
         raise HeaderError(f"{path}: its tensors have {needed} blocks, its table has {len(sizes)}. {_AGAIN}")
     runs = [run for r, *sizes_ in divided for run in runs_of(r.extent.offset, r.nbytes, r.itemsize, *sizes_)]
-    return Shard(path, nbytes, data_start, records, metadata, BlockTable(runs, sizes, data_start))
+    return Shard(path, identity, data_start, records, metadata, BlockTable(runs, sizes, data_start))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

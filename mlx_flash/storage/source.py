@@ -56,26 +56,29 @@ class SourceFile:
         path: the file.
         direct: whether to open it for direct reads too.
         table: the places of its blocks, if its tensors are compressed.
+        identity: the file as it was when the model was loaded; None takes it as it is opened.
 
     Attributes:
         path: the file.
         table: as given.
         buffered_fd: descriptor for reads through the page cache.
         direct_fd: descriptor for reads past the page cache; None where that is not wanted or not possible.
-        identity: the file as it was opened.
+        identity: the file as it was then.
 
     Raises:
         CheckpointError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, direct: bool, table: BlockTable | None = None) -> None:
+    def __init__(
+        self, path: Path, direct: bool, table: BlockTable | None = None, identity: FileIdentity | None = None
+    ) -> None:
         self.path, self.table = path, table
         self._name = str(path)  # computing it costs more than the stat
         self._is_open = True
         try:
             self.buffered_fd = open_buffered(path)
             try:
-                self.identity = identity_of(self.buffered_fd)
+                self.identity = identity or identity_of(self.buffered_fd)
                 self.direct_fd = open_direct(path) if direct else None
             except BaseException:
                 os.close(self.buffered_fd)
@@ -87,7 +90,7 @@ class SourceFile:
             raise CheckpointError(f"cannot open {path} for reading: {error.strerror}. Hint: {hint}.") from error
 
     def check_unchanged(self, tensor: str) -> None:
-        """Check that the path still leads to the open file, and that nobody has written to it. Costs one ``stat``.
+        """Check that the path still leads to the same file, and that nobody has written to it. Costs one ``stat``.
 
         Args:
             tensor: name of a tensor that was read, for the error.
@@ -113,12 +116,12 @@ class SourceFile:
         expected = self.identity.nbytes
         if found.nbytes < expected:
             raise TruncatedFileError(
-                f"cannot go on reading '{tensor}' from {self.path}: the file was truncated while the model was "
-                f"running, from {expected} to {found.nbytes} bytes. Hint: put the file back, and load the model again."
+                f"cannot go on reading '{tensor}' from {self.path}: the file was truncated since the model was "
+                f"loaded, from {expected} to {found.nbytes} bytes. Hint: put the file back, and load the model again."
             )
         raise FileChangedError(
-            f"cannot go on reading '{tensor}' from {self.path}: the file was changed or replaced by another one while "
-            f"the model was running (other {self.identity.differences(found)}). Hint: load the model again."
+            f"cannot go on reading '{tensor}' from {self.path}: the file was changed or replaced by another one since "
+            f"the model was loaded (other {self.identity.differences(found)}). Hint: load the model again."
         )
 
     def stored(self, start: int, stop: int) -> tuple[int, int]:

@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
+from mlx_lm import utils as mlx_lm_utils
 
 import children
 from faulty import FailingDisk, open_in_the_end, open_things, unfinished
-from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash import FlashConfig, FlashLLM, FlashManager, apply_flash_patch, load_model
 from mlx_flash.errors import CheckpointError, FileChangedError, FlashError, ReadError, TruncatedFileError
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
@@ -344,6 +345,35 @@ def test_files_that_change(
     shutil.copytree(checkpoints["dense"].directory, directory, dirs_exist_ok=True)
     with streamed(directory) as again:
         assert checkpoints["dense"].is_right(again)
+
+
+@pytest.mark.parametrize("is_planned_again", [False, True], ids=["loaded", "planned again"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_that_change_between_loading_and_the_first_call(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, change: str, is_planned_again: bool
+) -> None:
+    """The places of tensors come from headers that were read when the model was loaded, or planned first."""
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoints["dense"].directory, directory)
+    config = FlashConfig(ram_budget_gb=4.0, context_length=64, telemetry=False, lend_reserves=False)
+    with apply_flash_patch(config):
+        model = mlx_lm_utils.load_model(directory)[0]
+    assert isinstance(model, FlashLLM)
+    if is_planned_again:
+        model.start()
+        FlashManager.of_process().set_ram_budget(3.9)
+        assert model.engine is None
+    shards = sorted(directory.glob("*.safetensors"))
+    for path in shards:
+        CHANGES[change](path)
+    is_gone = change in ("unlinked", "moved")
+    kind = {"truncated": TruncatedFileError}.get(change, CheckpointError if is_gone else FileChangedError)
+    name = "" if is_gone else "'model.*' .*"
+    with pytest.raises(kind, match=rf"{name}{directory}/model-0000\d-of-00002.safetensors"):
+        run(model, PREFILL_AND_DECODE)
+    model.close()
+    for link in filter(Path.is_symlink, shards):
+        shutil.rmtree(link.readlink().parent)
 
 
 def test_a_clock_that_jumps(checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,15 +189,15 @@ def test_disk_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_interrupt_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    real = BackgroundPrefetcher._check_unchanged
+    real = BackgroundPrefetcher.check_unchanged
 
     def interrupt(*args: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(BackgroundPrefetcher, "_check_unchanged", interrupt)
+    monkeypatch.setattr(BackgroundPrefetcher, "check_unchanged", interrupt)
     with pytest.raises(KeyboardInterrupt):
         probe_disk(big, True)
-    monkeypatch.setattr(BackgroundPrefetcher, "_check_unchanged", real)
+    monkeypatch.setattr(BackgroundPrefetcher, "check_unchanged", real)
     assert descriptors() == before
     assert not reader_threads()
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from functools import partial
 
+from mlx_flash.engine.engine import Progress as LoadProgress
 from mlx_flash.errors import BudgetError, PeerError, RefusedError
 from mlx_flash.server.answer import Answer
 from mlx_flash.server.boundary import ends_alone
@@ -42,14 +43,17 @@ class Loop:
         self._ranks = ranks
         self._waiting: deque[Job] = deque()
 
-    def load_default(self) -> LoadedModel | None:
+    def load_default(self, progress: LoadProgress) -> LoadedModel | None:
         """Load the default model, if there is one.
+
+        Args:
+            progress: called with (bytes read, bytes to read).
 
         Raises:
             FlashError: it cannot be loaded.
         """
         source = self._catalog.default
-        return None if source is None else self._models.load(source, lambda done, total: None)
+        return None if source is None else self._models.load(source, progress)
 
     def run(self) -> None:
         """Answer requests until the server stops."""

@@ -51,8 +51,14 @@ class EngineRoom:
         Raises:
             FlashError: the model cannot be loaded. The thread has ended.
         """
-        self._thread.start()
-        return self._plan.result()
+        try:
+            self._thread.start()
+            return self._plan.result()
+        except BaseException:  # after a signal the thread would go on, and Python waits for it before it ends
+            self.stop()
+            if self._thread.is_alive():
+                self.join()
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -90,6 +96,11 @@ class EngineRoom:
         _wait_for_end_of_thread(self._native_id)
         return self._has_ended_well
 
+    def _check_running(self, done: int, total: int) -> None:
+        """End the loading of the default model if the server stops. A progress callback."""
+        if self._is_stopping:
+            raise RefusedError("the server stops.", 503)
+
     def _run(self) -> None:
         self._native_id = threading.get_native_id()
         ranks = Ranks.of_process()
@@ -97,7 +108,7 @@ class EngineRoom:
         loop = Loop(self.catalog, models, self._inbox, ranks)
         try:
             try:
-                model = loop.load_default()
+                model = loop.load_default(self._check_running)
             except FlashError as error:
                 self._plan.set_exception(error)
                 return

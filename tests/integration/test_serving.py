@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -55,11 +56,15 @@ class Server:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-@contextlib.contextmanager
-def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
+    port = free_port()
     program = command if command[0] == "-c" else ("-m", *command)
     process = children.start(*program, "--port", port, files=(Path(os.devnull), log, log), forks=forks)
     try:
@@ -261,6 +266,28 @@ def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: sig
         server.process.join(20)
         assert server.process.exitcode == 0, server.log.read_text()
         assert "terminate called" not in server.log.read_text()
+
+
+SIGNALLED = """
+import os, runpy, sys, time
+from mlx_flash.server.models import Models
+number, load = int(sys.argv.pop(1)), Models.load
+def signalled(*args):
+    os.kill(os.getpid(), number)
+    time.sleep(0.5)
+    return load(*args)
+Models.load = signalled
+runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_while_it_loads(models: list[str], number: signal.Signals) -> None:
+    flags = ["--model", models[0], "--ram-budget-gb", "0.4", "--port", str(free_port())]
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 128 + number, done.stderr
+    assert "loaded" not in done.stderr and "terminate called" not in done.stderr
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(models: list[str]) -> None:

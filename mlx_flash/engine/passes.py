@@ -231,6 +231,8 @@ class Passes:
                 # a single token adds so little to them that it may begin meanwhile
                 evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
                 evaluate(arrays_of(call.cache or ()), arrays_in(output if call.wants_logits else ()))
+            elif self._session.engine.is_resident:  # MLX counts no memory of arrays that are not begun
+                mx.async_eval(arrays_of(call.cache or ()))
         except CALL_ERRORS as error:
             return error
         return [output]

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash import BudgetError, FlashConfig, FlashLLM, load_model
+from mlx_flash.config import KVMode
 from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.prepare import prepare
@@ -104,3 +105,25 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         assert mx.get_peak_memory() - before <= waiting + need.activations + need.growth + growth
         most = plan.activations.waiting_bytes((num_parts - 1) * 32)
         assert waiting < most or plan.activations.held.has_keys
+
+
+@pytest.mark.parametrize("kv_cache", [None, "preallocated", "stock"])
+def test_calls_that_nothing_has_waited_for_are_counted(directory: Path, kv_cache: KVMode | None) -> None:
+    """MLX computes them later, together with those after them."""
+    context, num_calls = 256, 12
+    room = num_calls // 3 * context * 2 * 2 * 4 * 64 * 4  # of the keys and values of some of the calls
+    settings: dict[str, Any] = {"kv_cache": kv_cache, "context_length": context, "ssd_write_gb_per_day": 0.0}
+    with load_model(directory, FlashConfig(ram_budget_gb=2.0, **settings))[0] as model:
+        model.start()
+        plan, before = model.plan, mx.get_active_memory()
+        assert not plan.streaming.num_units
+        model.plan = replace(plan, budget_bytes=plan.ledger.process + before + room)
+        mx.reset_peak_memory()
+        caches, outputs = list[Any](), list[mx.array]()
+        with pytest.raises(BudgetError):
+            for number in range(num_calls):
+                caches.append(model.make_cache())
+                outputs.append(model(mx.full((1, 1), number), cache=caches[-1])[:, -1, :8])
+        assert outputs
+        mx.eval(outputs)
+        assert mx.get_peak_memory() - before <= room

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.writer import write_errors
-from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, free_floor, open_locked, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, free_floor, open_locked, read_regular, write_atomically
 from mlx_flash.folders import cache_directory
 
 MANIFEST_NAME = "copy.json"
+_MOST_BYTES = 64_000_000  # of a description, as of a header of a checkpoint
 
 COPY_HINT = "or set derived_cache_gb=0"
 """Ends the hints of errors when a copy cannot be written."""
@@ -82,7 +83,7 @@ def _size(folder: Path) -> int:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the description of a copy; empty if there is none to read."""
     try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
+        manifest = json.loads(read_regular(folder / MANIFEST_NAME, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}  # interrupted, damaged, or no copy: it is written again when needed
     return manifest if isinstance(manifest, dict) else {}

@@ -168,7 +168,7 @@ class PageFile:
         self._path = f"{folder}/{page}{SUFFIX}"  # Path objects take most of the time of a look at a folder
         self._page = page
         self._is_read = False
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait
         try:
             self.key, self._table, self._start, self._end = self._parse()
         except BaseException as error:

@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import make_private, write_atomically
+from mlx_flash.files import make_private, read_regular, write_atomically
 from mlx_flash.folders import cache_directory
+
+_MOST_BYTES = 16 << 20  # of a file; an entry has some hundred
 
 
 class Measurements:
@@ -31,9 +33,9 @@ class Measurements:
         return cache_directory() / self._name
 
     def load(self) -> dict[str, Any]:
-        """Return all entries; none where the file is missing, unreadable or not JSON."""
+        """Return all entries; none where the file is missing, unreadable, no regular file, or not JSON."""
         try:
-            entries = json.loads(self.file.read_bytes())
+            entries = json.loads(read_regular(self.file, _MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return entries if isinstance(entries, dict) else {}

@@ -6,8 +6,10 @@ import copy
 import functools
 import json
 import logging
+import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count as counted
@@ -482,6 +484,23 @@ def test_a_damaged_page_is_computed_again(llama: Path, mode: str, caplog: pytest
         with loaded(llama, mode) as model:
             assert same(generated(model), expected) and restored(model) >= 2 * STEP
         caplog.clear()
+
+
+def test_a_fifo_in_place_of_a_page_is_not_waited_for(llama: Path) -> None:
+    expected = first_run(llama)
+    for path in (prefix_directory() / "pages").iterdir():
+        path.unlink()
+        os.mkfifo(path)
+    found = list[Logits]()
+
+    def run() -> None:
+        with loaded(llama) as model:
+            found.append(generated(model))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(found) == 1 and same(found[0], expected)
 
 
 def tree(directory: Path) -> dict[str, tuple[int, int]]:

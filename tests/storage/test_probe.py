@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 import children
+from mlx_flash.convert.copies import MANIFEST_NAME, read_manifest
 from mlx_flash.errors import CheckpointNotFoundError, ReadError
 from mlx_flash.folders import cache_directory
 from mlx_flash.storage import probe
+from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
 from models import save
@@ -366,3 +369,24 @@ def test_failed_writing_leaves_the_old_file_and_nothing_else(
             disk_profile(big, False)
     assert disks().read_bytes() == old
     assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
+
+
+def _load(folder: Path) -> object:
+    known = Measurements(MANIFEST_NAME)
+    assert known.file == folder / MANIFEST_NAME
+    return known.load()
+
+
+@pytest.mark.parametrize("read", [_load, read_manifest])
+def test_a_fifo_in_the_cache_folder_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache_directory()
+    folder.mkdir()
+    os.mkfifo(folder / MANIFEST_NAME)
+    found = list[object]()
+    thread = threading.Thread(target=lambda: found.append(read(folder)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == [{}]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
+from mlx_lm.models.cache import KVCache, RotatingKVCache, create_attention_mask
 
 from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import ConfigError
@@ -22,10 +22,15 @@ C = TypeVar("C", bound="PooledCache")
 
 
 def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
-    """Return every array of a prompt cache that is in memory. Those of a pool are known, and not searched for."""
+    """Return every array of a prompt cache that is in memory. Those of common entries need no search."""
     found: list[mx.array] = []
     for entry in cache:
-        found += entry.rows.memory.arrays if isinstance(entry, PooledCache) else arrays_in(entry)
+        if isinstance(entry, PooledCache):
+            found += entry.rows.memory.arrays
+        elif type(entry) in (KVCache, RotatingKVCache):
+            found += [] if entry.keys is None else [entry.keys, entry.values]
+        else:
+            found += arrays_in(entry)
     return found
 
 

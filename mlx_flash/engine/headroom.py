@@ -83,8 +83,13 @@ def check_headroom(
 def fits_surely(plan: ResidencyPlan, lane: Lane, num_layers: int) -> bool:
     """Return whether a call surely fits the budget, with nothing to lend or to offload. Its own caches are prepared.
 
-    With all weights in memory this is so for nearly all calls, and no sum over the layers of all caches is needed. The
-    old arrays of all caches are counted beside the new ones, and the results of ``num_layers`` that MLX records ahead.
+    With all weights in memory this is so for nearly all calls, and no sum over the layers of all caches is needed. Old
+    arrays of all caches are counted beside the new ones, and the results of as many layers as MLX may record ahead.
+
+    Args:
+        plan: the plan of the model.
+        lane: the call.
+        num_layers: layers that MLX may record ahead of a GPU; 0 where that does not matter.
     """
     if plan.streaming.num_units or plan.pool is not None:
         return False

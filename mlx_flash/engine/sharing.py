@@ -34,7 +34,7 @@ from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
 from mlx_flash.prefixes.call import state_end
-from mlx_flash.prefixes.leaves import has_state
+from mlx_flash.prefixes.leaves import are_windows, has_state
 from mlx_flash.residency.ledger import shares_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
@@ -280,11 +280,12 @@ def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool
     first, *others = parts
     ledger, cache = plan.ledger, list(entries_of(first.cache or ()))
     before, end = first, Lane(first).tokens.context
+    every, only_windows = plan.kept_every, are_windows(cache)
     for number, part in enumerate(others):
         guessed = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
-        kept = 0
-        if plan.kept_every and state_end(end, before.num_tokens, before.segment_left, plan.kept_every) is not None:
-            kept = plan.cache.states_bytes(before.num_tokens, end)
+        last, left, kept = before.num_tokens, before.segment_left, 0
+        if every and state_end(end, last, left, every, are_windows=only_windows) is not None:
+            kept = plan.cache.states_bytes(last, end)
         new, batch_size, before = part.num_tokens, part.batch_size, part
         end += new // batch_size
         each = ledger.part_waiting(new, batch_size, end, is_first=not number, on_disk=on_disk, kept=kept)

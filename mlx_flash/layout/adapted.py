@@ -14,7 +14,7 @@ from mlx_flash.layout.trace import CallTrace, zeros_for
 
 
 def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:
-    """Return the adapters whose weights a call uses whole. Of an embedding that only looks up rows, it does not."""
+    """Return the adapters that make a whole matrix in each call. An embedding that only looks up rows makes none."""
     return tuple(module for module in modules if id(module) in trace.called and _is_whole(module, trace))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.options import PAGE_TOKENS
@@ -16,24 +15,36 @@ from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, has_state
 from mlx_flash.prefixes.pagefile import Blob
 
 
-def state_end(bound: int, num_new: int, segment_left: int, every: int, page_tokens: int = PAGE_TOKENS) -> int | None:
-    """Return after how many tokens of a prompt windows and states are kept of a call; None if nowhere in it.
+def state_end(
+    bound: int,
+    num_new: int,
+    segment_left: int,
+    every: int,
+    *,
+    are_windows: bool,
+    page_tokens: int = PAGE_TOKENS,
+) -> int | None:
+    """Return the number of tokens after which windows and states of a call are kept; None if they are not.
 
-    With ``every`` 1 that is the end of the call. Else it is the end of the last page in the call, if that is a multiple
-    of ``every`` or the last one in its segment, from where the next turn of a conversation goes on.
+    With ``every`` 1 that is the end of the call. Else it is the end of a page: a multiple of ``every``, or the last one
+    in the segment, from where the next turn of a conversation goes on. Windows are known at the last end of a page in a
+    call. Recurrent states are known at the end of the call only, so the last full part of a segment has to do.
 
     Args:
         bound: tokens up to the end of the call.
         num_new: tokens of the call.
         segment_left: tokens of its segment that come after it.
         every: tokens between two windows and states that are kept.
+        are_windows: whether there are no recurrent states.
         page_tokens: tokens of a page.
     """
     if every == 1:
         return bound
     end = bound // page_tokens * page_tokens
-    is_kept = end % every == 0 or end == (bound + segment_left) // page_tokens * page_tokens
-    return end if is_kept and end > bound - num_new else None
+    if not (are_windows or end == bound) or end <= bound - num_new:
+        return None
+    is_last = end == (bound + segment_left) // page_tokens * page_tokens or (not are_windows and segment_left < num_new)
+    return end if is_last or end % every == 0 else None
 
 
 @dataclass(slots=True)
@@ -56,16 +67,10 @@ class Call:
     def add(self, index: int, entry: Any, found: Any) -> None:
         """Keep a state as it was found by the call of a number, of those that share a pass, if it is wanted."""
         bound = self.bounds[index - 1] if 0 < index <= len(self.bounds) else 0
-        end = self.state_ends.get(bound)
-        if self.is_prompt and has_state(entry) and (end == bound or (end is not None and self._are_windows)):
+        if self.is_prompt and has_state(entry) and bound in self.state_ends:
             kept = copy.copy(found)
             kept.__dict__ = {name: _unshared(value) for name, value in vars(found).items()}
             self.kept.setdefault(bound, {})[id(entry)] = StateLeaf(kept)
-
-    @property
-    def _are_windows(self) -> bool:
-        """True if all states are known for some time after a page has ended."""
-        return all(isinstance(leaf.entry, RotatingKVCache) for leaf in self.states)
 
     def take_states(self, bound: int) -> dict[int, dict[str, Blob]]:
         """Return windows and states of one of the calls, by its end; none if they are gone. They are not kept longer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -53,6 +53,11 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
 def has_state(entry: Any) -> bool:
     """Return whether an entry has a window or a state, whose content between two calls is gone after the second."""
     return type(entry) in _STATES
+
+
+def are_windows(entries: Iterable[Any]) -> bool:
+    """Return whether the entries have no state but windows, whose content is known for some tokens that came later."""
+    return all(type(entry) is RotatingKVCache for entry in entries if has_state(entry))
 
 
 def forget(cache: Sequence[Any]) -> None:

@@ -29,7 +29,7 @@ from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes.call import Call, state_end
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, rows_in
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, are_windows, forget, form_of, leaves_of, rows_in
 from mlx_flash.prefixes.pagefile import Blob, full_pages
 from mlx_flash.prefixes.restore import PrefixCounters, fill
 from mlx_flash.prefixes.store import Prefix, PrefixStore
@@ -155,9 +155,11 @@ class PrefixCache:
         ends = {full for full in full_pages(bounds[-1], self.store.page_tokens) if full > history.length}
         if is_exact:  # the last page of a call ends with it
             ends.update(bounds)
-        state_ends = {}
+        state_ends, only_windows = {}, are_windows(leaf.entry for leaf in leaves)
+        every, page_tokens = self._states_every, self.store.page_tokens
         for bound, part, left in zip(bounds, parts, [*segments_left, *[0] * len(parts)], strict=False):
-            end = state_end(bound, part.shape[1], left, self._states_every, self.store.page_tokens)
+            new = part.shape[1]
+            end = state_end(bound, new, left, every, are_windows=only_windows, page_tokens=page_tokens)
             if end is not None:
                 state_ends[bound] = end
         form = form_of(leaves, of_batches=is_exact)

@@ -218,6 +218,19 @@ def test_large_windows_are_kept_where_turns_go_on(tmp_path: Path, room: int | No
 
 
 @pytest.mark.usefixtures("rarely")
+@pytest.mark.parametrize("config", [MAMBA2, HYBRID], ids=["states", "hybrid"])
+def test_large_states_are_kept_before_the_last_part_of_a_segment(tmp_path: Path, config: dict[str, Any]) -> None:
+    """They are known at the ends of parts only, here after 512 of 800 tokens."""
+    folder = save(tmp_path / "model", config | {"vocab_size": 1000})
+    clear_prefixes(prefix_directory())
+    for found in (0, 512):
+        with streamed(folder, "longest") as model:
+            model.plan = replace(model.plan, prefill_step_size=512)
+            steps = mlx_flash.generate_step(mx.array(LONG[:800]), model, max_tokens=2, prefill_step_size=512)
+            assert len([*steps]) == 2 and restored(model) == found
+
+
+@pytest.mark.usefixtures("rarely")
 def test_only_windows_that_are_kept_are_counted(tmp_path: Path) -> None:
     """In the part after the one in which their page ends."""
     folder = save(tmp_path / "model", WINDOWS | {"vocab_size": 1000})

@@ -19,6 +19,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import read_modelfile
+from mlx_flash.monitor.state import printable
 from mlx_flash.monitor.words import rate, size
 from mlx_flash.storage.shards import weight_files
 from mlx_flash.vision.detect import loads_with_vlm
@@ -170,7 +171,7 @@ def _table(models: Sequence[Model], outcomes: Sequence[Outcome]) -> Table:
         table.add_column(heading, justify="left" if heading in ("model", "runs") else "right", overflow="fold")
     for model, outcome in zip(models, outcomes, strict=True):
         runs = f"needs {size(outcome.budget_bytes)}" if outcome.why and outcome.budget_bytes else outcome.way
-        table.add_row(_short(model.name), size(model.bytes), runs, rate(outcome.tokens_per_second))
+        table.add_row(printable(_short(model.name)), size(model.bytes), runs, rate(outcome.tokens_per_second))
     return table
 
 

@@ -84,6 +84,14 @@ def test_list_finds_downloaded_models(
     assert found["folder"].endswith("new")
 
 
+def test_list_shows_names_as_they_are_safe_for_a_terminal(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a\x1b[31mb").symlink_to(folder / "llama")
+    assert cli.main(["list", str(tmp_path), "--ram-budget-gb", "2"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_list_of_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["list", str(tmp_path / "gone")]) == 1
     assert f"{tmp_path / 'gone'} is not a folder. Hint: " in capsys.readouterr().err

@@ -28,7 +28,7 @@ from mlx_flash.engine.undo import broken
 from mlx_flash.errors import FlashError, NestedCallError
 from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.layerrows import Group
+from mlx_flash.kv.layerrows import CacheGroup
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import Call
 from mlx_flash.prefixes.leaves import forget
@@ -107,9 +107,10 @@ class Passes:
                     lanes, at_once = self.sharing.choose(plan, waiting, lending)
                     if lanes:
                         self._session.engine.pinned.compute_at_once(at_once)
-                        if self.begins_ahead and at_once is None:
-                            self.grants.note(plan, waiting[0].left[0])
+                        call = waiting[0].left[0]
                         self._run(lanes)
+                        if self.begins_ahead and at_once is None and waiting[0].error is None:
+                            self.grants.note(plan, next(iter(waiting[0].left), call))
                     num_chosen = max(1, len(lanes))
                 waiting = waiting[num_chosen:]
             for pending in filter(attrgetter("is_settled"), owed):
@@ -331,7 +332,7 @@ def _prompt_of(row: Row) -> mx.array | None:
     return mx.concatenate(tokens, axis=1) if tokens else None
 
 
-def _groups_of(rows: Iterable[Row]) -> frozenset[Group]:
+def _groups_of(rows: Iterable[Row]) -> frozenset[CacheGroup]:
     """Return the lists of caches of rows that the pool has."""
     pooled = [next((each for each in row.whole.cache or () if isinstance(each, PooledCache)), None) for row in rows]
     return frozenset(each.rows.group for each in pooled if each is not None)

@@ -15,7 +15,7 @@ from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.layerrows import Group, LayerRows
+from mlx_flash.kv.layerrows import CacheGroup, LayerRows
 from mlx_flash.kv.memory import MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.storage.safetensors import read_shard
@@ -191,7 +191,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
     return [_replaced(entry, pool, group, index) for index, entry in enumerate(model_caches)]
 
 
-def _replaced(entry: Any, pool: KVPool, group: Group, index: int) -> Any:
+def _replaced(entry: Any, pool: KVPool, group: CacheGroup, index: int) -> Any:
     if type(entry) in CacheKinds.plain:
         cache: Any = DiskKVCache(rows=pool.new_rows(group, index))
     elif type(entry) is QuantizedKVCache:

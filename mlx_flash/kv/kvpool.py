@@ -20,7 +20,17 @@ from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.kvledger import Coming, KVLedger, no_room
-from mlx_flash.kv.layerrows import Group, LayerRows, Layers, Sums, as_pages, copied_bytes, note_copy, park, parking_pays
+from mlx_flash.kv.layerrows import (
+    CacheGroup,
+    LayerRows,
+    Layers,
+    Sums,
+    as_pages,
+    copied_bytes,
+    note_copy,
+    park,
+    parking_pays,
+)
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
@@ -63,18 +73,18 @@ class KVPool(Opaque):
         self._numbers = count()
         # tokens of layers that surely have room in memory: a sum over all layers, for each of them, takes milliseconds
         self.admitted: Mapping[LayerRows, int] = {}
-        self.computed: frozenset[Group] = frozenset()  # what is computed now
-        self.in_turns: frozenset[Group] = frozenset()  # computed in turns now: none is parked while it waits
+        self.computed: frozenset[CacheGroup] = frozenset()  # what is computed now
+        self.in_turns: frozenset[CacheGroup] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
             finalize(self, self.files.close, waits=True)
 
-    def new_group(self) -> Group:
+    def new_group(self) -> CacheGroup:
         """Return another list of caches."""
-        return Group(next(self._numbers))
+        return CacheGroup(next(self._numbers))
 
-    def new_rows(self, group: Group, index: int) -> LayerRows:
+    def new_rows(self, group: CacheGroup, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
         rows = LayerRows(self, group, index)
         self.layers.add(rows)
@@ -135,7 +145,7 @@ class KVPool(Opaque):
             coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
-    def fork(self, rows: LayerRows, group: Group) -> LayerRows:
+    def fork(self, rows: LayerRows, group: CacheGroup) -> LayerRows:
         """Return a copy of a layer in another list of caches that shares the pages. Raises: as :meth:`make_room`."""
         with self.lock:
             if self._closed:
@@ -154,7 +164,7 @@ class KVPool(Opaque):
             self._park_idle(rows)
             return other
 
-    def begin(self, groups: Collection[Group]) -> None:
+    def begin(self, groups: Collection[CacheGroup]) -> None:
         """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
         if self._closed:
             raise _closed()
@@ -176,7 +186,7 @@ class KVPool(Opaque):
         park(rows)
         return True
 
-    def _make_fit(self, needed: Callable[[], int], group: Group, rows: LayerRows, new: Sequence[mx.array]) -> None:
+    def _make_fit(self, needed: Callable[[], int], group: CacheGroup, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
         self.admitted = {}
         if needed() <= self.limit:
@@ -191,7 +201,11 @@ class KVPool(Opaque):
             raise no_room(nbytes, rows.length + num_new, self.limit)
 
     def free(
-        self, needed: Callable[[], int], group: Group, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
+        self,
+        needed: Callable[[], int],
+        group: CacheGroup,
+        asking: LayerRows | None = None,
+        new: Sequence[mx.array] = (),
     ) -> None:
         """Free memory until a need fits, or nothing is left that can go to disk. Raises: WriteError.
 

@@ -29,7 +29,7 @@ class Pool(Protocol):
     files: KVFiles
     ring: SlotRing
     stats: KVStats
-    computed: frozenset[Group]
+    computed: frozenset[CacheGroup]
     no_rows: MemoryRows
 
     @property
@@ -41,7 +41,7 @@ class Pool(Protocol):
 
 
 @dataclass(eq=False)
-class Group:
+class CacheGroup:
     """A list of caches: its number, and when it was used last; 0 for never."""
 
     number: int
@@ -55,7 +55,7 @@ class LayerRows:
     :meth:`replace`.
     """
 
-    def __init__(self, pool: Pool, group: Group, index: int) -> None:
+    def __init__(self, pool: Pool, group: CacheGroup, index: int) -> None:
         self.pool = pool
         self.options = pool.options
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
@@ -224,7 +224,7 @@ class Layers(weakref.WeakSet[LayerRows]):
         layers = [rows for rows in self if rows.disk is None and (rows.memory.length or rows is asking)]
         return min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index), default=None)
 
-    def next_to_park(self, group: Group) -> LayerRows | None:
+    def next_to_park(self, group: CacheGroup) -> LayerRows | None:
         """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
         others = (rows for rows in self if rows.group is not group)
         return next((rows for rows in others if parking_pays(rows, self._step) and not copied_bytes(rows)), None)

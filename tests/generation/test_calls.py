@@ -15,6 +15,8 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM, load_model
+from mlx_flash.engine import sharing
+from mlx_flash.engine.headroom import fits_surely
 from models import LLAMA, QWEN3_MOE, saved_once
 from streamed import LARGE_GB, config
 
@@ -98,6 +100,15 @@ def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Pat
     """Each layer that got its first tokens had all layers added up: milliseconds of a prompt."""
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers")) for number in (10, 20))
     assert (many - few) / 10 <= 220
+
+
+def test_a_prompt_in_memory_is_checked_once(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of its first part holds for its last token, too, and for the first tokens after it."""
+    checks: list[int] = []
+    monkeypatch.setattr(sharing, "fits_surely", lambda *args: checks.append(1) or fits_surely(*args))
+    with load_model(saved("dense"), config(ram_budget_gb=LARGE_GB, speculation=False))[0] as model:
+        assert len(list(mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=4))) == 4
+    assert len(checks) == 1
 
 
 @pytest.mark.parametrize("name", ["dense", "mixture"])

@@ -268,6 +268,20 @@ def test_one_error_of_a_list_is_enough(value: dict[str, Any]) -> None:
     assert caught.value.error_count() < 10
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"prompt": [[]]}, "prompt.0: List should have at least 1 item"),
+        ({"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"),
+        ({"prompt": [[1], ["a"]]}, "prompt.1.0: Input should be a valid integer"),
+        ({"prompt": "a", "stop": ["b"] * 1000}, "stop: List should have at most 16 items"),
+    ],
+)
+def test_an_error_is_that_of_the_kind_that_was_meant(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError, match=re.escape(message)):
+        checked(value, CompletionRequest)
+
+
 def test_many_unknown_fields_are_not_listed() -> None:
     with pytest.raises(RefusedError, match=r"5000 fields are wrong, unknown or not supported"):
         checked({"prompt": "x"} | {f"secret {i}": 0 for i in range(5000)}, CompletionRequest)

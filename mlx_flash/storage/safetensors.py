@@ -49,7 +49,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH_BYTES = 8
 _MAX_SIZE = 2**63 - 1
-_AGAIN = "Hint: download it again."
+_AGAIN = "Hint: download it again, or write it again if it was not downloaded."
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 

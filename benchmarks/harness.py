@@ -29,6 +29,7 @@ import psutil
 import mlx_flash
 from mlx_flash.memory.footprint import available_memory, total_memory
 from mlx_flash.memory.pagecache import drop_file
+from mlx_flash.storage.shards import weight_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
@@ -275,9 +276,9 @@ def _disk_model(device: str) -> str | None:
 
 
 def describe_model(path: Path, nbytes: int | None = None) -> dict[str, Any]:
-    """Return the name, size and shape of a model; the size is that of its safetensors files, unless given."""
+    """Return the name, size and shape of a model; the size is that of its weights in files, unless given."""
     if nbytes is None:
-        nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        nbytes = sum(file.stat().st_size for file in weight_files(path))
     config = json.loads((path / "config.json").read_text())
     names = ("model_type", "num_hidden_layers", "hidden_size", "torch_dtype", "quantization")
     return {"name": path.resolve().name, "nbytes": nbytes} | {name: config.get(name) for name in names}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.config import FlashConfig
@@ -86,8 +87,17 @@ def load_model(
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
     prepared = prepare(model_path, config, model_config, progress=progress, group=group, needed_context=needed_context)
     model = FlashLLM(prepared, config, model_name(model_path))
-    if adapter_path is not None:
-        mlx_lm_utils.load_adapters(model, adapter_path)
-        model.eval()
-    model.start(progress)
+    try:
+        if adapter_path is not None:
+            apply_adapter(model, adapter_path)
+        model.start(progress)
+    except BaseException:
+        model.close()  # as long as it waits for its first call, it shares the budget
+        raise
     return model, prepared.loaded.config
+
+
+def apply_adapter(model: nn.Module, folder: str) -> None:
+    """Apply a LoRA or DoRA adapter, or a full fine-tune, as ``mlx_lm.load`` does."""
+    mlx_lm_utils.load_adapters(model, folder)
+    model.eval()  # new layers train, and drop out

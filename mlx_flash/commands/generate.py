@@ -40,7 +40,7 @@ from mlx_flash.experts.routingtrace import RoutingTrace
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.kv.diskcache import load_saved
-from mlx_flash.loading import load_model
+from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import template_explained
 from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0
@@ -212,7 +212,7 @@ def load(
         with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():
             model, draft = mlx_lm_utils.load_model(path)[0], load_draft(args, path)
         if args.adapter_path:
-            model = mlx_lm_utils.load_adapters(model, args.adapter_path)
+            apply_adapter(model, args.adapter_path)
         if isinstance(model, FlashLLM):
             model.start(progress)  # both start here, since they share the budget
         return model, draft

@@ -28,7 +28,7 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.hub import is_ollama_name
-from mlx_flash.loading import load
+from mlx_flash.loading import apply_adapter, load
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.namedfiles import named_models
@@ -146,6 +146,8 @@ def loaded(
         options = {"adapter_path": adapter, "tokenizer_config": settings, "progress": progress}
         model, tokenizer = load(modelfile.base, config, **options)  # type: ignore[arg-type]
     else:
-        model, tokenizer = mlx_lm.load(modelfile.base, adapter_path=adapter, tokenizer_config=settings)
+        model, tokenizer = mlx_lm.load(modelfile.base, tokenizer_config=settings)
+        if adapter is not None:
+            apply_adapter(model, adapter)
     with model if isinstance(model, FlashLLM) else nullcontext():
         yield model, tokenizer

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name
-from mlx_flash.loading import load_model
+from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks.peers import launched_group
@@ -88,8 +87,7 @@ class Models:
         (model, tokenizer, sight), draft = found, None
         try:
             if source.adapter is not None:
-                mlx_lm_utils.load_adapters(model, source.adapter)
-                model.eval()
+                apply_adapter(model, source.adapter)
             if source.draft is not None:
                 draft = load_model(resolve(source.draft), source.config)[0]
             model.start(progress)

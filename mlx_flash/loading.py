@@ -15,6 +15,7 @@ from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
+from mlx_flash.layout.adapterfiles import check_adapter, mismatch_explained
 from mlx_flash.layout.load import model_name
 from mlx_flash.model import FlashLLM
 
@@ -98,6 +99,12 @@ def load_model(
 
 
 def apply_adapter(model: nn.Module, folder: str) -> None:
-    """Apply a LoRA or DoRA adapter, or a full fine-tune, as ``mlx_lm.load`` does."""
-    mlx_lm_utils.load_adapters(model, folder)
+    """Apply a LoRA or DoRA adapter, or a full fine-tune, as ``mlx_lm.load`` does.
+
+    Raises:
+        CheckpointError: its files are damaged, or it is another model's.
+    """
+    check_adapter(Path(folder))
+    with mismatch_explained(Path(folder)):
+        mlx_lm_utils.load_adapters(model, folder)
     model.eval()  # new layers train, and drop out

@@ -36,7 +36,7 @@ METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer"}
 """Keys of ``config.json`` that count layers."""
 
-_UNCLEAR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+UNCLEAR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 """Errors of mlx-lm's code that say nothing of the ``config.json`` or the shards that it did not expect."""
 
 
@@ -213,7 +213,7 @@ def failure_explained(directory: Path) -> Iterator[None]:
     """Raise an error with a hint where mlx-lm finds no tensor for a parameter, or fails without a reason."""
     try:
         yield
-    except (ValueError, *_UNCLEAR_ERRORS) as error:
+    except (ValueError, *UNCLEAR_ERRORS) as error:
         missing, shards = missing_parameters(error), absent_shards(directory)
         if not missing or (isinstance(error, KeyError) and not shards):
             if isinstance(error, ValueError):

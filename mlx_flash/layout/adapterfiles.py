@@ -1,0 +1,90 @@
+"""The files of an adapter, checked before mlx-lm applies it: its errors name neither the file nor the setting."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.errors import CheckpointError, FlashError
+from mlx_flash.files import read_regular
+from mlx_flash.layout.load import UNCLEAR_ERRORS
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_shard
+from mlx_flash.storage.shards import refuse_unreadable
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapters.safetensors"
+
+_PAIR = ("lora_a", "lora_b")
+_HINT = "Hint: train or copy the adapter again."
+
+
+def check_adapter(folder: Path) -> None:
+    """Check the files of an adapter, but not whether it suits a model.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or a file is missing.
+        CheckpointError: a file is damaged or no regular file, or mlx-lm would use random numbers for a missing tensor.
+    """
+    config = _read_config(folder / CONFIG_NAME)
+    is_full = config.get("fine_tune_type") == "full"
+    if not is_full:
+        _check_settings(folder / CONFIG_NAME, config)
+    path = folder / WEIGHTS_NAME
+    names = [record.name for record in read_shard(path).tensors]
+    if not is_full and (missing := next(_missing(names), None)):
+        raise CheckpointError(f"{path} has no tensor {missing!r}, but its counterpart. {_HINT}")
+
+
+@contextmanager
+def mismatch_explained(folder: Path) -> Iterator[None]:
+    """Raise a `CheckpointError` where mlx-lm cannot apply the adapter of a folder to a model."""
+    try:
+        yield
+    except FlashError:
+        raise
+    except (ValueError, *UNCLEAR_ERRORS) as error:
+        first, *found = [line.strip() for line in str(error).splitlines()] or [""]
+        if found:  # of each tensor a line
+            first = f"{found[0]} (and {len(found) - 1} other tensors)" if found[1:] else found[0]
+        raise CheckpointError(
+            f"{folder}: mlx-lm cannot apply this adapter ({type(error).__name__}: {first}). "
+            f"Hint: compare {CONFIG_NAME}; the adapter may be another model's."
+        ) from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(read_regular(path, MAX_METADATA_BYTES))
+    except OSError as fault:
+        refuse_unreadable(path, "file", fault)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. {_HINT}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object. {_HINT}")
+    return config
+
+
+def _check_settings(path: Path, config: dict[str, Any]) -> None:
+    if "peft_type" in config:
+        raise CheckpointError(f"{path} is of an adapter of PEFT. Hint: mlx-lm takes those that mlx_lm.lora trains.")
+    settings = config.get("lora_parameters")
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} has no object 'lora_parameters', found {settings!r:.80}. {_HINT}")
+    rank, scale = settings.get("rank"), settings.get("scale")
+    if type(config.get("num_layers")) is not int:
+        raise CheckpointError(f"{path}: num_layers must be an integer, found {config.get('num_layers')!r:.80}. {_HINT}")
+    if type(rank) is not int or rank < 1:
+        raise CheckpointError(f"{path}: rank must be an integer of at least 1, found {rank!r:.80}. {_HINT}")
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise CheckpointError(f"{path}: scale must be a finite number, found {scale!r:.80}. {_HINT}")
+
+
+def _missing(names: Iterable[str]) -> Iterator[str]:
+    """Yield the absent tensors of pairs of which the other one is there."""
+    found = set(names)
+    for name in found:
+        stem, _, leaf = name.rpartition(".")
+        yield from (f"{stem}.{other}" for other in _PAIR if leaf in _PAIR and f"{stem}.{other}" not in found)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 
 from interrupt_points import Operation, interrupted_in, total_points
-from mlx_flash.workers import InOrder, Job, Workers
+from mlx_flash.workers import InOrder, Job, Workers, joined_to_the_end
 
 FILES = (str(threading.__file__), "workers.py")
 
@@ -230,3 +233,15 @@ def test_waiting_threads_end_after_an_interrupted_close() -> None:
 
     for number in range(total_points(program, ("workers.py",))):
         interrupted_in(program, number, ("workers.py",))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_a_join_waits_for_what_a_library_does_at_the_end_of_a_thread() -> None:
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+    thread = threading.Thread(target=libc.pthread_setspecific, args=(key, ctypes.c_void_p(200_000)))
+    with joined_to_the_end():
+        thread.start()
+        thread.join()
+        assert not Path(f"/proc/self/task/{thread.native_id}").exists()
+    libc.pthread_key_delete(key)

@@ -15,6 +15,7 @@ from mlx_flash.commands.common import make_config
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.mlx_lm import apply_flash_patch
+from mlx_flash.workers import joined_to_the_end
 
 _CHAT_FLAGS = (
     *("model", "adapter_path", "temp", "top_p", "xtc_probability", "xtc_threshold", "seed", "max_kv_size"),
@@ -28,7 +29,7 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
     command = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not command:
         raise ConfigError("exec: no program is named. Hint: mlx-flash exec -- mlx_lm.generate --model MODEL")
-    with apply_flash_patch(make_config(args)), contextlib.redirect_stdout(out):
+    with apply_flash_patch(make_config(args)), contextlib.redirect_stdout(out), joined_to_the_end():
         return run_program(command)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import Future
-from pathlib import Path
 
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
@@ -17,8 +15,7 @@ from mlx_flash.server.loop import Loop
 from mlx_flash.server.models import Models
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.request import GenerationRequest
-
-_TASKS = Path("/proc/self/task")
+from mlx_flash.workers import wait_for_end_of_thread
 
 
 class EngineRoom:
@@ -93,7 +90,7 @@ class EngineRoom:
     def join(self) -> bool:
         """Wait for the end of the thread. Return False if it died."""
         self._thread.join()
-        _wait_for_end_of_thread(self._native_id)
+        wait_for_end_of_thread(self._native_id)
         return self._has_ended_well
 
     def _check_running(self, done: int, total: int) -> None:
@@ -121,14 +118,3 @@ class EngineRoom:
             models.close()
             if not self._plan.done():
                 self._plan.set_exception(RefusedError("the generation thread died.", 503))
-
-
-def _wait_for_end_of_thread(native_id: int | None) -> None:
-    """Wait for a thread that Python has joined to end, at most 5 seconds.
-
-    Before Python 3.13 it is still alive then. MLX's cache of compiled functions, one for each thread, is freed at its
-    end and needs Python for that, which must not be ending meanwhile.
-    """
-    deadline = time.monotonic() + 5
-    while native_id is not None and _TASKS.joinpath(str(native_id)).exists() and time.monotonic() < deadline:
-        time.sleep(0.005)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.loaders import LoadModel, ModelClasses, missing_parameters, model_classes
 from mlx_flash.compat.streams import LoadingStreams
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, IndexFileError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FlashError, IndexFileError
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
@@ -210,16 +211,17 @@ def load_lazily(
 
 @contextmanager
 def failure_explained(directory: Path) -> Iterator[None]:
-    """Raise an error with a hint where mlx-lm finds no tensor for a parameter, or fails without a reason."""
+    """Raise an error with a hint where mlx-lm finds no tensor for a parameter, or fails for another reason."""
     try:
         yield
+    except FlashError:
+        raise
     except (ValueError, *UNCLEAR_ERRORS) as error:
         missing, shards = missing_parameters(error), absent_shards(directory)
         if not missing or (isinstance(error, KeyError) and not shards):
-            if isinstance(error, ValueError):
-                raise
+            found = shorten(str(error), 400, placeholder=" ...")
             raise CheckpointError(
-                f"{directory}: mlx-lm cannot build the model ({type(error).__name__}: {' '.join(str(error).split())}). "
+                f"{directory}: mlx-lm cannot build the model ({type(error).__name__}: {found}). "
                 "Hint: compare config.json with that of the repository; mlx-lm may not know this kind of model."
             ) from error
         found = f"{directory} has no tensor for {len(missing)} of the model's parameters, such as {missing[0]!r}"

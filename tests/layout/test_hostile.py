@@ -49,6 +49,15 @@ def test_an_error_of_mlx_lm_without_a_reason_names_the_folder(tmp_path: Path, ch
         load_lazily(tmp_path, read_checkpoint(tmp_path))
 
 
+def test_tensors_that_mlx_lm_does_not_know_are_told_with_the_folder(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA)
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(b"model.layers.1.input_layernorm", b"model.layerw.1.input_layernorm"))
+    words = rf"{tmp_path}: mlx-lm cannot build the model \(ValueError: Received 1 parameters not in model.*layerw.*Hint"
+    with pytest.raises(CheckpointError, match=words):
+        load_lazily(tmp_path, read_checkpoint(tmp_path))
+
+
 EVIL = """
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast as T

@@ -176,8 +176,7 @@ def contents(rows: LayerRows) -> list[mx.array]:
 def forgetful(max_tokens: int, what: str) -> ConfigError:
     """Return the error for a use that dropped tokens do not allow."""
     return ConfigError(
-        f"max_tokens of the KV cache is {max_tokens}: a cache that forgets cannot be {what}. "
-        "Hint: leave kv_max_tokens unset."
+        f"kv_max_tokens is {max_tokens}: a cache that forgets cannot be {what}. Hint: leave kv_max_tokens unset."
     )
 
 

@@ -111,7 +111,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         if self.num_forgotten:
             raise StreamedWeightsError(
                 f"a KV cache that has forgotten {self.num_forgotten} tokens cannot be {what}. "
-                "Hint: leave max_tokens unset."
+                "Hint: leave kv_max_tokens unset."
             )
 
     def as_stock(self) -> KVCache:

@@ -239,7 +239,7 @@ class KVFiles:
         if needed and needed > (found := free_bytes(base)):
             raise WriteError(
                 f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
-                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another directory, or max_tokens."
+                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another kv_directory, or kv_max_tokens."
             )
 
     def close(self) -> None:

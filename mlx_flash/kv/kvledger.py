@@ -197,6 +197,6 @@ def no_room(needed: int, tokens: int, limit: float) -> BudgetError:
     return BudgetError(
         f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
         "slots of a layer each, and the last tokens of every layer; without reads and writes in "
-        f"flight their budget has {limit / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
+        f"flight their budget has {limit / 1e6:.1f} MB. Hint: raise it, or set kv_max_tokens.",
         needed,
     )

@@ -67,8 +67,8 @@ class KVOptions:
                 raise ConfigError(f"{name} of the KV cache is {value}: it must be at least {low}")
         if self.max_tokens is not None and self.max_tokens < self.kept_tokens + self.newest_tokens + self.step:
             raise ConfigError(
-                f"max_tokens of the KV cache is {self.max_tokens}: its newer half, the first {self.kept_tokens} tokens "
-                f"(keep={self.keep} in whole pages) and a page of {self.step} must fit. Hint: raise it, or lower step."
+                f"kv_max_tokens is {self.max_tokens}: its newer half, the first {self.kept_tokens} tokens (kv_keep is "
+                f"{self.keep}, in whole pages) and a page of {self.step} must fit. Hint: raise it, or lower kv_step."
             )
 
     @property

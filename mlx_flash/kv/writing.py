@@ -88,7 +88,7 @@ def _write_blocks(file: WrittenFile, blocks: Blocks, count: Callable[[int], None
         except OSError as error:
             raise WriteError(
                 f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
-                f"{error.strerror}. Hint: make room on that disk, or set max_tokens."
+                f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
             ) from error
     count(sum(len(block) for _, block in blocks))
     if checksums is not None:

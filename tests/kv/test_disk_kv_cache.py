@@ -131,7 +131,7 @@ def test_max_tokens_drops_the_older_half(tmp_path: Path) -> None:
 
 
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_tokens of the KV cache is 100"):
+    with pytest.raises(ConfigError, match=r"kv_max_tokens is 100: .*lower kv_step"):
         DiskKVCache(max_tokens=100)
     (tmp_path / "file").write_text("")
     cache = DiskKVCache(directory=tmp_path / "file")

@@ -53,7 +53,7 @@ class EngineRoom:
             return self._plan.result()
         except BaseException:  # after a signal the thread would go on, and Python waits for it before it ends
             self.stop()
-            if self._thread.is_alive():
+            if self._thread.ident is not None:  # one that Python counts as ended may still end
                 self.join()
             raise
 

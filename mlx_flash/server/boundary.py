@@ -12,17 +12,16 @@ _log = logging.getLogger("mlx_flash")
 
 
 @contextmanager
-def ends_alone(fail: Callable[[RefusedError], None], status: int = 500) -> Iterator[None]:
+def ends_alone(fail: Callable[[RefusedError], None]) -> Iterator[None]:
     """Give what a block raises to the request that it works for. The thread goes on after the block.
 
     Args:
         fail: takes the error.
-        status: HTTP status for errors that name none.
     """
     try:
         yield
     except Exception as error:  # noqa: BLE001 a request may fail in any way: in a template, a sampler, a parser
-        fail(refusal_of(error, status))
+        fail(refusal_of(error))
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def refused(field: str) -> Iterator[None]:
         raise RefusedError(f"{field} cannot be used: {type(error).__name__}: {error}", 400, field) from error
 
 
-def refusal_of(error: Exception, status: int = 500) -> RefusedError:
+def refusal_of(error: Exception) -> RefusedError:
     """Return an error as its client gets it, and log it without text that may quote the prompt."""
     if isinstance(error, RefusedError):
         cause = error.__cause__
@@ -52,6 +51,6 @@ def refusal_of(error: Exception, status: int = 500) -> RefusedError:
     is_ours = isinstance(error, FlashError)
     _log.error("a request failed: %s", error if is_ours else type(error).__name__)
     _log.debug("its origin:", exc_info=error)
-    refused = RefusedError(str(error) if is_ours else f"{type(error).__name__}: {error}", status)
+    refused = RefusedError(str(error) if is_ours else f"{type(error).__name__}: {error}", 500)
     refused.__cause__ = error.with_traceback(None)  # whose frames hold the caches of the request
     return refused

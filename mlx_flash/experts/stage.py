@@ -22,8 +22,8 @@ from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
 from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.placement import Piece, Placement, Segment, grouped
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
@@ -278,7 +278,9 @@ def rows_in_place(
         lies_in_place = any(offset in places for places in in_place)
         placed = [(records[i], offset + i * records[i].nbytes) for i in wanted]
         placed.sort(key=lambda entry: (str(entry[0].extent.path), entry[0].extent.offset))
-        segments += [_segment(run, lies_in_place) for run in grouped(placed, _follows)]
+        for run in grouped(placed, _follows):  # in place, the rest of its pages lies in the buffer as in the file
+            at = run[0][1] - run[0][0].extent.offset % DIRECT_ALIGNMENT
+            segments.append(read_scattered(run, at if lies_in_place else None))
     return sorted(segments, key=lambda segment: (str(segment.path), segment.offset))
 
 
@@ -290,14 +292,3 @@ def _follows(left: _Placed, right: _Placed) -> bool:
     """Return whether a row follows another one in a file."""
     before, extent = left[0].extent, right[0].extent
     return (before.path, before.end) == (extent.path, extent.offset)
-
-
-def _segment(run: Sequence[_Placed], lies_in_place: bool) -> Segment:
-    """Return one read. In place, the rest of its first and last page lies in the buffer as in the file."""
-    first, at = run[0]
-    within = first.extent.offset % DIRECT_ALIGNMENT
-    nbytes = round_up(run[-1][0].extent.end - first.extent.offset + within, DIRECT_ALIGNMENT)
-    pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, start) for record, start in run)
-    return Segment(
-        first.extent.path, first.extent.offset - within, nbytes, at - within if lies_in_place else None, pieces
-    )

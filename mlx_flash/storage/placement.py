@@ -114,7 +114,7 @@ def padded_bytes(nbytes: int) -> int:
 
     The sum over some tensors is never less than the size of their :class:`Placement`.
     """
-    return (-(-nbytes // DIRECT_ALIGNMENT) + 2) * DIRECT_ALIGNMENT
+    return round_up(nbytes, DIRECT_ALIGNMENT) + 2 * DIRECT_ALIGNMENT
 
 
 def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
@@ -202,9 +202,8 @@ def grouped(items: Iterable[T], follows: Callable[[T, T], bool]) -> Iterable[lis
 
 def _part(segment: Segment, pieces: Sequence[Piece]) -> Segment:
     """Return the read of some neighbouring pieces of a segment."""
-    start = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    at = None if segment.buffer_offset is None else segment.buffer_offset + start - segment.offset
-    return Segment(segment.path, start, round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, at, tuple(pieces))
+    at = None if segment.buffer_offset is None else pieces[0].buffer_offset - pieces[0].offset % DIRECT_ALIGNMENT
+    return read_pages(segment.path, pieces, at)
 
 
 def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
@@ -220,21 +219,20 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
 
 def read_in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
     """Return the read of a range of a file to ``cursor`` of the buffer, unchanged."""
-    start, _ = _pages(records)
+    start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
     return read_scattered([(record, cursor + record.extent.offset - start) for record in records], cursor)
 
 
 def read_scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = None) -> Segment:
     """Return the read of a range of a file whose pieces go to places of their own."""
-    start, end = _pages([record for record, _ in run])
-    pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run)
-    return Segment(run[0][0].extent.path, start, end - start, cursor, pieces)
+    pieces = [Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run]
+    return read_pages(run[0][0].extent.path, pieces, cursor)
 
 
-def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
-    """Return the range of whole pages of the file that holds some neighbours."""
-    start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    return start, round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
+def read_pages(path: Path, pieces: Sequence[Piece], cursor: int | None = None) -> Segment:
+    """Return the read of the whole pages of a file that hold some neighbours, to ``cursor`` if it is in place."""
+    start = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    return Segment(path, start, round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, cursor, tuple(pieces))
 
 
 def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.others import OtherLoad
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file, round_up
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.storage.measured import Measurements
-from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.placement import Piece, read_pages
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 from mlx_flash.storage.samples import temporary_file
 
@@ -150,7 +150,8 @@ def _measure(
                 in_flight.popleft().wait()
             part = buffer[i % queue_depth * reader.read_size :][: reader.read_size]
             length = min(reader.read_size, start + nbytes - offset)
-            in_flight.append(reader.submit([_segment(path, offset, length)], part))
+            segment = read_pages(path, [Piece("(disk probe)", offset, length, 0)], 0)
+            in_flight.append(reader.submit([segment], part))
         while in_flight:
             in_flight.popleft().wait()
         seconds = time.perf_counter() - began
@@ -165,10 +166,6 @@ def _buffer(nbytes: int) -> memoryview:
     buffer = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     use_huge_pages(buffer)
     return buffer
-
-
-def _segment(path: Path, offset: int, nbytes: int) -> Segment:
-    return Segment(path, offset, round_up(nbytes, DIRECT_ALIGNMENT), 0, (Piece("(disk probe)", offset, nbytes, 0),))
 
 
 def _remembered(key: str) -> DiskProfile | None:

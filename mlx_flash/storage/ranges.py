@@ -22,7 +22,7 @@ from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
 from mlx_flash.storage.blocks import BlockTable
 from mlx_flash.storage.decoding import BlockReader
-from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.placement import Piece, Segment, read_pages
 from mlx_flash.storage.source import SourceFile
 
 RETRIES = 3
@@ -218,8 +218,7 @@ class RangeReader:
         file, segment = wanted.file, wanted.segment
 
         def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
-            piece = Piece(name, offset, nbytes, 0)
-            stored = Segment(segment.path, offset, round_up(nbytes, DIRECT_ALIGNMENT), None, (piece,))
+            stored = read_pages(segment.path, [Piece(name, offset, nbytes, 0)])
             if wanted.fd is not None:
                 self._read_direct(wanted.fd, stored, offset, coded[: stored.nbytes])
                 return

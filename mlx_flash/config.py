@@ -255,11 +255,6 @@ def setting_kinds(name: str) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def variables_of_fields() -> dict[str, str]:
-    """Return the environment variables that are settings, each with the field it sets."""
-    return {VARIABLE_PREFIX + field.name.upper(): field.name for field in fields(FlashConfig)}
-
-
 def _settings(
     values: Mapping[str, Any], source: Callable[[str], str], spell: Callable[[str], str] = str
 ) -> dict[str, Any]:

@@ -24,9 +24,6 @@ from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.compat.expertstacks import StackCall, StackKinds
 from mlx_flash.compat.require import require
 
-TESTED_VLM = ("0.7.10", "0.7.10")
-"""The oldest and the newest release of mlx-vlm that the tests ran with."""
-
 VlmLoadModel = Callable[..., nn.Module]
 
 VLM_WRITERS = frozenset({"mlx_vlm.convert", "mlx_vlm.lora", "mlx_vlm.train", "mlx_vlm.trainer.sft_trainer"})

@@ -19,6 +19,7 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields
 from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from mlx_lm.models.cache import KVCache, save_prompt_cache
 
 from mlx_flash import FlashConfig, telemetry
 from mlx_flash import config as config_module
-from mlx_flash.config import variables_of_fields
+from mlx_flash.config import VARIABLE_PREFIX
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
@@ -315,8 +316,8 @@ def few_suggestions() -> Iterator[None]:
 @contextmanager
 def settings(folder: Path) -> Iterator[Case]:
     """The TOML file and environment variables."""
-    variables = variables_of_fields()
-    names, fields = sorted(variables), sorted(variables.values())
+    names = sorted(field.name for field in fields(FlashConfig))
+    variables = [VARIABLE_PREFIX + name.upper() for name in names]
     texts = [json.dumps(value) for value in VALUES]
     short = [text for text in texts if len(text) < 100]
     words = [*map(str, VALUES), "min", "4", "off"]
@@ -327,15 +328,15 @@ def settings(folder: Path) -> Iterator[Case]:
         file.read_text = lambda encoding: ""
         if dice.random() < 0.5:
             choices = texts if dice.random() < 0.1 else short  # the parser takes milliseconds for long lists
-            lines = [f"{dice.choice(fields)} = {dice.choice(choices)}" for _ in range(dice.choice((1, 3)))]
+            lines = [f"{dice.choice(names)} = {dice.choice(choices)}" for _ in range(dice.choice((1, 3)))]
             data = damaged("\n".join(lines).encode(errors="replace"), dice)
             file.read_text = data.decode
         else:
-            environment = {dice.choice(names): dice.choice(words) for _ in range(2)}
+            environment = {dice.choice(variables): dice.choice(words) for _ in range(2)}
         with suppress(ConfigError):
             FlashConfig.resolve(file=file, environment=environment)
 
-    with few_suggestions(), patch.object(config_module, "variables_of_fields", lambda: variables):
+    with few_suggestions():
         yield case
 
 

@@ -21,7 +21,7 @@ from mlx_flash.engine.headroom import most_growth
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.undo import break_cache, trim_all
 from mlx_flash.kv.base import PENDING
-from mlx_flash.kv.checkpoints import trimmer
+from mlx_flash.kv.checkpoints import trimmable
 from mlx_flash.kv.history import LoneKVCache
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.memory.lazy import active_memory
@@ -90,7 +90,7 @@ class Grants:
         if not call.is_decode or not call.cache or not call.is_plain:
             return
         is_batch = {*map(type, call.cache)} in ({BatchKVCache}, {LoneKVCache})
-        if not is_batch and (call.num_tokens > 1 or trimmer(call.cache) is None):
+        if not is_batch and (call.num_tokens > 1 or trimmable(call.cache) is None):
             return
         lane, lengths = Lane(call), {*map(_length, call.cache)}
         stores = [entry.rows.store for entry in lane.own]

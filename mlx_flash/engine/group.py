@@ -15,7 +15,7 @@ from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import snapshot, trimmer
+from mlx_flash.kv.checkpoints import snapshot, trimmable
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.ranks.chain import is_elsewhere
@@ -42,7 +42,7 @@ class _LaneRun:
 
     def __init__(self, calls: Sequence[ForwardCall], is_proven: bool, observer: Observer | None) -> None:
         self.cache = calls[0].cache or ()
-        self.can_undo = trimmer(self.cache) is not None
+        self.can_undo = trimmable(self.cache) is not None
         self.can_repeat = False
         self.views = None
         self.calls = list(calls)

@@ -24,7 +24,7 @@ from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.generation.chooser import Chooser
-from mlx_flash.kv.checkpoints import trimmer
+from mlx_flash.kv.checkpoints import trimmable
 from mlx_flash.model import FlashLLM
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
 
@@ -262,7 +262,7 @@ def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None
     A part of a segment ends where the whole would be cut, too.
     """
     # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
-    apart = len(segments) > 2 and trimmer(cache) is None
+    apart = len(segments) > 2 and trimmable(cache) is None
     taken: list[list[int]] = []
     num_left = math.inf if most is None else most
     while segments and len(segments[0]) <= num_left and not (apart and taken):

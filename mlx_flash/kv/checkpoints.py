@@ -111,12 +111,6 @@ def snapshot(cache: Sequence[Any]) -> PutBack | None:
     return put_back
 
 
-def trimmer(cache: Sequence[Any]) -> PutBack | None:
-    """Return what trims every entry to the tokens that it has now; None if one cannot be trimmed."""
-    offsets = trimmable(cache)
-    return None if offsets is None else partial(trim_all_to, cache, offsets)
-
-
 def trimmable(cache: Sequence[Any]) -> list[int] | None:
     """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
     if not all(issubclass(kind, PooledCache | KVCache | QuantizedKVCache) for kind in set(map(type, cache))):

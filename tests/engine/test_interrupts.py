@@ -20,7 +20,7 @@ from mlx_lm.models.mamba2 import Mamba2Block
 from expert_pools import with_pool
 from interrupting import CHANGES, CHUNKS, Strike, Victim, every_interrupt, outcomes
 from mlx_flash import CacheError, FlashLLM, WriteError, load_model
-from mlx_flash.engine import group
+from mlx_flash.engine import undo
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
@@ -29,6 +29,7 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.undo import trim_all, undo_of
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ExpertSlots
+from mlx_flash.kv.checkpoints import trim_all_to
 from mlx_flash.layout.swap import SwappedClass, restore_class
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
@@ -258,8 +259,10 @@ def test_a_token_that_is_taken_back_leaves_all_layers_alike(directory: Path, is_
 def test_a_cache_that_cannot_be_put_back_costs_its_own_row_alone(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise WriteError("the disk is full")
+    def trim(cache: list[Any], offsets: list[int]) -> None:
+        if cache[0] is caches[0][0]:
+            raise WriteError("the disk is full")
+        trim_all_to(cache, offsets)
 
     def overflow(*_: Any) -> Any:
         raise ValueError("too large")
@@ -271,12 +274,13 @@ def test_a_cache_that_cannot_be_put_back_costs_its_own_row_alone(
             computed(model, mx.array([[1, 2, 3]]), cache)
         rows = [model.row(mx.array([[5]]), cache, 2048) for cache in caches]
         with monkeypatch.context() as patch:
-            real = group.trimmer
-            patch.setattr(group, "trimmer", lambda cache: fail if cache[0] is caches[0][0] else real(cache))
+            patch.setattr(undo, "trim_all_to", trim)
             caches[0][1].update_and_fetch = overflow
             model.advance(rows)
         assert isinstance(rows[0].error, ValueError) and rows[1].error is None
         assert same_bits([rows[1].outputs[-1]], run(stock(directory), [[1, 2, 3], [5]])[1:])
+        with pytest.raises(CacheError, match="cannot be put back"):
+            model(mx.array([[5]]), cache=caches[0])
 
 
 def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from interrupt_points import Program
-from mlx_flash.kv.checkpoints import trimmer
+from mlx_flash.kv.checkpoints import trim_all_to, trimmable
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
@@ -98,20 +98,20 @@ class Talk:
             self._prefixes.end(call)
 
     def feed_together(self, *parts: Sequence[int]) -> None:
-        trim = trimmer(self.cache)
-        assert trim is not None
+        offsets = trimmable(self.cache)
+        assert offsets is not None
         if self._run(lambda: self._call_together(parts)):
-            trim()
+            trim_all_to(self.cache, offsets)
             self.check()
             self._call_together(parts)
         self.chunks += parts
         self.check()
 
     def feed(self, tokens: Sequence[int]) -> Talk:
-        trim = trimmer(self.cache)
+        offsets = trimmable(self.cache)
         if self._run(lambda: self._call(tokens)):
-            if trim is not None:
-                trim()
+            if offsets is not None:
+                trim_all_to(self.cache, offsets)
             else:  # states cannot be trimmed: who is interrupted begins again
                 self.cache = caches(self._kind, self._pool)
                 for number, chunk in enumerate(self.chunks):

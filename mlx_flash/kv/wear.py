@@ -17,12 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_flash.config import FlashConfig
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.files import locked, make_private
 from mlx_flash.folders import cache_directory
-
-GB = 10**9
 
 DEFAULT_GB_PER_DAY = 20.0
 """SSDs of laptops are rated for 150 TB (256 GB) to 600 TB (1 TB) of writes. Over five years the smallest takes 82 GB a

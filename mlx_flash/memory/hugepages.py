@@ -10,6 +10,8 @@ import ctypes
 import sys
 import time
 
+from mlx_flash.memory.pagecache import round_up
+
 HUGE_PAGE = 2 << 20
 """A huge page of Linux, in bytes."""
 
@@ -77,7 +79,7 @@ def _huge_part(buffer: memoryview) -> tuple[int, int]:
     if sys.platform != "linux" or not buffer.nbytes:
         return 0, 0
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    start = -(-address // HUGE_PAGE) * HUGE_PAGE
+    start = round_up(address, HUGE_PAGE)
     return start, max(0, (address + buffer.nbytes - start) // HUGE_PAGE * HUGE_PAGE)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.errors import RefusedError
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.plan import ResidencyPlan, in_mb
+from mlx_flash.residency.plan import ResidencyPlan, in_gb, in_mb
 
 Decision = Literal["batch", "alone", "wait"]
 
@@ -104,6 +104,6 @@ def decide(
         f"a prompt of {num_prompt} tokens and an answer of at most {num_new} need {in_mb(needed)} MB for keys, values "
         f"and activations; the budget is {in_mb(plan.budget_bytes)} MB, which leaves {in_mb(max(0, room))} MB "
         f"beside the model. Hint: send a shorter prompt or set a smaller max_tokens, or serve with --ram-budget-gb "
-        f"{-(-(plan.budget_bytes + needed - room) // 1_000_000) / 1000:.3f}.",
+        f"{in_gb(plan.budget_bytes + needed - room)}.",
         413,
     )

@@ -31,6 +31,7 @@ from typing import Any
 
 from mlx_flash.errors import HeaderError
 from mlx_flash.files import open_regular
+from mlx_flash.memory.pagecache import round_up
 
 COMPRESSED_SUFFIX = ".flash"
 MAGIC = b"MLXFLASH"
@@ -139,7 +140,7 @@ def runs_of(start: int, nbytes: int, itemsize: int, block_bytes: int, run_bytes:
 def make_head(header: dict[str, Any], num_blocks: int) -> tuple[bytes, int]:
     """Return the JSON of a head, and the offset of the first block."""
     text = json.dumps({"format": FORMAT, **header}, separators=(",", ":")).encode()
-    return text, -(-(_HEAD.size + len(text) + 4 * num_blocks) // _PAGE) * _PAGE
+    return text, round_up(_HEAD.size + len(text) + 4 * num_blocks, _PAGE)
 
 
 def join_head(text: bytes, sizes: array[int], data_start: int) -> bytes:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, Form, KVOptions
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.ledger import Ledger
-from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
+from mlx_flash.residency.sizes import ModelSizes
 
 KV_SHARE = 0.25
 """Share of the budget that the KV cache may take in memory when the plan chooses."""

@@ -14,7 +14,7 @@ from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.sizes import ActivationSizes
+from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.storage.decoding import decoding_bytes
 from mlx_flash.storage.probe import DiskProfile
 

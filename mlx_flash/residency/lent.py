@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.residency.admission import room_bytes
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.sizes import CACHE_STEP
 from mlx_flash.residency.task import Reserve, Task
 from mlx_flash.residency.timing import pool_of
 
@@ -32,7 +33,7 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     """
     machine, streaming, experts = task.machine, plan.streaming, task.sizes.experts
     first = task.bare(Reserve(1, CACHE_STEP))
-    unused = plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes - first.kv_bytes - first.activation_bytes
+    unused = room_bytes(plan) - first.kv_bytes - first.activation_bytes
     lent = max(0, unused - unlent_bytes(plan))
     of_weights = min(lent, streaming.read_bytes)
     read_bytes = streaming.read_bytes - of_weights

@@ -8,9 +8,9 @@ from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.ledger import Ledger, parts_together, shares_on_disk
-from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.storage.codec import Compression
 
 MB = 1_000_000
@@ -268,7 +268,7 @@ class ResidencyPlan:
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the process."""
-        tokens = self.kv_bytes + self.prefix_bytes + self.activation_bytes + self.spare_bytes
+        tokens = self.reserved_bytes + self.prefix_bytes
         weights = self.resident_bytes + self.pinned_bytes + self.slots_bytes + self.pool_bytes
         return self.base_bytes + weights + tokens + self.bounce_bytes + self.cache_limit
 
@@ -308,7 +308,7 @@ def in_mb(nbytes: int) -> str:
 
 def round_up_to_mb(nbytes: int) -> int:
     """Return the next whole MB, in bytes."""
-    return -(-nbytes // MB) * MB
+    return round_up(nbytes, MB)
 
 
 def shares_parts(plan: ResidencyPlan) -> bool:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
 
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.candidate import Candidate
 from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
 from mlx_flash.residency.ledger import parts_together
 from mlx_flash.residency.plan import PREFILL_STEPS, shares_parts
-from mlx_flash.residency.sizes import CACHE_STEP
 from mlx_flash.residency.task import Reserve, Task
 
 ACTIVATION_SHARE = 0.2

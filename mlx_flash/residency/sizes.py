@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mlx_flash.compat.caches import CACHE_STEP as CACHE_STEP
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.activations import ActivationSizes as ActivationSizes
-from mlx_flash.residency.activations import measure_activations
+from mlx_flash.residency.activations import ActivationSizes, measure_activations
 from mlx_flash.storage.placement import must_copy, padded_bytes
 
 DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)

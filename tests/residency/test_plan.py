@@ -39,6 +39,7 @@ from machines import (
     unlike,
     with_budget,
 )
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.cachesizes import CacheSizes
@@ -51,7 +52,6 @@ from mlx_flash.residency.reserve import ACTIVATION_SHARE, CONTEXT_LENGTHS
 from mlx_flash.residency.search import MAX_SLOTS
 from mlx_flash.residency.selection import spread
 from mlx_flash.residency.sizes import (
-    CACHE_STEP,
     DEFAULT_HITS,
     ExpertSizes,
     ModelSizes,

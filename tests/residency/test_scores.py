@@ -13,11 +13,12 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.compat.attention import AttentionCall, observed_attention
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency import scores
+from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.scores import RESULTS, bytes_per_pair
-from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.streaming.layers import PinnedLayers
 from models import save, stock
 from streamed import config

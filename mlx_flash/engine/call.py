@@ -46,6 +46,11 @@ class ForwardCall:
         return 1 if self.tokens is None else len(self.tokens)
 
     @property
+    def length(self) -> int:
+        """New tokens of each sequence."""
+        return self.num_tokens // (1 if self.tokens is None else len(self.tokens))  # one call of Python, for each token
+
+    @property
     def is_decode(self) -> bool:
         """True if each sequence gets one new token."""
         return self.num_tokens == self.batch_size

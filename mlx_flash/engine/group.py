@@ -47,7 +47,7 @@ class _LaneRun:
         self.views = None
         self.calls = list(calls)
         if len(calls) > 1:
-            lengths, checkpoints = [call.num_tokens // call.batch_size for call in calls], calls[0].checkpoints
+            lengths, checkpoints = [call.length for call in calls], calls[0].checkpoints
             self.can_undo |= checkpoints is not None
             self.can_repeat = checkpoints is not None or (not is_proven and snapshot(self.cache) is not None)
             self.views = CacheViews(self.cache, lengths, observer if checkpoints is None else checkpoints)

@@ -184,7 +184,7 @@ def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
             states += 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
             per_layer = call.batch_size * _bytes_of_others(plan, lane) // len(entries)
             rows = [per_layer] * len(entries)
-            growths.append(update_growth(entries, call.num_tokens // call.batch_size, rows, lane.step))
+            growths.append(update_growth(entries, call.length, rows, lane.step))
     return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
 
 

@@ -51,7 +51,7 @@ class Lane:
     @cached_property
     def tokens(self) -> NewTokens:
         """The lane in numbers."""
-        call, num_each = self.call, self.call.num_tokens // self.call.batch_size
+        call, num_each = self.call, self.call.length
         kinds = set(map(type, [*self.others, *self.own]))
         is_fused = not any(issubclass(kind, QuantizedKVCache) for kind in kinds)
         lengths = [_num_tokens(entry) for entry in self.others]

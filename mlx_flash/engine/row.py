@@ -67,7 +67,7 @@ class Row:
             return Lane(first, num_kept=num_kept)
         num_tokens = sum(part.num_tokens for part in islice(self.left, num_parts))
         num_kept += num_tokens if self.joins else 0
-        return Lane(replace(first, num_tokens=num_tokens), first.num_tokens // first.batch_size, num_kept)
+        return Lane(replace(first, num_tokens=num_tokens), first.length, num_kept)
 
     @property
     def num_joined(self) -> int:
@@ -78,7 +78,7 @@ class Row:
     def length(self) -> int:
         """New tokens of each sequence in the next part; 0 if it cannot be cut."""
         first = self.left[0]
-        return first.num_tokens // first.batch_size if first.is_plain else 0
+        return first.length if first.is_plain else 0
 
     def skip(self, number: int) -> None:
         """Let go of so many tokens of each sequence that are left: they were restored."""
@@ -154,10 +154,10 @@ class Row:
 
     def _join(self, call: ForwardCall, logits: mx.array) -> None:
         """Write the logits of a part into the array with those of all parts."""
-        length = self.whole.num_tokens // self.whole.batch_size
+        length = self.whole.length
         if not self.outputs:
             self.outputs.append(mx.zeros((len(logits), length, *logits.shape[2:]), logits.dtype))
         end = length - self.num_left // self.whole.batch_size
-        self.outputs[0][:, end - call.num_tokens // call.batch_size : end] = logits
+        self.outputs[0][:, end - call.length : end] = logits
         if self.left:  # the array must not refer to the logits of a part any more
             mx.eval(self.outputs)

@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-BLOCK_BYTES = 4 << 20
+CACHED_BLOCK_BYTES = 4 << 20
 """Blocks are cached as a whole. They are chosen evenly over each file, so that no unit waits longer than others."""
 
 REFRESH_SECONDS = 5.0
 
-_GOLDEN = 0.6180339887498949
+GOLDEN = 0.6180339887498949
 """Fractions of its multiples fill the unit interval evenly, and a smaller share is part of a larger one."""
 
 _STEP = 1 / 16
@@ -70,4 +70,4 @@ class CachedShare:
         if share in (0.0, 1.0):
             return share == 1.0
         start = zlib.crc32(path.name.encode()) / 2**32
-        return (start + offset // BLOCK_BYTES * _GOLDEN) % 1.0 < share
+        return (start + offset // CACHED_BLOCK_BYTES * GOLDEN) % 1.0 < share

@@ -35,7 +35,7 @@ Caching = Literal["shared", "kept", "found", "none"]
 """Use of the page cache by reads: use it for the part of the files that free memory has room for; use it for all,
 and leave the pages there; use it for what it holds already, for bytes that are read once; go past it."""
 
-_Range = tuple[Segment, int, int]
+_Part = tuple[Segment, int, int]
 """The part ``[start, stop)`` of a segment, in bytes of its file."""
 
 
@@ -75,7 +75,7 @@ class Ticket:
             raise
         return self
 
-    def _submit(self, task: Sequence[_Range]) -> Job:
+    def _submit(self, task: Sequence[_Part]) -> Job:
         job = Job(self._prefetcher._read_all, task, self._buffer, self._caching, self._gate)
         self._pool.submit(job.run)
         return job
@@ -263,7 +263,7 @@ class BackgroundPrefetcher:
         if self._closed:
             raise ClosedError("the reader was closed. Hint: load the model again.")
 
-    def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[list[_Range]]:
+    def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[list[_Part]]:
         """Yield the ranges of each task. Small ranges share one unless they are kept, since handing over costs time.
 
         A task has at most ``read_size`` bytes, and few enough that all threads get work. Ranges of what stays in memory
@@ -271,7 +271,7 @@ class BackgroundPrefetcher:
         """
         read_size = self.way.read_size
         share = min(read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
-        task: list[_Range] = []
+        task: list[_Part] = []
         nbytes = 0
         for segment in segments:
             step = segment.nbytes if caching == "kept" else read_size
@@ -297,7 +297,7 @@ class BackgroundPrefetcher:
                 self._check_open()
                 raise
 
-    def _read_all(self, task: Sequence[_Range], buffer: memoryview, caching: Caching, gate: Gate) -> None:
+    def _read_all(self, task: Sequence[_Part], buffer: memoryview, caching: Caching, gate: Gate) -> None:
         with self._gate:
             with self._lock:
                 self._busy_since = self._busy_since if self._in_flight else time.perf_counter()

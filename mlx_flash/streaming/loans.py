@@ -16,10 +16,9 @@ from mlx_flash.layout.swap import holdings
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.storage.cached import GOLDEN
 from mlx_flash.storage.placement import Placement, without
 from mlx_flash.streaming.stream import WeightStream
-
-_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +95,7 @@ class Loans:
 
     def settle(self) -> None:
         """Spread the arrays that are lent first over all units, so that reading stays even. Call after the last add."""
-        ranks = {id(array): rank * _GOLDEN % 1.0 for rank, array in enumerate(self._order)}
+        ranks = {id(array): rank * GOLDEN % 1.0 for rank, array in enumerate(self._order)}
         self._order.sort(key=lambda array: ranks[id(array)])
         self._least = min([array.nbytes for array in self._order], default=0)
 

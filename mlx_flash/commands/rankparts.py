@@ -39,7 +39,7 @@ def rank_parts(prepared: Prepared, num_ranks: int) -> list[RankPart]:
     owners = share_equally(prepared, num_ranks)
     layers = layers_of(prepared.loaded.model)
     needed = needed_files(layers, prepared.layout, prepared.checkpoint)
-    nbytes = [sum(array.nbytes for _, _, _, array in iter_parameters(layer, "")) for layer in layers]
+    nbytes = [sum(array.nbytes for _, _, _, array in iter_parameters(layer)) for layer in layers]
     parts = []
     for rank in range(num_ranks):
         own = [number for number, owner in enumerate(owners) if owner == rank]

@@ -54,7 +54,7 @@ def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
     """
     named = {id(array) for _, array in cast(Any, tree_flatten(loaded.model.parameters()))}
     found: dict[int, DerivedParameter] = {}
-    for name, container, key, array in iter_parameters(loaded.model, ""):
+    for name, container, key, array in iter_parameters(loaded.model):
         if id(array) in loaded.sources or id(array) not in named or not array.nbytes:
             continue
         if array.dtype in _DTYPES:

@@ -269,7 +269,7 @@ def _machine_speed(machine: Machine, memory_bytes: float) -> RankSpeed:
 
 def _layer_bytes(loaded: LoadedModel) -> list[int]:
     layers = layers_of(loaded.model)
-    return [sum(array.nbytes for _, _, _, array in iter_parameters(layer, "")) for layer in layers]
+    return [sum(array.nbytes for _, _, _, array in iter_parameters(layer)) for layer in layers]
 
 
 def _sizes(loaded: LoadedModel, layout: ModelLayout) -> ModelSizes:

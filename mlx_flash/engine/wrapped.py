@@ -50,7 +50,7 @@ def prepare_loaded(model: nn.Module, config: FlashConfig, path: Path | None) -> 
 def _recorded(model: nn.Module) -> dict[str, tuple[Any, mx.Dtype, int]]:
     """Return the shape, the dtype and the number of recorded operations of each parameter."""
     named = {id(array) for _, array in cast(Any, tree_flatten(model.parameters()))}
-    found = [(name, array) for name, _, _, array in iter_parameters(model, "") if id(array) in named]
+    found = [(name, array) for name, _, _, array in iter_parameters(model) if id(array) in named]
     return {name: (array.shape, array.dtype, num_nodes(array)) for name, array in found}
 
 

@@ -15,7 +15,7 @@ from mlx_flash.compat.vlm import (
     make_vlm_cache,
 )
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.load import LoadedModel, checked_config, failure_explained, iter_parameters
+from mlx_flash.layout.load import LoadedModel, checked_config, direct_arrays, failure_explained
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
 from mlx_flash.storage.safetensors import Checkpoint
@@ -60,7 +60,4 @@ def load_vlm_lazily(
             f"{type(model).__module__}.{type(model).__name__} of mlx-vlm {installed_vlm()} has no language_model: it "
             "cannot be streamed. Hint: load it with mlx_vlm, without the patch."
         )
-    arrays = [array for _, _, _, array in iter_parameters(model, "")]
-    direct = [array for array in arrays if sources.of(array)]
-    found = {id(array): sources.of(array) for array in direct}
-    return LoadedModel(model, config, found, direct, streams, language, make_vlm_cache)
+    return LoadedModel(model, config, *direct_arrays(model, sources), streams, language, make_vlm_cache)

@@ -204,9 +204,13 @@ def load_lazily(
         )
     streams.belong_to(model)
     model.__class__ = original[0]
-    arrays = [array for _, _, _, array in iter_parameters(model, "")]
-    direct = [array for array in arrays if sources.of(array)]  # what went into the others would be held for nothing
-    return LoadedModel(model, config, {id(array): sources.of(array) for array in direct}, direct, streams)
+    return LoadedModel(model, config, *direct_arrays(model, sources), streams)
+
+
+def direct_arrays(model: nn.Module, sources: Sources) -> tuple[dict[int, tuple[TensorRecord, ...]], list[mx.array]]:
+    """Return the tensors of each direct parameter, by ``id``, and these arrays. Others would be held for nothing."""
+    arrays = [array for _, _, _, array in iter_parameters(model) if sources.of(array)]
+    return {id(array): sources.of(array) for array in arrays}, arrays
 
 
 @contextmanager
@@ -251,9 +255,9 @@ def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.
     return recording
 
 
-def iter_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any, Any, mx.array]]:
+def iter_parameters(module: nn.Module) -> Iterator[tuple[str, Any, Any, mx.array]]:
     """Every array in a module's tree, private constants included: (name, container, key, array)."""
-    yield from _iter_arrays(module, prefix, set())
+    yield from _iter_arrays(module, "", set())
 
 
 def _iter_arrays(container: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any, Any, mx.array]]:

@@ -205,5 +205,5 @@ class _Tree:
 
 
 def _parameters(loaded: LoadedModel) -> Iterator[Parameter]:
-    for name, container, key, array in iter_parameters(loaded.model, ""):
+    for name, container, key, array in iter_parameters(loaded.model):
         yield Parameter(name, container, key, array, loaded.sources.get(id(array), ()))

@@ -277,4 +277,4 @@ def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Mod
 
 
 def _containers(layers: Sequence[nn.Module]) -> set[int]:
-    return {id(container) for layer in layers for _, container, _, _ in iter_parameters(layer, "")}
+    return {id(container) for layer in layers for _, container, _, _ in iter_parameters(layer)}

@@ -74,7 +74,7 @@ def _users(layers: Sequence[nn.Module], layout: ModelLayout) -> dict[str, set[in
     """Return the layers that use each tensor and each parameter, by name; none for those that every rank computes."""
     layers_of: dict[int, set[int]] = {}
     for number, layer in enumerate(layers):
-        for _, container, _, _ in iter_parameters(layer, ""):
+        for _, container, _, _ in iter_parameters(layer):
             layers_of.setdefault(id(container), set()).add(number)
     users: dict[str, set[int]] = {}
     units = [parameter for unit in layout.units for parameter in [*unit.large, *unit.small]]

@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from mlx_flash.compat.arrays import collectives
 from mlx_flash.errors import ConfigError, StreamedWeightsError
-from mlx_flash.layout.load import LoadedModel, iter_parameters
+from mlx_flash.layout.load import LoadedModel, direct_arrays
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.sources import Sources
 from mlx_flash.ranks.peers import Peers
@@ -48,8 +48,8 @@ def divide(loaded: LoadedModel, checkpoint: Checkpoint, peers: Peers) -> LoadedM
             "ranks_mode unset, which gives each rank some layers."
         ) from error
     gc.collect()  # the class that watched sanitize() is in a cycle, and holds whole tensors
-    arrays = [array for _, _, _, array in iter_parameters(loaded.model, "") if sources.of(array)]
-    return replace(loaded, sources={id(array): sources.of(array) for array in arrays}, keep_alive=arrays)
+    found, arrays = direct_arrays(loaded.model, sources)
+    return replace(loaded, sources=found, keep_alive=arrays)
 
 
 class Shards(Spread):

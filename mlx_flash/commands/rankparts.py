@@ -9,8 +9,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.engine.prepare import Prepared, share_equally
-from mlx_flash.layout.load import iter_parameters
+from mlx_flash.engine.prepare import Prepared, layer_bytes, share_equally
 from mlx_flash.layout.units import layers_of
 from mlx_flash.monitor.words import layer_runs, size
 from mlx_flash.ranks.neededfiles import needed_files
@@ -39,7 +38,7 @@ def rank_parts(prepared: Prepared, num_ranks: int) -> list[RankPart]:
     owners = share_equally(prepared, num_ranks)
     layers = layers_of(prepared.loaded.model)
     needed = needed_files(layers, prepared.layout, prepared.checkpoint)
-    nbytes = [sum(array.nbytes for _, _, _, array in iter_parameters(layer)) for layer in layers]
+    nbytes = layer_bytes(prepared.loaded)
     parts = []
     for rank in range(num_ranks):
         own = [number for number, owner in enumerate(owners) if owner == rank]

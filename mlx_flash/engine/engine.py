@@ -168,7 +168,7 @@ class Engine:
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         arena = Arena(placement.nbytes, is_read_once=True)
         self._bound += parameters
-        _bind(parameters, placement, arena)
+        bind_views(parameters, placement, arena)
         return self.reader.submit(placement.segments, arena.memory, caching="found")
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
@@ -200,7 +200,7 @@ class Engine:
         index, arena = self.stream.add(unit.name, placement)
         self.units.append(unit)
         self._bound += parameters
-        views = _bind(parameters, placement, arena)
+        views = bind_views(parameters, placement, arena)
         self._swap(unit, StreamedLayer, LayerState(index, self.stream), parameters)
         places = zip(placement.offsets, views, parameters, strict=True)
         self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
@@ -289,10 +289,8 @@ class Engine:
         self._changed.clear()
         self._bound.clear()
         self._streamed.clear()
-        stats, self.stream = (
-            self.stream.stats,
-            WeightStream([], self.reader, poison=False, num_units=0),
-        )  # lets go of the slots
+        stats = self.stream.stats
+        self.stream = WeightStream([], self.reader, poison=False, num_units=0)  # lets go of the slots
         self.stream.stats = stats
         self.experts = None
         self.lending = Lending(self.loans, None, grows=False)
@@ -325,7 +323,7 @@ def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Paramet
     return [part for part in parts if part]
 
 
-def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:
+def bind_views(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:
     """Make modules hold views of an arena, one for each parameter of a placement. Return the views."""
     places = zip(placement.offsets, parameters, strict=True)
     views = arena.views([(offset, parameter.array.shape, parameter.array.dtype) for offset, parameter in places])

@@ -123,7 +123,8 @@ class Prepared:
         plan = make_plan(found.sizes, settings, found.machine)
         if (more := extra_bytes - plan.kv_bytes - plan.activation_bytes) > 0:
             found = replace(found, machine=replace(found.machine, runtime_bytes=found.machine.runtime_bytes + more))
-        return replace(found, plan=make_plan(found.sizes, settings, found.machine))
+            plan = make_plan(found.sizes, settings, found.machine)
+        return replace(found, plan=plan)
 
     def _settings(self, config: FlashConfig) -> FlashConfig:
         config = config if self.chain is None else _settings_of_ranks(config)
@@ -239,15 +240,15 @@ def _agreed(
 def _share(loaded: LoadedModel, speed: RankSpeed, able: Sequence[Sequence[int]], peers: Peers) -> Chain:
     """Give every rank layers that it has the files of, from what all ranks can keep in memory, and their speeds."""
     ranks = [RankSpeed(*numbers) for numbers in peers.gather(astuple(speed))]
-    layer_bytes = _layer_bytes(loaded)
-    owners = follow_files(share_layers(layer_bytes, ranks), layer_bytes, able)
+    nbytes = layer_bytes(loaded)
+    owners = follow_files(share_layers(nbytes, ranks), nbytes, able)
     return Chain(layers_of(loaded.model), owners, peers)
 
 
 def share_equally(prepared: Prepared, num_ranks: int) -> list[int]:
     """Return the rank of each layer, if a model is shared by some machines like this one."""
     speed = _speed_of(prepared.plan, prepared.machine)
-    return share_layers(_layer_bytes(prepared.loaded), [speed] * num_ranks)
+    return share_layers(layer_bytes(prepared.loaded), [speed] * num_ranks)
 
 
 def _rank_speed(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> RankSpeed:
@@ -267,7 +268,8 @@ def _machine_speed(machine: Machine, memory_bytes: float) -> RankSpeed:
     return RankSpeed(memory_bytes, *speeds)
 
 
-def _layer_bytes(loaded: LoadedModel) -> list[int]:
+def layer_bytes(loaded: LoadedModel) -> list[int]:
+    """Return the bytes of each layer."""
     layers = layers_of(loaded.model)
     return [sum(array.nbytes for _, _, _, array in iter_parameters(layer)) for layer in layers]
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_flash.engine.engine import bind_views
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.errors import BudgetError
 from mlx_flash.layout.parts import Unit
@@ -85,12 +86,9 @@ class Towers:
         placement = place_groups([parameter.records for parameter in unit.large], kernel_alignment())
         arena = Arena(placement.nbytes)
         engine.reader.submit(placement.segments, arena.memory, caching="found", urgent=True).wait()
-        places = zip(placement.offsets, unit.large, strict=True)
-        views = arena.views([(offset, parameter.array.shape, parameter.array.dtype) for offset, parameter in places])
         self._resident.add(id(unit))
         try:
-            for parameter, view in zip(unit.large, views, strict=True):
-                parameter.bind(view)
+            bind_views(unit.large, placement, arena)
             yield
             if self._before_release is not None:
                 self._before_release(placement.segments, arena.memory)

@@ -83,7 +83,7 @@ def recurrent_states(cache: Iterable[Any]) -> Iterator[mx.array]:
             yield from (array for array in vars(entry)["cache"] if array is not None)
 
 
-def num_tokens(entry: Any) -> int:
+def length_of(entry: Any) -> int:
     """Return how many tokens a cache was given, padding included; batches count in private attributes."""
     if isinstance(entry, BatchRotatingKVCache):
         return int(entry._offset)

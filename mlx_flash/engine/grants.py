@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
-from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.compat.caches import CACHE_STEP, length_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.headroom import most_growth
 from mlx_flash.engine.lane import Lane
@@ -76,7 +76,7 @@ class Grants:
         grant = self.of(call.cache)
         if grant is None or grant.plan is not plan or Changes.last != grant.change:
             return None
-        length = _length(call.cache[0])
+        length = length_of(call.cache[0])
         if length >= grant.stop or active_memory() + grant.nbytes > plan.budget_bytes:
             return None
         is_batch = issubclass(grant.kind, BatchKVCache)
@@ -92,7 +92,7 @@ class Grants:
         is_batch = {*map(type, call.cache)} in ({BatchKVCache}, {LoneKVCache})
         if not is_batch and (call.num_tokens > 1 or trimmable(call.cache) is None):
             return
-        lane, lengths = Lane(call), {*map(_length, call.cache)}
+        lane, lengths = Lane(call), {*map(length_of, call.cache)}
         stores = [entry.rows.store for entry in lane.own]
         in_memory = [store for store in stores if isinstance(store, MemoryRows) and not store.takes_more(1)]
         if len(lengths) > 1 or len(in_memory) < len(stores):
@@ -102,7 +102,3 @@ class Grants:
         nbytes = plan.ledger.process + 2 * plan.ledger.computed([new]) + most_growth(plan, lane, new)
         kind, padding = type(call.cache[0]), call.cache[0].left_padding if is_batch else None
         self._grants[call.cache[0]] = Grant(plan, id(call.cache), kind, padding, stop, Changes.last, nbytes)
-
-
-def _length(entry: Any) -> int:
-    return int(entry.size() if isinstance(entry, BatchKVCache) else entry.offset)

@@ -54,7 +54,7 @@ class Lane:
         call, num_each = self.call, self.call.length
         kinds = set(map(type, [*self.others, *self.own]))
         is_fused = not any(issubclass(kind, QuantizedKVCache) for kind in kinds)
-        lengths = [_num_tokens(entry) for entry in self.others]
+        lengths = [_num_attended(entry) for entry in self.others]
         lengths += [entry.rows.store.length if is_fused else entry.offset for entry in self.own]
         return NewTokens(
             num_new=call.num_tokens,
@@ -68,6 +68,6 @@ class Lane:
         )
 
 
-def _num_tokens(entry: Any) -> int:
+def _num_attended(entry: Any) -> int:
     has_size = hasattr(entry, "size") and not isinstance(entry, QuantizedKVCache)  # whose size is always 0
     return int(entry.size() if has_size else getattr(entry, "offset", 0))  # a model's own caches may have neither

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, num_tokens, window_before
+from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, window_before
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
@@ -28,8 +28,7 @@ from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvfiles import Stored, StoredRows
 from mlx_flash.kv.layerrows import LayerRows
-from mlx_flash.kv.pages import Component, Page, dtype_name
-from mlx_flash.kv.pages import num_tokens as count_in
+from mlx_flash.kv.pages import Component, Page, dtype_name, num_tokens
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.pagefile import Blob, Place
@@ -90,7 +89,7 @@ class Leaf:
     def length(self) -> int | None:
         """Number of tokens; None for entries that do not count them."""
         entry = self.entry
-        return None if isinstance(entry, ArraysCache) else num_tokens(entry)
+        return None if isinstance(entry, ArraysCache) else length_of(entry)
 
     @property
     def is_empty(self) -> bool:
@@ -171,7 +170,7 @@ class RowLeaf(Leaf):
     def note_stored(self, start: int, page: Page[Stored]) -> None:
         """Note that tokens in memory are in a page: when the layer goes to disk, they are not written again."""
         own = self.own
-        if own is not None and own.disk is None and count_in(own.stored) == start:
+        if own is not None and own.disk is None and num_tokens(own.stored) == start:
             own.stored += (page,)
 
     @property

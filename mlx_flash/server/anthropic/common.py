@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import message_of
+from mlx_flash.server.body import error_text
 
 _KINDS = {
     400: "invalid_request_error",
@@ -23,7 +23,7 @@ _KINDS = {
 
 def error_body(error: RefusedError) -> dict[str, Any]:
     """Return an error as Anthropic's clients read it."""
-    return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": message_of(error)}}
+    return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": error_text(error)}}
 
 
 def event(value: Mapping[str, Any]) -> bytes:

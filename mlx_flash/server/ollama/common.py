@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import message_of
+from mlx_flash.server.body import error_text
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import End, TokenChance, TokenDetail
 
@@ -18,7 +18,7 @@ LATEST = ":latest"
 
 def error_body(error: RefusedError) -> dict[str, Any]:
     """Return an error as Ollama's clients read it."""
-    return {"error": message_of(error)}
+    return {"error": error_text(error)}
 
 
 def line(value: Mapping[str, Any]) -> bytes:

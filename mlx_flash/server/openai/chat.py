@@ -144,27 +144,29 @@ def _choice(index: int, whole: Whole) -> dict[str, Any]:
     if whole.reasoning:
         message["reasoning"] = whole.reasoning
     if whole.calls:
-        message["tool_calls"] = [call_of(call) for call in whole.calls]
+        message["tool_calls"] = [_call(call) for call in whole.calls]
     elif message["content"] is None:
         message["content"] = ""
-    logprobs = {"content": [logprob_of(token) for token in whole.tokens], "refusal": None} if whole.tokens else None
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": whole.end.reason}
+    return {"index": index, "message": message, "logprobs": _logprobs(whole.tokens), "finish_reason": whole.end.reason}
 
 
-def call_of(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
     """Return a call as a client reads it."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def logprob_of(token: TokenDetail) -> dict[str, Any]:
-    """Return the probabilities of a token as a client reads them."""
+def _logprobs(tokens: Sequence[TokenDetail]) -> dict[str, Any] | None:
+    """Return the probabilities of some tokens as a client reads them; None where there are none."""
+    if not tokens:
+        return None
 
     def shown(chance: TokenChance) -> dict[str, Any]:
         text = chance.text.encode("utf-8", "replace")
         return {"id": chance.token, "token": chance.text, "logprob": chance.logprob, "bytes": list(text)}
 
-    return {**shown(token.chosen), "top_logprobs": [shown(chance) for chance in token.likeliest]}
+    content = [{**shown(each.chosen), "top_logprobs": [shown(chance) for chance in each.likeliest]} for each in tokens]
+    return {"content": content, "refusal": None}
 
 
 async def _chunks(body: ChatRequest, events: Sequence[AsyncIterator[Event]]) -> AsyncIterator[bytes]:
@@ -178,8 +180,7 @@ async def _chunks(body: ChatRequest, events: Sequence[AsyncIterator[Event]]) -> 
     def chunk(
         index: int, delta: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
     ) -> bytes:
-        logprobs = {"content": [logprob_of(token) for token in tokens], "refusal": None} if tokens else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": _logprobs(tokens), "finish_reason": reason}
         return event({**first, "choices": [choice]})
 
     for index in range(len(events)):
@@ -190,7 +191,7 @@ async def _chunks(body: ChatRequest, events: Sequence[AsyncIterator[Event]]) -> 
         elif isinstance(each, Piece):
             yield chunk(index, {"content" if each.kind == "text" else "reasoning": each.text}, each.tokens)
         elif isinstance(each, ToolCall):
-            yield chunk(index, {"tool_calls": [{"index": num_calls[index], **call_of(each)}]})
+            yield chunk(index, {"tool_calls": [{"index": num_calls[index], **_call(each)}]})
             num_calls[index] += 1
         elif isinstance(each, End):
             ends.append(each)

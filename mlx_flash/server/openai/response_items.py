@@ -41,19 +41,19 @@ def items_of(whole: Whole) -> list[dict[str, Any]]:
     status = "incomplete" if whole.end.reason == "length" else "completed"
     items: list[dict[str, Any]] = []
     if whole.reasoning:
-        items.append(reasoning_of(whole.reasoning))
+        items.append(reasoning_item(whole.reasoning))
     if whole.text or not whole.calls:
-        items.append(message_of(f"msg_{uuid.uuid4().hex}", whole.text, status))
-    return items + [call_of(call) for call in whole.calls]
+        items.append(message_item(f"msg_{uuid.uuid4().hex}", whole.text, status))
+    return items + [call_item(call) for call in whole.calls]
 
 
-def reasoning_of(text: str) -> dict[str, Any]:
+def reasoning_item(text: str) -> dict[str, Any]:
     """Return an item of reasoning."""
     content = [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
 
 
-def message_of(name: str, text: str, status: str) -> dict[str, Any]:
+def message_item(name: str, text: str, status: str) -> dict[str, Any]:
     """Return an item of text."""
     content = [text_part(text)] if status != "in_progress" else []
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
@@ -64,7 +64,7 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def call_of(call: ToolCall) -> dict[str, Any]:
+def call_item(call: ToolCall) -> dict[str, Any]:
     """Return an item that asks for a call."""
     return {
         "id": f"fc_{uuid.uuid4().hex}",

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, ToolCall
 from mlx_flash.server.openai.common import comment
-from mlx_flash.server.openai.response_items import call_of, message_of, reasoning_of, response_of, text_part
+from mlx_flash.server.openai.response_items import call_item, message_item, reasoning_item, response_of, text_part
 from mlx_flash.server.openai.response_schemas import ResponseRequest
 from mlx_flash.server.replies import Whole
 
@@ -43,7 +43,7 @@ class _Writer:
         """Yield the events of a piece of text."""
         yield from self._end_thoughts()
         if self._message is None:
-            self._message = message_of(f"msg_{uuid.uuid4().hex}", "", "in_progress")
+            self._message = message_item(f"msg_{uuid.uuid4().hex}", "", "in_progress")
             yield self.event("response.output_item.added", output_index=len(self.items), item=self._message)
             yield self.event("response.content_part.added", **self._place, part=text_part(""))
         self._text += text
@@ -52,7 +52,7 @@ class _Writer:
     def call(self, call: ToolCall) -> Iterator[bytes]:
         """Yield the events of a call."""
         yield from self.end("completed")
-        item = call_of(call)
+        item = call_item(call)
         place = {"item_id": item["id"], "output_index": len(self.items)}
         begun = {**item, "arguments": "", "status": "in_progress"}
         arguments = item["arguments"]
@@ -67,7 +67,7 @@ class _Writer:
         if self._message is not None:
             yield self.event("response.output_text.done", **self._place, text=self._text, logprobs=[])
             yield self.event("response.content_part.done", **self._place, part=text_part(self._text))
-            item = message_of(self._message["id"], self._text, status)
+            item = message_item(self._message["id"], self._text, status)
             self._message, self._text = None, ""
             yield self._done(item)
 
@@ -78,7 +78,7 @@ class _Writer:
 
     def _end_thoughts(self) -> Iterator[bytes]:
         if self._thoughts:
-            item, self._thoughts = reasoning_of(self._thoughts), ""
+            item, self._thoughts = reasoning_item(self._thoughts), ""
             yield self.event("response.output_item.added", output_index=len(self.items), item=item)
             yield self._done(item)
 

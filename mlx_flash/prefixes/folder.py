@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,12 +235,12 @@ def make_room(folder: PageFolder, page: EncodedPage) -> bool:
         excess = max(excess, taken + _unfinished_bytes(folder.path) + page.nbytes - folder.limit)
     if excess > taken:
         return False  # evicting all would not be enough
-    freed = _evict(folder, pages, excess, lambda key: key.page != page.key.parent)
+    freed = _evict(folder, pages, excess, page.key.parent)
     return freed >= excess and page.new_bytes <= _spare_bytes(folder)
 
 
-def clear_prefixes(directory: Path, model: str | None = None) -> list[StoredModel]:
-    """Remove the pages of all models, or of one, that nobody uses. Return what is left. Raises: WriteError."""
+def clear_prefixes(directory: Path) -> list[StoredModel]:
+    """Remove the pages of all models that nobody uses. Return what is left. Raises: WriteError."""
     folder = PageFolder(directory)
     if not folder.path.is_dir():
         return []
@@ -248,17 +248,16 @@ def clear_prefixes(directory: Path, model: str | None = None) -> list[StoredMode
         folder.open()
         with folder.locked():
             pages, _ = folder.repair()
-            nbytes = sum(page.nbytes for page in pages.values())
-            _evict(folder, pages, nbytes, lambda key: model in (None, key.model))
+            _evict(folder, pages, sum(page.nbytes for page in pages.values()))
         return list_prefixes(directory)
     except OSError as error:
         raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error
 
 
-def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, may_go: Callable[[PageKey], bool]) -> int:
+def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, spared: str = "") -> int:
     """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
 
-    A page counts as used whenever a page that follows it was used.
+    The ``spared`` page stays. A page counts as used whenever a page that follows it was used.
     """
     for page in reversed(pages.values()):
         if parent := pages.get(page.key.parent):
@@ -269,7 +268,7 @@ def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, may_go
         key = page.key
         if freed >= excess:
             break
-        if num_children[key.page] or not may_go(key) or not _remove_unheld(path_of(folder.path, key.page)):
+        if num_children[key.page] or key.page == spared or not _remove_unheld(path_of(folder.path, key.page)):
             continue
         freed += page.nbytes
         num_children[key.parent] -= 1

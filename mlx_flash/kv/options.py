@@ -21,7 +21,7 @@ LARGE_SLOT_BYTES = 16 << 20  # a slot of at least this size uses large pages, if
 ROOM_PART = 8  # a slot has additional room for this part of its tokens, if the context length is unset
 ROOM_TOKENS = 1024  # and it has at least room for so many
 
-WRITE_BEHIND_BYTES = 32 << 20  # the most bytes queued for writing; adding more blocks
+WRITE_BEHIND_BYTES = 32 << 20  # the most bytes queued for writing; a call that adds more waits
 LEAST_WRITE_BEHIND_BYTES = 4 << 20  # the same where memory is short
 NUM_COPIES = 3  # copies of rows on their way to disk: contiguous, joined with the rest of a page, and cut by head
 

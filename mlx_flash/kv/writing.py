@@ -100,7 +100,7 @@ class WriteBehind:
 
     def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
         self.nbytes = 0  # written, or queued for it
-        self.limit_bytes = WRITE_BEHIND_BYTES  # the most bytes queued; adding more blocks
+        self.limit_bytes = WRITE_BEHIND_BYTES  # the most bytes queued; may be changed
         self._count = count
         self._thread = InOrder("mlx-flash-kv-writer")
         self._waiting: deque[Write] = deque()
@@ -109,8 +109,7 @@ class WriteBehind:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
         write = Write(file, blocks, self._count, is_checked)
         self.nbytes += write.nbytes
-        limit = min(self.limit_bytes, WRITE_BEHIND_BYTES)
-        while self._waiting and sum(other.nbytes for other in self._waiting) + write.nbytes > limit:
+        while self._waiting and sum(other.nbytes for other in self._waiting) + write.nbytes > self.limit_bytes:
             self._waiting[0].error()  # raised where its file is used next
             self._waiting.popleft()
         self._thread.submit(write)

@@ -25,7 +25,6 @@ from children import HELPERS
 from kv_on_disk import feed, on_disk
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import locked, open_locked
-from mlx_flash.kv import writing
 from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvfiles import Stored, StoredFiles, StoredRows
@@ -311,9 +310,9 @@ def test_a_truncated_or_replaced_file_raises(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "WRITE_BEHIND_BYTES", 64 * WIDE.token_bytes)
+def test_writing_is_bounded(make: Make) -> None:
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
+    rows.file._writer.limit_bytes = 64 * WIDE.token_bytes
     for start in range(0, 64 * 9, 64):
         rows.append([part[:, start : start + 64] for part in expected])
         waiting = sum(write.nbytes for write in rows.file._writer._waiting if not write.done())

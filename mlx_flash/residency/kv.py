@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.config import GB, FlashConfig, KVMode
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, Form, KVOptions
+from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, KVOptions
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.ledger import Ledger
@@ -30,8 +30,6 @@ DENSE_PAGE_BYTES = 32 << 20
 
 PROMPT_TOKEN_BYTES = 16
 """Bytes of a token of a prompt itself: four copies of 32 bits, of the caller and on the way into the model."""
-
-_FORMS: dict[KVMode | None, Form] = {"preallocated": "preallocated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +239,7 @@ def _ledger(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill
 
 def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:
     return KVOptions(
-        form=_FORMS.get(config.kv_cache, "step"),
+        form="preallocated" if config.kv_cache == "preallocated" else "step",
         step=config.kv_step,
         max_context_length=context_length or None if config.kv_cache is not None else None,
         budget_bytes=budget if config.kv_cache in (None, "disk") and not config.writes_nothing else None,

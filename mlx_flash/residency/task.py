@@ -139,7 +139,7 @@ class Task:
             activations=sizes.activations,
             cache=sizes.cache,
             compression=machine.compression,
-            kept_every=kept_every(self.config, self.sizes.cache),
+            kept_every=self.ledger.kept_every,
         )
 
     def activation_bytes(self, reserve: Reserve) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.commands.common import note
+from mlx_flash.errors import ConfigError
 from mlx_flash.files import make_private
 from mlx_flash.folders import home_directory
 
@@ -35,12 +36,22 @@ def make_reader(words: Sequence[str]) -> Read:
 
 
 def read_plainly() -> str:
-    """Read a line, or several ones between triple quotes."""
+    """Read a line, or several ones between triple quotes.
+
+    Raises:
+        EOFError: the input has ended.
+        ConfigError: it ends within a message.
+    """
     print(PROMPT, end="", file=sys.stderr, flush=True)
     text = input()
     while is_open(text):
         print(CONTINUED, end="", file=sys.stderr, flush=True)
-        text += "\n" + input()
+        try:
+            text += "\n" + input()
+        except EOFError:
+            raise ConfigError(
+                f"the input ends within a message that begins with {QUOTES}, which was not sent. Hint: close it."
+            ) from None
     return unquote(text)
 
 

@@ -50,6 +50,12 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ">>> >>> ... ... >>> "
 
 
+def test_a_message_that_the_input_cuts_off_is_not_dropped_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\n two\n'))
+    with pytest.raises(ConfigError, match="the input ends within a message"):
+        typedlines.make_reader(NAMES)()
+
+
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

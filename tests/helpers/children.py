@@ -29,7 +29,8 @@ ENV = {
 }
 """Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
 
-util.get_temp_dir()  # for the server's socket: the temporary folder of a test would go with the test
+if multiprocessing.parent_process() is None:  # a child that is killed would leave its own
+    util.get_temp_dir()  # for the server's socket: the temporary folder of a test would go with the test
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preloaded"])
 

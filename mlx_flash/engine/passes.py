@@ -109,6 +109,7 @@ class Passes:
                         self._session.engine.pinned.compute_at_once(at_once)
                         call = waiting[0].left[0]
                         self._run(lanes)
+                        # what had room has it again: for the last token of this prompt, or for the next token
                         if self.begins_ahead and at_once is None and waiting[0].error is None:
                             self.grants.note(plan, next(iter(waiting[0].left), call))
                     num_chosen = max(1, len(lanes))

@@ -14,6 +14,7 @@ from mlx_flash.compat.callers import adapter_file, is_load_adapters, is_save_mod
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.errors import ConfigError, StreamedWeightsError
+from mlx_flash.layout.adapterfiles import check_adapter
 from mlx_flash.layout.parts import ModelLayout
 
 T = TypeVar("T")
@@ -103,10 +104,16 @@ class ModelFacade(nn.Module):
         """As ``nn.Module.load_weights``; refused once weights are streamed.
 
         An adapter's tensors are loaded again: those that mlx-lm loaded belong to this thread until they are computed.
+
+        Raises:
+            StreamedWeightsError: weights are streamed.
+            CheckpointError: mlx-lm would use random numbers for tensors that an adapter lacks.
         """
         adapter = adapter_file(sys._getframe(1))
         if self.engine is not None:
             raise _refusal("load_weights()")
+        if adapter is not None:
+            check_adapter(adapter.parent)
         with self._life.prepared.loaded.streams.in_force():
             self._model.load_weights(file_or_weights if adapter is None else str(adapter), strict)
         return self

@@ -48,7 +48,8 @@ class ForwardCall:
     @property
     def length(self) -> int:
         """New tokens of each sequence."""
-        return self.num_tokens // (1 if self.tokens is None else len(self.tokens))  # one call of Python, for each token
+        num_sequences = 1 if self.tokens is None else len(self.tokens)  # asked for each token: one call of Python
+        return self.num_tokens // num_sequences
 
     @property
     def is_decode(self) -> bool:

@@ -140,7 +140,7 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
         if error.error_count() > MAX_ERRORS:
             raise RefusedError(f"{error.error_count()} fields are wrong, unknown or not supported.", 400) from None
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        first = max(errors, key=_progress)  # of a union, the kind that fits best
+        first = max(errors, key=_accepted)  # of a union, the kind that fits best
         field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
         field = ".".join(part for part in field.split(".") if part not in _UNIONS)
         known = first["type"] != "extra_forbidden"
@@ -148,7 +148,7 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
         raise RefusedError(f"{field or 'the request'}: {message}", 400, field or None) from None
 
 
-def _progress(error: Any) -> tuple[int, bool, int]:
+def _accepted(error: Any) -> tuple[int, bool, int]:
     """Return how much of a value pydantic had accepted as one kind of a union: its depth, its type, items before it."""
     place = error["loc"][-1] if error["loc"] else 0
     return len(error["loc"]), not error["type"].endswith("_type"), place if isinstance(place, int) else 0

@@ -84,9 +84,7 @@ def test_list_finds_downloaded_models(
     assert found["folder"].endswith("new")
 
 
-def test_list_shows_names_as_they_are_safe_for_a_terminal(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_shows_no_control_characters(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a\x1b[31mb").symlink_to(folder / "llama")
     assert cli.main(["list", str(tmp_path), "--ram-budget-gb", "2"]) == 0
     assert "\x1b" not in capsys.readouterr().out

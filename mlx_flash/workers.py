@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 _TASKS = Path("/proc/self/task")
@@ -188,12 +189,18 @@ class Job:
 
     def error(self) -> BaseException | None:
         """Wait for the end of the task. Return what :meth:`result` raises."""
+        self.done_by(math.inf)
+        return self._error if self._is_done else CancelledError()
+
+    def done_by(self, moment: float) -> bool:
+        """Wait for the end of the task up to a moment (``time.perf_counter()``). Return as :meth:`done` then."""
         if not self.done():
             end: SimpleQueue[None] = SimpleQueue()
             self._waiting.append(end)
-            while not self.done():  # the job ends first, and then wakes those that wait
-                end.get()
-        return self._error if self._is_done else CancelledError()
+            while not self.done() and (left := moment - time.perf_counter()) > 0:
+                with suppress(Empty):
+                    end.get(timeout=None if left == math.inf else left)  # the job ends first, and then wakes
+        return self.done()
 
     def _wake(self) -> None:
         """Have all waiting threads look whether the job has ended. Harmless when repeated."""

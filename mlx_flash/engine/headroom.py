@@ -37,12 +37,14 @@ def check_headroom(
     *,
     may_shrink: bool = False,
     offloads: bool = False,
+    is_ahead: bool = False,
 ) -> int:
     """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
 
     Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
     to disk to make room for more activations than were planned: the caller tries fewer tokens. If it ``offloads``,
-    layers go to disk before loans end for their sake, and before a part of the wish is refused.
+    layers go to disk before loans end for their sake, and before a part of the wish is refused. If ``is_ahead``, the
+    wish is that of :func:`ahead_bytes`, and refused where caches grow: two layers would have old and new arrays.
 
     Returns:
         The part of ``wish``, bytes that would make the pass faster, that it may use.
@@ -65,6 +67,8 @@ def check_headroom(
     may_shrink = may_shrink and need.activations > plan.activation_bytes
     if wish or lending is not None or may_shrink:
         growth_of_own = own.growth_on_disk() if offloads else own.growth  # one slot will do for a prompt
+    if is_ahead and (growth_of_own or need.growth > _growth_of_states(plan, lanes)):
+        wish = 0
     room = (max(0, lending.nbytes) if lending is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted
@@ -160,13 +164,21 @@ def needed(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
 
 def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
     tokens, ledger = [lane.tokens for lane in lanes], plan.ledger
-    states = plan.cache.call_bytes * max([new.num_at_once for new in tokens])
     return Need(
         process=ledger.process,
         in_use=_in_use({pool for lane in lanes for pool in lane.pools}),
         activations=ledger.computed(tokens),
-        growth=_growth_of_others(plan, lanes) + states,
+        growth=_growth_of_others(plan, lanes) + _growth_of_states(plan, lanes),
     )
+
+
+def ahead_bytes(plan: ResidencyPlan, lane: Lane) -> int:
+    """Return the memory of the results of a layer that begins before the one before it is computed."""
+    return plan.ledger.of_a_layer(lane.tokens) + lane.tokens.batch_size * plan.cache.largest_state
+
+
+def _growth_of_states(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+    return plan.cache.call_bytes * max([lane.tokens.num_at_once for lane in lanes])
 
 
 def _in_use(pools: set[KVPool]) -> int:

@@ -104,9 +104,10 @@ class Passes:
             while waiting:
                 num_chosen = 1
                 if not self._run_granted(plan, waiting[0]):
-                    lanes, at_once = self.sharing.choose(plan, waiting, lending)
+                    lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
                     if lanes:
                         self._session.engine.pinned.compute_at_once(at_once)
+                        self._session.engine.stream.computes_ahead = is_ahead
                         call = waiting[0].left[0]
                         self._run(lanes)
                         # what had room has it again: for the last token of this prompt, or for the next token
@@ -282,6 +283,7 @@ class Passes:
         def run() -> Any:
             if chain is None:
                 output = self._model(*rest.arguments, **rest.keywords)
+                self._session.engine.stream.release_computed()
                 # No logits need the last state, and another thread could not compute it.
                 mx.async_eval(*recurrent_states(rest.cache or ()))
                 return output

@@ -20,6 +20,7 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup
 from mlx_flash.engine.headroom import (
+    ahead_bytes,
     check_headroom,
     check_least,
     fits_surely,
@@ -33,6 +34,7 @@ from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.prefixes.call import state_end
 from mlx_flash.prefixes.leaves import are_windows, has_state
 from mlx_flash.residency.ledger import shares_on_disk
@@ -53,6 +55,7 @@ class Chosen(NamedTuple):
 
     lanes: dict[Row, list[ForwardCall]]  # the parts of each row
     layers_at_once: int | None  # as :func:`layers_at_once` returns it
+    computes_ahead: bool = False  # as of :class:`WeightStream`
 
 
 class Price(NamedTuple):
@@ -77,6 +80,9 @@ class Sharing:
         chain = session.chain
         self._all_have_room = nullcontext if chain is None else chain.all_have_room
         self._least: Callable[[int], int] = int if chain is None else chain.least
+        # On CUDA, MLX lets go of results late. Experts and other ranks are waited for inside a layer.
+        has_units = bool(session.engine.stream.units) and session.engine.experts is None
+        self._may_be_ahead = has_units and chain is None and not has_own_memory()
 
     def choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> Chosen:
         """Return as many of the rows as memory allows, each with the parts that share the next pass.
@@ -87,13 +93,14 @@ class Sharing:
         is_alone = not self._group.can_share and self._session.chain is None and first.left[0].checkpoints is None
         if is_alone and fits_surely(plan, first.lane(len(first.left)), num_layers):
             return Chosen({first: [first.left[0]]}, None)
-        lanes = self._choose(plan, rows, lending)
+        lanes, is_ahead = self._choose(plan, rows, lending)
         calls = [Lane(call) for lane in lanes.values() for call in lane]
-        return Chosen(lanes, layers_at_once(plan, calls, num_layers) if calls else None)
+        return Chosen(lanes, layers_at_once(plan, calls, num_layers) if calls else None, is_ahead)
 
     def _choose(
         self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None
-    ) -> dict[Row, list[ForwardCall]]:
+    ) -> tuple[dict[Row, list[ForwardCall]], bool]:
+        """Return the parts of each row, and whether a unit may begin before the one before it is computed."""
         num_rows = len(rows) if self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False
@@ -105,11 +112,13 @@ class Sharing:
                             check_least(plan, Lane(row.whole, num_kept=row.num_joined), lending)
                 can_cut = rows[0].length > 1
                 prices = self._prices(plan, chosen, more, lending) if more else []
-                wish = prices[-1].cost if prices else 0
+                lanes = [row.lane() for row in chosen]
+                ahead = 0 if more else self._ahead_bytes(plan, lanes)
+                wish = prices[-1].cost if prices else ahead
                 with self._all_have_room():
                     may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
-                    granted = check_headroom(plan, [row.lane() for row in chosen], lending, wish, may_shrink=may_shrink)
-                return self._with_more(plan, chosen, more, prices, granted, lending)
+                    granted = check_headroom(plan, lanes, lending, wish, may_shrink=may_shrink, is_ahead=bool(ahead))
+                return self._with_more(plan, chosen, more, prices, granted, lending), bool(ahead) and granted == ahead
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
@@ -117,7 +126,17 @@ class Sharing:
                     self._tell_step(rows[0], rows[0].cut())
                 else:
                     rows[0].error = error
-                    return {}
+                    return {}, False
+
+    def _ahead_bytes(self, plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+        """Return the memory that a call takes whose units begin before those before them are computed.
+
+        0 where they do not: others compute longer than Python takes between two units, and layers on disk are waited
+        for inside their unit.
+        """
+        if len(lanes) > 1 or not self._may_be_ahead or not lanes[0].call.is_decode:
+            return 0
+        return 0 if any(pool.layers.is_on_disk for pool in lanes[0].pools) else ahead_bytes(plan, lanes[0])
 
     def _more(self, row: Row) -> list[_More]:
         """Return the parts of a row that may share a pass with the first one that is left."""

@@ -98,6 +98,10 @@ class Ticket:
         """Return whether no read is in flight."""
         return all(job.done() for job in self._jobs)
 
+    def done_by(self, moment: float) -> bool:
+        """Wait until no read is in flight, up to a moment (``time.perf_counter()``). Return whether none is."""
+        return all(job.done_by(moment) for job in self._jobs)
+
     def wait(self) -> float:
         """Wait until every byte is in the buffer. Return the seconds of it in which reads were in flight.
 

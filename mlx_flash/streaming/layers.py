@@ -44,7 +44,7 @@ class StreamedLayer(SwappedClass):
 
 
 def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Acquire, call, evaluate, release.
+    """Acquire, call, evaluate, release. A stream that computes ahead does the last two when the next unit has begun.
 
     The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
     computed from whatever the slot holds by then.
@@ -60,11 +60,17 @@ def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args
     if not stream.is_ready(index):
         mx.async_eval(arrays_in(args, kwargs))  # pinned layers before this one compute while we wait
     stream.acquire(index)
+    wait: Callable[[], None] | None = None
     try:
         result = run(*args, **kwargs)
-        compute(result, args, kwargs)
+        if stream.computes_ahead:
+            effects = arrays_in(result, args, kwargs)
+            mx.async_eval(effects)
+            wait = partial(mx.eval, effects)
+        else:
+            compute(result, args, kwargs)
     finally:
-        stream.release(index)
+        stream.release(index, wait)
     return result
 
 

@@ -107,6 +107,7 @@ class WeightStream:
         num_units: how many units will be added.
 
     Attributes:
+        computes_ahead: whether a unit may be called before the one before it is computed.
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
         wait_turn: while several calls share a pass, returns when a call may go on at a place; a unit is acquired then.
         before_release: called with the number of a unit that is about to be released, and the memory of its slot.
@@ -115,6 +116,7 @@ class WeightStream:
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
+        self.computes_ahead = False
         self.is_guessing = False
         self.wait_turn: Callable[[Place], None] | None = None
         self.before_release: Callable[[int, memoryview], None] | None = None
@@ -127,6 +129,9 @@ class WeightStream:
         self._successor: list[int] = []
         self._released_at: list[float] = []
         self._last: int | None = None
+        self._computing: tuple[int, Callable[[], None]] | None = None
+        self._last_release = 0.0
+        self._seconds = [0.0] * num_units
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
         """Add a unit after the ones there are; the last one is expected to be followed by the first.
@@ -155,6 +160,8 @@ class WeightStream:
     def acquire(self, index: int) -> None:
         """Wait until the unit's weights are in its slot; they stay until :meth:`release`.
 
+        A unit whose release waits is released before, unless the weights are there while it is still computed.
+
         Raises:
             ReadError: they could not be read. The unit is not held then, and may be acquired again.
         """
@@ -162,6 +169,8 @@ class WeightStream:
             self._successor[self._last] = index
         self._last = index
         slot = self._slots[self.units[index].slot]
+        if self._computing is not None and (slot.unit != index or not self._comes_in_time(slot, self._computing[0])):
+            self.release_computed()
         self.stats.num_acquired += 1
         if slot.unit != index:
             self.stats.num_unpredicted += 1
@@ -177,13 +186,47 @@ class WeightStream:
         slot.ready_at = time.perf_counter()
         slot.ticket, slot.held = None, True
 
-    def release(self, index: int) -> None:
-        """Give the unit's slot back; everything that reads it must have been evaluated. Start the next reads."""
+    def _comes_in_time(self, slot: _Slot, before: int) -> bool:
+        """Wait for a slot while the unit before it is computed, as long as that took last time.
+
+        Return whether the slot is filled. MLX does not tell what is computed without waiting for it.
+        """
+        began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
+        return slot.ticket is None or slot.ticket.done_by(began + self._seconds[before])
+
+    def release(self, index: int, wait: Callable[[], None] | None = None) -> None:
+        """Give the unit's slot back, and start the next reads; the unit before it first.
+
+        Args:
+            index: number of the unit.
+            wait: returns once everything that reads the slot is evaluated. It is called when the next unit is released
+                or has to be waited for, or by :meth:`release_computed`. None where that is evaluated.
+        """
+        self.release_computed()
+        if wait is not None:
+            self._computing = (index, wait)
+        else:
+            self._release(index)
+
+    def release_computed(self) -> None:
+        """Wait for what a unit still computes, and release it. Call it at the end of a pass."""
+        if self._computing is not None:
+            index, wait = self._computing
+            try:
+                wait()
+            finally:
+                self._computing = None  # after an exception the slot stays held, up to :meth:`recover`
+            self._release(index)
+
+    def _release(self, index: int) -> None:
         slot = self._slots[self.units[index].slot]
         if self.before_release is not None:
             self.before_release(index, slot.arena.memory)
         now = self._released_at[index] = time.perf_counter()
-        self.stats.held_seconds += now - slot.ready_at
+        seconds = now - max(slot.ready_at, self._last_release)
+        self._seconds[index] = seconds if self.computes_ahead else 0.0
+        self._last_release = now
+        self.stats.held_seconds += seconds
         slot.held, slot.unit = False, None
         if self._poison:
             slot.arena.fill(POISON)
@@ -242,12 +285,14 @@ class WeightStream:
     def recover(self) -> None:
         """Let go of what an interrupted pass held, between passes."""
         self.wait_turn, self.is_guessing = None, False
+        self.release_computed()
         for slot in self._slots:
             if slot.held:
                 slot.empty()
 
     def close(self) -> None:
         """Wait until nothing writes to a slot any more."""
+        self._computing = None
         for slot in self._slots:
             slot.empty()
 

@@ -78,6 +78,19 @@ def test_a_pool_starts_no_more_threads_than_work() -> None:
         workers.submit(Job(int).run)
 
 
+def test_a_wait_for_a_job_ends_with_it_or_at_its_moment() -> None:
+    workers, go_on = Workers(2, "mlx-flash-test"), threading.Event()
+    job = Job(go_on.wait, 10)
+    workers.submit(job.run)
+    began = time.perf_counter()
+    assert not job.done_by(began) and not job.done_by(began + 0.02)
+    assert time.perf_counter() - began >= 0.02
+    workers.submit(Job(lambda: time.sleep(0.02) or go_on.set()).run)  # type: ignore[func-returns-value]
+    assert job.done_by(began + 10)
+    assert time.perf_counter() - began < 5
+    workers.shutdown()
+
+
 def names_of_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if "mlx-flash-test" in each.name and each.is_alive()]
 

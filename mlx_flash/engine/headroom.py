@@ -44,7 +44,8 @@ def check_headroom(
     Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
     to disk to make room for more activations than were planned: the caller tries fewer tokens. If it ``offloads``,
     layers go to disk before loans end for their sake, and before a part of the wish is refused. If ``is_ahead``, the
-    wish is that of :func:`ahead_bytes`, and refused where caches grow: two layers would have old and new arrays.
+    wish is that of :func:`ahead_bytes`, and refused where two layers would have old and new arrays of caches that grow,
+    beside states, and where a layer waits for its keys and values.
 
     Returns:
         The part of ``wish``, bytes that would make the pass faster, that it may use.
@@ -67,7 +68,7 @@ def check_headroom(
     may_shrink = may_shrink and need.activations > plan.activation_bytes
     if wish or lending is not None or may_shrink:
         growth_of_own = own.growth_on_disk() if offloads else own.growth  # one slot will do for a prompt
-    if is_ahead and (growth_of_own or need.growth > _growth_of_states(plan, lanes)):
+    if is_ahead and (growth_of_own or need.growth > _state_bytes(plan, lanes[0]) or own.are_on_disk):
         wish = 0
     room = (max(0, lending.nbytes) if lending is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
@@ -168,17 +169,25 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
         process=ledger.process,
         in_use=_in_use({pool for lane in lanes for pool in lane.pools}),
         activations=ledger.computed(tokens),
-        growth=_growth_of_others(plan, lanes) + _growth_of_states(plan, lanes),
+        growth=_growth_of_others(plan, lanes),
+        states=plan.cache.call_bytes * max([new.num_at_once for new in tokens]),
     )
 
 
-def ahead_bytes(plan: ResidencyPlan, lane: Lane) -> int:
-    """Return the memory of the results of a layer that begins before the one before it is computed."""
-    return plan.ledger.of_a_layer(lane.tokens) + lane.tokens.batch_size * plan.cache.largest_state
+def ahead_bytes(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+    """Return the memory of the results of a layer that begins before the one before it is computed.
+
+    0 for calls that compute longer than Python takes between two layers: of several tokens, or of several caches.
+    """
+    new = lanes[0].tokens
+    if len(lanes) > 1 or new.num_new > new.batch_size:
+        return 0
+    return plan.ledger.of_a_layer(new) + _state_bytes(plan, lanes[0])
 
 
-def _growth_of_states(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
-    return plan.cache.call_bytes * max([lane.tokens.num_at_once for lane in lanes])
+def _state_bytes(plan: ResidencyPlan, lane: Lane) -> int:
+    """Return the bytes of the largest recurrent state, which a call replaces."""
+    return lane.tokens.batch_size * plan.cache.largest_state
 
 
 def _in_use(pools: set[KVPool]) -> int:
@@ -197,6 +206,8 @@ def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
             per_layer = call.batch_size * _bytes_of_others(plan, lane) // len(entries)
             rows = [per_layer] * len(entries)
             growths.append(update_growth(entries, call.length, rows, lane.step))
+    if len(growths) == 1:
+        return 0
     return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
 
 

@@ -43,6 +43,11 @@ class OwnCaches:
         return bound_of(self._pool, self._adding)
 
     @property
+    def are_on_disk(self) -> bool:
+        """True if layers are on disk."""
+        return self._pool is not None and self._pool.layers.is_on_disk
+
+    @property
     def replaced_bytes(self) -> int:
         """The most bytes of a layer's buffers that are in memory, and have no room for the tokens."""
         stores = [(rows.store, num_new) for rows, num_new in zip(self._layers, self._num_new, strict=True)]

@@ -54,7 +54,7 @@ class Chosen(NamedTuple):
     """Calls that share the next pass."""
 
     lanes: dict[Row, list[ForwardCall]]  # the parts of each row
-    layers_at_once: int | None  # as :func:`layers_at_once` returns it
+    layers_at_once: int | None = None  # as :func:`layers_at_once` returns it
     computes_ahead: bool = False  # as of :class:`WeightStream`
 
 
@@ -93,15 +93,14 @@ class Sharing:
         is_alone = not self._group.can_share and self._session.chain is None and first.left[0].checkpoints is None
         if is_alone and fits_surely(plan, first.lane(len(first.left)), num_layers):
             return Chosen({first: [first.left[0]]}, None)
-        lanes, is_ahead = self._choose(plan, rows, lending)
-        calls = [Lane(call) for lane in lanes.values() for call in lane]
-        return Chosen(lanes, layers_at_once(plan, calls, num_layers) if calls else None, is_ahead)
+        chosen = self._choose(plan, rows, lending)
+        if not chosen.lanes or not num_layers:
+            return chosen
+        calls = [Lane(call) for lane in chosen.lanes.values() for call in lane]
+        return chosen._replace(layers_at_once=layers_at_once(plan, calls, num_layers))
 
-    def _choose(
-        self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None
-    ) -> tuple[dict[Row, list[ForwardCall]], bool]:
-        """Return the parts of each row, and whether a unit may begin before the one before it is computed."""
-        num_rows = len(rows) if self._group.can_share else 1
+    def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> Chosen:
+        num_rows = len(rows) if len(rows) == 1 or self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False
             more = [each for row in chosen for each in self._more(row)]
@@ -113,12 +112,14 @@ class Sharing:
                 can_cut = rows[0].length > 1
                 prices = self._prices(plan, chosen, more, lending) if more else []
                 lanes = [row.lane() for row in chosen]
-                ahead = 0 if more else self._ahead_bytes(plan, lanes)
+                ahead = ahead_bytes(plan, lanes) if self._may_be_ahead and not more else 0
                 wish = prices[-1].cost if prices else ahead
                 with self._all_have_room():
-                    may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
+                    may_shrink = can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen)
                     granted = check_headroom(plan, lanes, lending, wish, may_shrink=may_shrink, is_ahead=bool(ahead))
-                return self._with_more(plan, chosen, more, prices, granted, lending), bool(ahead) and granted == ahead
+                if not more:
+                    return Chosen(_with_first(chosen, ()), computes_ahead=bool(ahead) and granted == ahead)
+                return Chosen(self._with_more(plan, chosen, more, prices, granted, lending))
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
@@ -126,17 +127,7 @@ class Sharing:
                     self._tell_step(rows[0], rows[0].cut())
                 else:
                     rows[0].error = error
-                    return {}, False
-
-    def _ahead_bytes(self, plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
-        """Return the memory that a call takes whose units begin before those before them are computed.
-
-        0 where they do not: others compute longer than Python takes between two units, and layers on disk are waited
-        for inside their unit.
-        """
-        if len(lanes) > 1 or not self._may_be_ahead or not lanes[0].call.is_decode:
-            return 0
-        return 0 if any(pool.layers.is_on_disk for pool in lanes[0].pools) else ahead_bytes(plan, lanes[0])
+                    return Chosen({})
 
     def _more(self, row: Row) -> list[_More]:
         """Return the parts of a row that may share a pass with the first one that is left."""

@@ -16,7 +16,7 @@ from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.streaming.stream import UnitState
+from mlx_flash.streaming.stream import UnitState, unit_states
 
 Json = dict[str, Any]
 
@@ -186,7 +186,7 @@ class Status:
 
     def _units(self) -> list[Json]:
         # A closed engine has a stream without units.
-        states = self._engine.stream.states(self._counters.last_began) or ["waiting"] * self._num_units
+        states = unit_states(self._engine.stream, self._counters.last_began) or ["waiting"] * self._num_units
         return [
             {
                 "name": part.name,

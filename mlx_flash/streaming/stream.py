@@ -15,7 +15,7 @@ from typing import Literal
 
 from mlx_flash.errors import ReadError
 from mlx_flash.memory.arena import Arena
-from mlx_flash.storage.placement import Placement
+from mlx_flash.storage.placement import Placement, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 
 POISON = 0xFF
@@ -71,6 +71,17 @@ class _Slot:
     ticket: Ticket | None = None
     held: bool = False
     ready_at: float = 0.0
+
+    def fill(self, unit: int, segments: Sequence[Segment], reader: BackgroundPrefetcher) -> None:
+        """Start to read a unit. Whatever exception falls in between, no read is in flight without its ticket."""
+        self.empty()
+        self.ticket = reader.submit(segments, self.arena.memory, starts=False)
+        self.ticket.start()
+        self.unit = unit  # not before: a slot with a unit counts as read, or as being read
+
+    def comes_by(self, moment: float) -> bool:
+        """Wait for the unit up to a moment (``time.perf_counter()``). Return whether it is there."""
+        return self.ticket is None or self.ticket.done_by(moment)
 
     def empty(self) -> None:
         """Forget the unit, first of all, and wait until nothing writes to the slot."""
@@ -169,12 +180,16 @@ class WeightStream:
             self._successor[self._last] = index
         self._last = index
         slot = self._slots[self.units[index].slot]
-        if self._computing is not None and (slot.unit != index or not self._comes_in_time(slot, self._computing[0])):
-            self.release_computed()
+        if self._computing is not None:
+            before = self._computing[0]
+            began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
+            # MLX does not tell what is computed without waiting for it: as long as the last time, the weights may come
+            if slot.unit != index or slot.held or not slot.comes_by(began + self._seconds[before]):
+                self.release_computed()
         self.stats.num_acquired += 1
         if slot.unit != index:
             self.stats.num_unpredicted += 1
-            self._fill(slot, index)
+            slot.fill(index, self.units[index].placement.segments, self._reader)
         try:
             if slot.ticket is not None:
                 self.stats.wait_seconds += slot.ticket.wait()
@@ -185,14 +200,6 @@ class WeightStream:
             raise
         slot.ready_at = time.perf_counter()
         slot.ticket, slot.held = None, True
-
-    def _comes_in_time(self, slot: _Slot, before: int) -> bool:
-        """Wait for a slot while the unit before it is computed, as long as that took last time.
-
-        Return whether the slot is filled. MLX does not tell what is computed without waiting for it.
-        """
-        began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
-        return slot.ticket is None or slot.ticket.done_by(began + self._seconds[before])
 
     def release(self, index: int, wait: Callable[[], None] | None = None) -> None:
         """Give the unit's slot back, and start the next reads; the unit before it first.
@@ -265,23 +272,6 @@ class WeightStream:
             slot.empty()
             raise
 
-    def states(self, since: float) -> list[UnitState]:
-        """Return the state of each unit. Any thread may ask at any time, and may get slightly stale states.
-
-        Args:
-            since: a unit released since then (``time.perf_counter()``) is done, unless it is read again already.
-        """
-        while True:
-            before = self.stats.num_acquired
-            found: list[UnitState] = ["done" if at >= since else "waiting" for at in self._released_at]
-            for slot in self._slots:
-                unit, ticket = slot.unit, slot.ticket
-                if unit is not None:
-                    is_there = ticket is None or ticket.done()
-                    found[unit] = "computing" if slot.held else "resident" if is_there else "reading"
-            if self.stats.num_acquired == before:  # else a unit and its successor may both seem to be computing
-                return found
-
     def recover(self) -> None:
         """Let go of what an interrupted pass held, between passes."""
         self.wait_turn, self.is_guessing = None, False
@@ -306,12 +296,26 @@ class WeightStream:
             index = self._successor[index]
             slot = self._slots[self.units[index].slot]
             if slot.unit is None:
-                self._fill(slot, index)
+                slot.fill(index, self.units[index].placement.segments, self._reader)
                 num_empty -= 1
 
-    def _fill(self, slot: _Slot, index: int) -> None:
-        """Start to read a unit. Whatever exception falls in between, no read is in flight without its ticket."""
-        slot.empty()
-        slot.ticket = self._reader.submit(self.units[index].placement.segments, slot.arena.memory, starts=False)
-        slot.ticket.start()
-        slot.unit = index  # not before: a slot with a unit counts as read, or as being read
+
+def unit_states(stream: WeightStream, since: float) -> list[UnitState]:
+    """Return the state of each unit of a stream. Any thread may ask at any time, and may get slightly stale states.
+
+    Args:
+        stream: the stream.
+        since: a unit released since then (``time.perf_counter()``) is done, unless it is read again already.
+    """
+    while True:
+        before = stream.stats.num_acquired
+        found: list[UnitState] = ["done" if at >= since else "waiting" for at in stream._released_at]
+        for slot in stream._slots:
+            unit, ticket = slot.unit, slot.ticket
+            if unit is not None:
+                is_there = ticket is None or ticket.done()
+                found[unit] = "computing" if slot.held else "resident" if is_there else "reading"
+        if stream._last is not None and found.count("computing") > 1:
+            found[stream._last] = "resident"  # until the unit before it is computed
+        if stream.stats.num_acquired == before:  # else a unit and its successor may both seem to be computing
+            return found

@@ -32,6 +32,7 @@ from mlx_flash.engine import prepare
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import peers
 from mlx_flash.residency.plan import Streaming
+from mlx_flash.streaming.stream import unit_states
 from models import same_bits, stock
 from shared_passes import PROMPTS, STEP, solo, together
 from streamed import config, streamed_whole
@@ -53,7 +54,7 @@ def parts_are_equal(model: FlashLLM, expected: Sequence[tuple[int, mx.array]]) -
 
 def counts(model: Any) -> list[int]:
     """Return passes, units that were read for them, and bytes."""
-    while "reading" in model.engine.stream.states(math.inf):
+    while "reading" in unit_states(model.engine.stream, math.inf):
         time.sleep(0.001)
     return [model.counters.num_passes, model.engine.stream.stats.num_acquired, model.engine.reader.stats.nbytes]
 

@@ -25,6 +25,14 @@ class FakeTicket:
         self.reader.started.append(self.unit)
         return self
 
+    def done(self) -> bool:
+        return self not in self.reader.in_flight
+
+    def done_by(self, moment: float) -> bool:
+        if self.reader.is_quick and self.unit not in self.reader.failing:
+            self.wait()
+        return self.done()
+
     def wait(self) -> float:
         if self.unit in self.reader.failing:
             raise ReadError(f"unit {self.unit}")
@@ -39,9 +47,14 @@ class FakeTicket:
 
 
 class FakeReader:
-    """Fills a buffer's first byte with the number of the unit."""
+    """Fills a buffer's first byte with the number of the unit.
+
+    Attributes:
+        is_quick: whether reads end before the unit before theirs is computed.
+    """
 
     def __init__(self) -> None:
+        self.is_quick = False
         self.num_started = 0
         self.failing: set[int] = set()
         self.started: list[int] = []

@@ -53,6 +53,7 @@ def update(entry: Any, batch: int, num_tokens: int) -> None:
         else:
             part.update_and_fetch(*rows)
     mx.eval(entry.state if not isinstance(entry, CacheList) else [part.state[:2] for part in entry.caches])
+    mx.synchronize()  # a GPU lets go of what it has read some time after the results are there
 
 
 def rows_nbytes(batch: int, num_tokens: int) -> int:

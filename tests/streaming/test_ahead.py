@@ -182,6 +182,7 @@ def test_a_token_for_which_caches_grow_is_computed_unit_by_unit(tmp_path: Path) 
     assert found.count(False) == (1 if not has_own_memory() else len(found))
 
 
+@pytest.mark.skipif(has_own_memory(), reason="no unit is ahead")
 def test_without_room_for_two_layers_units_are_computed_one_by_one(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", LLAMA | LITTLE, mx.float32)
     with streamed_whole(folder, speculation=False) as model, recorded(model, is_quick=True) as events:
@@ -198,7 +199,7 @@ def test_without_room_for_two_layers_units_are_computed_one_by_one(tmp_path: Pat
             with patch.object(sharing, "check_headroom", check):
                 events.clear()
                 next(steps)
-            assert ("ahead" in events) == (not missing and not has_own_memory())
+            assert ("ahead" in events) == (not missing)
 
 
 def test_an_interrupted_pass_waits_for_what_it_has_begun(tmp_path: Path) -> None:

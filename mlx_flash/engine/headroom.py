@@ -44,8 +44,8 @@ def check_headroom(
     Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
     to disk to make room for more activations than were planned: the caller tries fewer tokens. If it ``offloads``,
     layers go to disk before loans end for their sake, and before a part of the wish is refused. If ``is_ahead``, the
-    wish is that of :func:`ahead_bytes`, and refused where two layers would have old and new arrays of caches that grow,
-    beside states, and where a layer waits for its keys and values.
+    wish is that of :func:`ahead_bytes`. It is refused where buffers of keys and values grow, since two layers would
+    have old and new ones, and where a layer waits for those on disk.
 
     Returns:
         The part of ``wish``, bytes that would make the pass faster, that it may use.

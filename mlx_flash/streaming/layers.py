@@ -44,7 +44,7 @@ class StreamedLayer(SwappedClass):
 
 
 def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Acquire, call, evaluate, release. A stream that computes ahead does the last two when the next unit has begun.
+    """Acquire, call, evaluate, release; where the stream computes ahead, the last two once the next unit has begun.
 
     The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
     computed from whatever the slot holds by then.

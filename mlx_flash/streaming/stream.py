@@ -183,7 +183,7 @@ class WeightStream:
         if self._computing is not None:
             before = self._computing[0]
             began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
-            # MLX does not tell what is computed without waiting for it: as long as the last time, the weights may come
+            # MLX does not tell whether something is computed, so the weights may take as long as that took last time.
             if slot.unit != index or slot.held or not slot.comes_by(began + self._seconds[before]):
                 self.release_computed()
         self.stats.num_acquired += 1
@@ -274,7 +274,7 @@ class WeightStream:
 
     def recover(self) -> None:
         """Let go of what an interrupted pass held, between passes."""
-        self.wait_turn, self.is_guessing = None, False
+        self.wait_turn, self.is_guessing, self.computes_ahead = None, False, False
         self.release_computed()
         for slot in self._slots:
             if slot.held:

@@ -165,7 +165,8 @@ def test_tokens_are_those_of_mlx_lm(tmp_path: Path, name: str, is_quick: bool) -
         tokens = [next(steps)[0]]
         assert "ahead" not in events[: events.index("computed") + 1]  # a prompt of several tokens
         tokens += [token for token, _ in steps]
-        assert not model.engine.stream.holds_units  # type: ignore[union-attr]
+        stream = model.engine.stream  # type: ignore[union-attr]
+        assert not stream.holds_units and not stream.computes_ahead
     assert tokens == expected
     assert ("ahead" in events) == (name not in ("on disk", "pool of experts") and not has_own_memory())
 

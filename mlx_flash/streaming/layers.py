@@ -58,7 +58,9 @@ def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args
         compute(result, args, kwargs)
         return result
     if not stream.is_ready(index):
-        mx.async_eval(arrays_in(args, kwargs))  # pinned layers before this one compute while we wait
+        # Pinned layers before this one compute while we wait. What waits for results is kept up to then, too: MLX would
+        # copy a cache to add to it, so caches are left out.
+        mx.async_eval([each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)])
     stream.acquire(index)
     wait: Callable[[], None] | None = None
     try:

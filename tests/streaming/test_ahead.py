@@ -15,17 +15,19 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_flash
 from expert_pools import with_pool
 from mlx_flash import FlashLLM, ReadError
+from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.engine import sharing
 from mlx_flash.engine.headroom import check_headroom, needed
 from mlx_flash.engine.lane import Lane
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import Ticket
+from mlx_flash.streaming.layers import run_streamed
 from mlx_flash.streaming.stream import POISON, unit_states
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from streamed import failing_once, streamed_on_disk, streamed_whole
@@ -93,6 +95,27 @@ def test_held_seconds_of_units_that_overlap_are_counted_once() -> None:
         stream.release_computed()
         end = stream._released_at[2]
     assert stream.stats.held_seconds == end
+
+
+def test_a_unit_adds_to_its_cache_in_place_while_its_input_is_computed() -> None:
+    stream, _, _ = make_stream(2, 2)
+    stream.computes_ahead = True
+    cache, rows = KVCache(), mx.zeros((1, 2, 4, 8))
+    cache.update_and_fetch(rows, rows)
+    mx.eval(cache.state)
+    places = [address_of(memory_of(each)) for each in (cache.keys, cache.values)]
+
+    def attend(x: mx.array, cache: KVCache) -> mx.array:
+        return cache.update_and_fetch(rows, rows)[0] + x[0, 0]
+
+    x = mx.full((1500, 1500), 1e-3)
+    for _ in range(10):
+        x = x @ x
+    assert not stream.is_ready(0)
+    run_streamed(stream, 0, attend, (x, cache), {})
+    stream.release_computed()
+    assert [address_of(memory_of(each)) for each in (cache.keys, cache.values)] == places
+    stream.close()
 
 
 def test_a_failed_computation_leaves_its_slot_to_the_recovery() -> None:

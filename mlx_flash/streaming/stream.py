@@ -21,6 +21,9 @@ from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 POISON = 0xFF
 """NaN in every floating-point dtype."""
 
+_LESS = 7 / 8
+"""Share of the time from a unit's weights to its release, where weights were waited for before that."""
+
 Place = int | tuple[str, int]
 """A unit by its number, or another place where calls in lockstep wait for each other, by name and number."""
 
@@ -142,6 +145,7 @@ class WeightStream:
         self._last: int | None = None
         self._computing: tuple[int, Callable[[], None]] | None = None
         self._last_release = 0.0
+        self._delayed: int | None = None  # the unit whose release has waited for weights, computed or not
         self._seconds = [0.0] * num_units
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
@@ -184,6 +188,7 @@ class WeightStream:
             before = self._computing[0]
             began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
             # MLX does not tell whether something is computed, so the weights may take as long as that took last time.
+            self._delayed = before if slot.unit == index and not self.is_ready(index) else None
             if slot.unit != index or slot.held or not slot.comes_by(began + self._seconds[before]):
                 self.release_computed()
         self.stats.num_acquired += 1
@@ -231,7 +236,9 @@ class WeightStream:
             self.before_release(index, slot.arena.memory)
         now = self._released_at[index] = time.perf_counter()
         seconds = now - max(slot.ready_at, self._last_release)
-        self._seconds[index] = seconds if self.computes_ahead else 0.0
+        # Less than what may be too much: after one delay, slots would be kept as long as weights take to come, for good
+        share = 0 if not self.computes_ahead else _LESS if self._delayed == index else 1
+        self._seconds[index] = share * seconds
         self._last_release = now
         self.stats.held_seconds += seconds
         slot.held, slot.unit = False, None

@@ -31,7 +31,7 @@ from mlx_flash.streaming.layers import run_streamed
 from mlx_flash.streaming.stream import POISON, unit_states
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from streamed import failing_once, streamed_on_disk, streamed_whole
-from streams import make_stream
+from streams import FakeTicket, make_stream
 
 LITTLE = {"num_hidden_layers": 3, "vocab_size": 300}
 PROMPT = mx.array([5, 17, 290, 3, 42])
@@ -95,6 +95,52 @@ def test_held_seconds_of_units_that_overlap_are_counted_once() -> None:
         stream.release_computed()
         end = stream._released_at[2]
     assert stream.stats.held_seconds == end
+
+
+class SlowReads(FakeTicket):
+    """Reads that take 30 ms each, on a clock that only stands where nothing is waited for."""
+
+    now = 0.0
+
+    def start(self) -> FakeTicket:
+        self.end = max([self.now, *(each.end for each in self.reader.in_flight)]) + 0.03  # type: ignore[attr-defined]
+        return super().start()
+
+    def done_by(self, moment: float) -> bool:
+        SlowReads.now = max(self.now, min(self.end, moment))
+        return self.now >= self.end
+
+    def done(self) -> bool:
+        return self.now >= self.end
+
+    def wait(self) -> float:
+        self.done_by(math.inf)
+        return super().wait()
+
+
+def test_slots_are_released_early_again_after_a_delay() -> None:
+    with patch("streams.FakeTicket", SlowReads), patch("mlx_flash.streaming.stream.time.perf_counter", clock):
+        stream, _, _ = make_stream(4, 2)
+        stream.computes_ahead = True
+        held = []
+        for number in range(40):
+            before = stream.stats.held_seconds
+            for unit in range(4):
+                stream.acquire(unit)
+                stream.release(unit, partial(wait_until, SlowReads.now + (0.06 if number == 3 else 0.005)))
+            stream.release_computed()
+            held.append(stream.stats.held_seconds - before)
+    assert held[2] == pytest.approx(4 * 0.005)
+    assert held[4] > held[2]
+    assert held[-1] == pytest.approx(held[2])
+
+
+def clock() -> float:
+    return SlowReads.now
+
+
+def wait_until(moment: float) -> None:
+    SlowReads.now = max(SlowReads.now, moment)
 
 
 def test_a_unit_adds_to_its_cache_in_place_while_its_input_is_computed() -> None:

@@ -182,7 +182,6 @@ class WeightStream:
         """
         if self._last is not None:
             self._successor[self._last] = index
-        self._last = index
         slot = self._slots[self.units[index].slot]
         if self._computing is not None:
             before = self._computing[0]
@@ -192,6 +191,7 @@ class WeightStream:
             if slot.unit != index or slot.held or not slot.comes_by(began + self._seconds[before]):
                 self.release_computed()
         self.stats.num_acquired += 1
+        self._last = index  # in this order: see unit_states()
         if slot.unit != index:
             self.stats.num_unpredicted += 1
             slot.fill(index, self.units[index].placement.segments, self._reader)

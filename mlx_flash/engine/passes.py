@@ -110,6 +110,7 @@ class Passes:
                         self._session.engine.stream.computes_ahead = is_ahead
                         call = waiting[0].left[0]
                         self._run(lanes)
+                        self._session.engine.stream.computes_ahead = False  # a program may call single layers
                         # what had room has it again: for the last token of this prompt, or for the next token
                         if self.begins_ahead and at_once is None and waiting[0].error is None:
                             self.grants.note(plan, next(iter(waiting[0].left), call))

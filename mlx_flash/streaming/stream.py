@@ -121,7 +121,8 @@ class WeightStream:
         num_units: how many units will be added.
 
     Attributes:
-        computes_ahead: whether a unit may be called before the one before it is computed.
+        computes_ahead: whether a unit may be called before the one before it is computed. Only in a pass, which ends
+            with :meth:`release_computed`.
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
         wait_turn: while several calls share a pass, returns when a call may go on at a place; a unit is acquired then.
         before_release: called with the number of a unit that is about to be released, and the memory of its slot.
@@ -283,6 +284,7 @@ class WeightStream:
         """Let go of what an interrupted pass held, between passes."""
         self.wait_turn, self.is_guessing, self.computes_ahead = None, False, False
         self.release_computed()
+        self.computes_ahead = False
         for slot in self._slots:
             if slot.held:
                 slot.empty()

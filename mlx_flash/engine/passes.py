@@ -285,7 +285,6 @@ class Passes:
             if chain is None:
                 output = self._model(*rest.arguments, **rest.keywords)
                 self._session.engine.stream.release_computed()
-                self._session.engine.stream.computes_ahead = False  # a program may call layers between two passes
                 # No logits need the last state, and another thread could not compute it.
                 mx.async_eval(*recurrent_states(rest.cache or ()))
                 return output

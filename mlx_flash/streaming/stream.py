@@ -284,7 +284,6 @@ class WeightStream:
         """Let go of what an interrupted pass held, between passes."""
         self.wait_turn, self.is_guessing, self.computes_ahead = None, False, False
         self.release_computed()
-        self.computes_ahead = False
         for slot in self._slots:
             if slot.held:
                 slot.empty()

@@ -92,7 +92,14 @@ def test_interrupts_while_loans_end(directory: Path, expected: list[mx.array]) -
 
 
 def test_interrupts_while_loans_begin(directory: Path, expected: list[mx.array]) -> None:
-    functions = [Loans._copy_out, Loans._change_reads, WeightStream.release, WeightStream._fill, _Slot.empty]
+    functions = [
+        Loans._copy_out,
+        Loans._change_reads,
+        WeightStream.release,
+        WeightStream._release,
+        _Slot.fill,
+        _Slot.empty,
+    ]
     with streamed_whole(directory, tile_rows=10**9) as model:
         model.start()
         loans = loans_of(model)

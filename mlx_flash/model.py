@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -168,8 +167,9 @@ class FlashLLM(ModelFacade):
         if num_guesses:
             if owed is None:
                 settle(cache)
-            whole, checkpoints = token_call(tokens, cache), Checkpoints()
-            return Row(whole, [replace(part, checkpoints=checkpoints) for part in whole.parts(1)], owed)
+            whole = token_call(tokens, cache)
+            whole.checkpoints = Checkpoints()  # of all its parts
+            return Row(whole, whole.parts(1), owed)
         given, before = tokens, 0
         is_granted = self._life.passes.grants.of(cache) is not None
         if owed is None and not is_granted and (owed := owed_token(cache)) is not None:
@@ -187,11 +187,13 @@ class FlashLLM(ModelFacade):
         for start, stop in pairwise(borders):
             segment_end = next((end for end in ends if end >= stop), num_together + segment_left)
             left = max(0, segment_end - stop)
-            chunk = replace(whole.part(before + start, before + stop), segment_left=left)
+            chunk = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
+            chunk.segment_left = left
             parts += chunk.parts(limit)
-        parts[-1] = replace(parts[-1], wants_logits=wants_logits)
+        parts[-1].wants_logits = wants_logits
         if before:  # in a call of its own, as mlx-lm has computed it
-            parts.insert(0, replace(whole.part(0, 1), wants_logits=True))
+            parts.insert(0, whole.part(0, 1))
+            parts[0].wants_logits = True
         return Row(parts[0] if len(parts) == 1 else whole, parts, owed, before)
 
     def advance(self, rows: Sequence[Row]) -> None:
@@ -235,7 +237,7 @@ class FlashLLM(ModelFacade):
         step = call.step_within(self.plan.prefill_step_size)
         if step is not None:
             self._warn_once(_SMALLER_STEP, step * call.batch_size, step * call.batch_size)
-        row = Row(call, [call] if step is None else list(call.parts(step)), joins=call.wants_logits)
+        row = Row(call, [call] if step is None else call.parts(step), joins=call.wants_logits)
         while not row.is_done:
             passes.advance(self.plan, [row], lends=self._life.lends)
         if row.error is not None:

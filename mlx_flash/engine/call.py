@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -54,30 +54,42 @@ class ForwardCall:
     @property
     def is_decode(self) -> bool:
         """True if each sequence gets one new token."""
-        return self.num_tokens == self.batch_size
+        return self.num_tokens == (1 if self.tokens is None else len(self.tokens))
 
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
         assert self.tokens is not None
-        found = self.with_tokens(self.tokens[:, start:stop])
-        found.segment_left += 0 if stop is None else max(0, self.tokens.shape[1] - stop)
-        return found
+        num_later = 0 if stop is None else max(0, self.tokens.shape[1] - stop)
+        return self.with_tokens(self.tokens[:, start:stop], num_later)
 
-    def with_tokens(self, tokens: mx.array) -> ForwardCall:
-        """Return the same call with other new tokens, ``(sequences, length)``."""
-        return replace(self, arguments=(tokens, *self.arguments[1:]), tokens=tokens, num_tokens=tokens.size)
+    def with_tokens(self, tokens: mx.array, num_later: int = 0) -> ForwardCall:
+        """Return the same call with other new tokens, ``(sequences, length)``, before so many more of its segment."""
+        return ForwardCall(  # dataclasses.replace() would take three times as long, for each part of a prompt
+            (tokens, *self.arguments[1:]),
+            self.keywords,
+            tokens.size,
+            tokens,
+            self.cache,
+            self.is_plain,
+            self.is_bare,
+            self.wants_logits,
+            self.checkpoints,
+            self.segment_left + num_later,
+        )
 
-    def parts(self, step: int) -> Iterator[ForwardCall]:
-        """Yield calls with at most ``step`` new tokens of each sequence, one after another.
+    def parts(self, step: int) -> list[ForwardCall]:
+        """Return calls with at most ``step`` new tokens of each sequence, one after another.
 
         Windows of padded prompts take no single tokens, so the last part of a call with some may have one more.
         """
         assert self.tokens is not None
         length = self.tokens.shape[1]
+        if length <= step:
+            return [self]
         starts = [*range(0, length, step)]
         if length % step == 1 and len(starts) > 1 and any(map(refuses_single_tokens, entries_of(self.cache or ()))):
             del starts[-1]
-        return (self.part(start, end) for start, end in zip(starts, [*starts[1:], length], strict=True))
+        return [self.part(start, end) for start, end in zip(starts, [*starts[1:], length], strict=True)]
 
     def step_within(self, limit: int) -> int | None:
         """Return how many new tokens of each sequence make at most ``limit``; None where a call is not to be cut."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -65,9 +65,11 @@ class Row:
         first, num_kept = self.left[0], self.num_joined
         if num_parts == 1:
             return Lane(first, num_kept=num_kept)
-        num_tokens = sum(part.num_tokens for part in islice(self.left, num_parts))
-        num_kept += num_tokens if self.joins else 0
-        return Lane(replace(first, num_tokens=num_tokens), first.length, num_kept)
+        assert first.tokens is not None  # only such calls have parts
+        call = first.with_tokens(first.tokens)
+        call.num_tokens = sum([part.num_tokens for part in islice(self.left, num_parts)])
+        num_kept += call.num_tokens if self.joins else 0
+        return Lane(call, first.length, num_kept)
 
     @property
     def num_joined(self) -> int:

@@ -7,7 +7,7 @@ is true of a token for each row of a batch of mlx-lm's, while its rows stay the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,15 +90,19 @@ class Grants:
         if not call.is_decode or not call.cache or not call.is_plain:
             return
         is_batch = {*map(type, call.cache)} in ({BatchKVCache}, {LoneKVCache})
-        if not is_batch and (call.num_tokens > 1 or trimmable(call.cache) is None):
+        if not is_batch and call.num_tokens > 1:
             return
-        lane, lengths = Lane(call), {*map(length_of, call.cache)}
+        lengths = [*map(length_of, call.cache)] if is_batch else trimmable(call.cache)
+        if lengths is None or len({*lengths}) > 1:
+            return
+        lane, length = Lane(call), lengths[0]
         stores = [entry.rows.store for entry in lane.own]
-        in_memory = [store for store in stores if isinstance(store, MemoryRows) and not store.takes_more(1)]
-        if len(lengths) > 1 or len(in_memory) < len(stores):
+        capacities = [store.buffers.capacity for store in stores if isinstance(store, MemoryRows)]
+        stop = min([length + CACHE_STEP, *capacities])
+        if len(capacities) < len(stores) or stop <= length:  # a layer is on disk, parked, or full
             return
-        stop = min([min(lengths) + CACHE_STEP, *(store.buffers.capacity for store in in_memory)])
-        new = replace(lane.tokens, context=stop)
-        nbytes = plan.ledger.process + 2 * plan.ledger.computed([new]) + most_growth(plan, lane, new)
+        new = lane.tokens._replace(context=stop)
+        ledger = plan.ledger
+        nbytes = ledger.process + 2 * ledger.computed([new]) + most_growth(plan, lane, new)
         kind, padding = type(call.cache[0]), call.cache[0].left_padding if is_batch else None
         self._grants[call.cache[0]] = Grant(plan, id(call.cache), kind, padding, stop, Changes.last, nbytes)

@@ -100,10 +100,13 @@ def fits_surely(plan: ResidencyPlan, lane: Lane, num_layers: int) -> bool:
         return False
     if not lane.call.cache or (lane.own and plan.kv.options is None):
         return False
-    changed = _changed_batches(lane.others)
-    growth = most_growth(plan, lane, lane.tokens) + nbytes_in(changed)  # the call may evaluate all of them
-    computed = plan.ledger.computed([lane.tokens]) + max(0, num_layers - 1) * plan.ledger.of_a_layer(lane.tokens)
-    missing = plan.ledger.process + active_memory() + computed + growth - plan.budget_bytes
+    ledger, new = plan.ledger, lane.tokens
+    growth, changed = 0, list[Any]()
+    if lane.others:
+        changed = _changed_batches(lane.others)
+        growth = most_growth(plan, lane, new) + nbytes_in(changed)  # the call may evaluate all of them
+    computed = ledger.computed([new]) + max(0, num_layers - 1) * ledger.of_a_layer(new)
+    missing = ledger.process + active_memory() + computed + growth - plan.budget_bytes
     if missing > 0 or not OwnCaches(plan, [lane]).admit_surely(missing):
         return False
     _note_called(changed)
@@ -112,7 +115,7 @@ def fits_surely(plan: ResidencyPlan, lane: Lane, num_layers: int) -> bool:
 
 def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
     """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing."""
-    lanes = [replace(lane, step=1)]
+    lanes = [Lane(lane.call, 1, lane.num_kept)]
     need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes - (lending.recallable if lending is not None else 0)
     missing = OwnCaches(plan, lanes).room(missing)[1]

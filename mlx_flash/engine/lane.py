@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from mlx_lm.models.cache import QuantizedKVCache
@@ -16,56 +14,49 @@ from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
 
 
-@dataclass(frozen=True)
 class Lane:
     """New tokens that are added to one prompt cache in a pass. It looks at the entries of the cache once.
 
-    Attributes:
+    Args:
         call: the call; of one in parts, all that is left of it.
         step: new tokens of each sequence that go through the model at a time; None for all.
         num_kept: tokens whose logits are kept while others compute, as in ``NewTokens``.
+
+    Attributes:
+        call, step, num_kept: as given.
+        own: the caches that belong to a pool.
+        others: mlx-lm's own caches on this machine, without the lists that hold some.
+        tokens: the lane in numbers.
     """
 
-    call: ForwardCall
-    step: int | None = None
-    num_kept: int = 0
-
-    @cached_property
-    def own(self) -> list[PooledCache]:
-        """The caches that belong to a pool."""
-        return [entry for entry in self.call.cache or () if isinstance(entry, PooledCache)]
-
-    @cached_property
-    def pools(self) -> set[KVPool]:
-        """The pools of these caches: one, unless a program made them one by one."""
-        return {entry.pool for entry in self.own}
-
-    @cached_property
-    def others(self) -> list[Any]:
-        """mlx-lm's own caches on this machine, without the lists that hold some."""
-        cache = self.call.cache or ()
-        if len(self.own) == len(cache):
-            return []
-        return [e for e in entries_of(cache) if not isinstance(e, PooledCache) and not is_elsewhere(e)]
-
-    @cached_property
-    def tokens(self) -> NewTokens:
-        """The lane in numbers."""
-        call, num_each = self.call, self.call.length
-        kinds = set(map(type, [*self.others, *self.own]))
+    def __init__(self, call: ForwardCall, step: int | None = None, num_kept: int = 0) -> None:
+        cache = call.cache or ()
+        self.call, self.step, self.num_kept = call, step, num_kept
+        self.own = [entry for entry in cache if isinstance(entry, PooledCache)]
+        self.others: list[Any] = []
+        if len(self.own) < len(cache):
+            others = [entry for entry in entries_of(cache) if not isinstance(entry, PooledCache)]
+            self.others = [entry for entry in others if not is_elsewhere(entry)]
+        kinds = {*map(type, self.own), *map(type, self.others)}
         is_fused = not any(issubclass(kind, QuantizedKVCache) for kind in kinds)
-        lengths = [_num_attended(entry) for entry in self.others]
-        lengths += [entry.rows.store.length if is_fused else entry.offset for entry in self.own]
-        return NewTokens(
+        lengths = [entry.rows.store.length if is_fused else entry.offset for entry in self.own]
+        lengths += map(_num_attended, self.others)
+        batch_size, num_each = call.batch_size, call.length
+        self.tokens = NewTokens(
             num_new=call.num_tokens,
-            num_at_once=self.step * call.batch_size if self.step else call.num_tokens,
+            num_at_once=step * batch_size if step else call.num_tokens,
             context=max(call.num_tokens, max(lengths, default=-num_each) + num_each),
-            batch_size=call.batch_size,
+            batch_size=batch_size,
             all_logits=call.wants_logits,
-            in_parts=bool(self.step),
+            in_parts=bool(step),
             is_fused=is_fused,
-            num_kept=self.num_kept,
+            num_kept=num_kept,
         )
+
+    @property
+    def pools(self) -> set[KVPool]:
+        """The pools of its own caches: one, unless a program made them one by one."""
+        return {entry.pool for entry in self.own}
 
 
 def _num_attended(entry: Any) -> int:

@@ -58,9 +58,13 @@ class ActivationSizes:
         """Return the bytes for one call of new tokens over all sequences, each of which attends to so many tokens."""
         rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
         per_pair = self.scores_per_pair if fused else self.unfused_per_pair
-        scores = per_pair * num_tokens * max(context_length, num_tokens) + self.copies_per_pair * num_tokens**2
+        return self.layer_bytes(num_tokens, context_length, per_pair) + rows * self.logits_per_token
+
+    def layer_bytes(self, num_tokens: int, context_length: int, scores_per_pair: int) -> int:
+        """Return the bytes of such a call without logits, if attention stores so many bytes of scores for each pair."""
+        scores = scores_per_pair * num_tokens * max(context_length, num_tokens) + self.copies_per_pair * num_tokens**2
         per_token = self.per_token + self.embedding_per_token + self.graph_per_token
-        return self.per_call + num_tokens * per_token + scores + rows * self.logits_per_token
+        return self.per_call + num_tokens * per_token + scores
 
     def waiting_bytes(self, num_tokens: int) -> int:
         """Bytes of a call that waits for its turn in lockstep: less than what a layer computes for its tokens."""

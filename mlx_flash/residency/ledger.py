@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
@@ -19,8 +20,7 @@ from mlx_flash.storage.decoding import decoding_bytes
 from mlx_flash.storage.probe import DiskProfile
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """New tokens of one prompt cache in a pass.
 
     Attributes:
@@ -214,10 +214,13 @@ class Ledger:
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""
-        sizes = replace(self.activations, logits_per_token=0)
-        if new.num_new == new.batch_size and sizes.scores_per_pair < sizes.unfused_per_pair:
-            sizes = replace(sizes, scores_per_pair=0)  # the kernels for a single token store no scores
-        return replace(self, activations=sizes).active(new)
+        sizes, per_pair = self.activations, 0  # the kernels for a single token store no scores
+        if not new.is_fused:
+            per_pair = sizes.unfused_per_pair
+        elif new.num_new > new.batch_size or sizes.scores_per_pair >= sizes.unfused_per_pair:
+            per_pair = sizes.scores_per_pair
+        kept = new.num_kept * sizes.returned_per_token
+        return kept + sizes.layer_bytes(new.num_at_once, new.context, per_pair)
 
 
 def shares_on_disk(ledger: Ledger) -> bool:

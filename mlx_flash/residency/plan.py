@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
@@ -88,7 +89,7 @@ class Pool:
         return self.num_slots * self.slot_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResidencyPlan:
     """The weights in memory, the streamed weights, and the memory of all parts. Sizes in bytes.
 
@@ -168,7 +169,7 @@ class ResidencyPlan:
         """Set aside for tokens: keys, values and activations."""
         return self.kv_bytes + self.activation_bytes + self.spare_bytes
 
-    @property
+    @cached_property
     def ledger(self) -> Ledger:
         """The prices of tokens."""
         buffers = self.bounce_bytes + self.prefix_bytes + self.cache_limit

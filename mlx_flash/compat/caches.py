@@ -73,7 +73,7 @@ def entries_of(cache: Iterable[Any]) -> list[Any]:
 def recurrent_states(cache: Iterable[Any]) -> Iterator[mx.array]:
     """Yield the arrays of those entries of a prompt cache that every token replaces."""
     entries = list(cache)
-    if not any(issubclass(kind, CacheList | ArraysCache) for kind in set(map(type, entries))):
+    if not any(issubclass(kind, (CacheList, ArraysCache)) for kind in set(map(type, entries))):
         return
     for entry in entries:
         kind = type(entry)  # entries that calls share refuse to be asked for a class

@@ -29,16 +29,26 @@ class OwnCaches:
         self._plan = plan
         self._all = lanes
         self._lanes = [lane for lane in lanes if lane.own]
-        self._layers: list[LayerRows] = [entry.rows for lane in self._lanes for entry in lane.own]
-        self._pools = {pool for lane in self._lanes for pool in lane.pools}
         self._pool = self._lanes[0].own[0].pool if self._lanes else None
-        sizes = [(lane.tokens.num_new // lane.tokens.batch_size, len(lane.own)) for lane in self._lanes]
-        self._num_new = [num_new for num_new, count in sizes for _ in range(count)]
+        self._adding = self._tokens()
+
+    def _tokens(self) -> Adding:
+        """Return the tokens that the calls add."""
+        rows, step = self._plan.kv.rows, 0
+        layers, num_new, row_bytes = list[LayerRows](), list[int](), list[int]()
+        for lane in self._lanes:
+            new, num_layers = lane.tokens, len(lane.own)
+            step = max(step, new.num_at_once // new.batch_size)
+            known = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
+            layers += [entry.rows for entry in lane.own]
+            num_new += [new.num_new // new.batch_size] * num_layers
+            row_bytes += known if new.batch_size == 1 else [each * new.batch_size for each in known]
+        return Adding(layers, num_new, step, row_bytes)
 
     @cached_property
     def _bound(self) -> Bound | None:
         """Bytes that surely suffice for the tokens; None where none are known to, or there are no layers."""
-        if self._pool is None or len(self._pools) > 1:
+        if self._pool is None or {rows.pool for rows in self._adding.layers} != {self._pool}:
             return None
         return bound_of(self._pool, self._adding)
 
@@ -50,8 +60,9 @@ class OwnCaches:
     @property
     def replaced_bytes(self) -> int:
         """The most bytes of a layer's buffers that are in memory, and have no room for the tokens."""
-        stores = [(rows.store, num_new) for rows, num_new in zip(self._layers, self._num_new, strict=True)]
-        grows = [each for each, num_new in stores if isinstance(each, MemoryRows) and each.takes_more(num_new)]
+        layers, num_new, *_ = self._adding
+        stores = [(rows.store, number) for rows, number in zip(layers, num_new, strict=True)]
+        grows = [each for each, number in stores if isinstance(each, MemoryRows) and each.takes_more(number)]
         return max([each.buffers.nbytes for each in grows], default=0)
 
     @property
@@ -143,14 +154,3 @@ class OwnCaches:
     def _ledger(self) -> KVLedger:
         assert self._pool is not None
         return ledger_of(self._pool, self._adding)
-
-    @cached_property
-    def _adding(self) -> Adding:
-        """The tokens that the calls add."""
-        rows, row_bytes, step = self._plan.kv.rows, list[int](), 0
-        for lane in self._lanes:
-            new, num_layers = lane.tokens, len(lane.own)
-            step = max(step, new.num_at_once // new.batch_size)
-            known = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
-            row_bytes += known if new.batch_size == 1 else [each * new.batch_size for each in known]
-        return Adding(self._layers, self._num_new, step, row_bytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mlx_flash.kv.kvledger import Coming, KVLedger, Way
@@ -20,12 +19,18 @@ class Adding(NamedTuple):
     step: int  # how many of them go through the model at a time
     row_bytes: Sequence[int]  # of a token of all sequences in each layer; not used where there are tokens already
 
+    @property
+    def in_parts(self) -> bool:
+        """True if the tokens come in parts."""
+        return max(self.num_new, default=0) > self.step
+
 
 class Bound(NamedTuple):
     """Bytes that surely suffice for the tokens of a call, with all layers in memory."""
 
     growth: int  # of new buffers, beside the old ones of every layer; 0 where the old ones have room
     largest: int  # of a token in a layer
+    held: Sequence[int]  # tokens of each layer afterwards
 
 
 def admit(pool: KVPool, adding: Adding, limit: int) -> int:
@@ -41,14 +46,18 @@ def admit(pool: KVPool, adding: Adding, limit: int) -> int:
     if way.missing or pool.options.budget_bytes is None:
         return way.missing
     pool.budget_bytes, pool.under_way_bytes = limit, way.under_way_bytes
-    held = {rows: each.held for rows, each in ledger.coming.items()}
-    _expect(held, adding.step, adding.num_new)
+    in_parts = adding.in_parts
+    for rows, each in ledger.coming.items():
+        rows.expect(each.held if in_parts else 0)
     if way.num_slots:
         pool.ring.resize(way.num_slots)
         pool.files.limit_queue(way.num_slots)
     if adding.layers:
         pool.free(lambda: pool.ledger(ledger.coming, adding.step).peak, adding.layers[0].group)
-    pool.admitted = weakref.WeakKeyDictionary({} if way.num_slots else held)
+    pool.admission += 1
+    if not way.num_slots:
+        for rows, each in ledger.coming.items():
+            rows.admitted = pool.admission, each.held
     return 0
 
 
@@ -63,17 +72,11 @@ def admit_surely(pool: KVPool, adding: Adding, bound: Bound, limit: int) -> bool
     if pool.options.budget_bytes is not None:
         pool.budget_bytes, pool.under_way_bytes = limit, pool.options.offload_bytes([bound.largest])
         if bound.growth:
-            held = {rows: rows.length + new for rows, new in zip(adding.layers, adding.num_new, strict=True)}
-            _expect(held, adding.step, adding.num_new)
-            pool.admitted = weakref.WeakKeyDictionary(held)
+            pool.admission += 1
+            in_parts = adding.in_parts
+            for rows, length in zip(adding.layers, bound.held, strict=True):  # all of them in memory
+                rows.admitted, rows.expected = (pool.admission, length), length if in_parts else 0
     return True
-
-
-def _expect(held: Mapping[LayerRows, int], step: int, num_new: Iterable[int]) -> None:
-    """Note the tokens of each layer after a call, if it comes in parts."""
-    in_parts = any(number > step for number in num_new)
-    for rows, length in held.items():
-        rows.expect(length if in_parts else 0)
 
 
 def is_surely_within(pool: KVPool, bound: Bound, limit: int) -> bool:
@@ -90,18 +93,23 @@ def bound_of(pool: KVPool, adding: Adding) -> Bound | None:
     options = pool.options
     if pool.layers.is_on_disk or options.max_tokens is not None:
         return None
-    growth = largest = 0
+    growth, largest, held = 0, 0, list[int]()
+    rooms: dict[int, int] = {}  # of layers that grow, by their length: nearly all are as long
     for rows, num_new, nbytes in zip(adding.layers, adding.num_new, adding.row_bytes, strict=True):
         store = rows.store
         if not isinstance(store, MemoryRows) or store.buffers.pages:
             return None
+        length = store.num_rows + num_new
         if capacity := store.buffers.capacity:
             nbytes = store.buffers.nbytes // capacity
-        if store.takes_more(num_new):  # by one step more if the buffers grow several times
-            growth += nbytes * (options.most_capacity(store.num_rows + num_new) + options.step)
+        if not capacity or length > capacity:
+            if length not in rooms:  # one step more if the buffers grow several times
+                rooms[length] = options.most_capacity(length) + options.step
+            growth += nbytes * rooms[length]
         if nbytes > largest:
             largest = nbytes
-    return Bound(growth, largest)
+        held.append(length)
+    return Bound(growth, largest, held)
 
 
 def ledger_of(pool: KVPool, adding: Adding) -> KVLedger:

@@ -26,7 +26,8 @@ def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
     found: list[mx.array] = []
     for entry in cache:
         if isinstance(entry, PooledCache):
-            found += entry.rows.memory.arrays
+            store = entry.rows.store
+            found += store.buffers.arrays if isinstance(store, MemoryRows) else ()
         elif type(entry) in (KVCache, RotatingKVCache):
             found += [] if entry.keys is None else [entry.keys, entry.values]
         else:
@@ -52,7 +53,7 @@ class PooledCache:
     def offset(self) -> int:
         """Position of the next token."""
         store = self.rows.store
-        if isinstance(store, MemoryRows) and store.buffers.capacity:  # each layer asks twice for each token
+        if isinstance(store, MemoryRows) and not store.buffers.pages:  # each layer asks twice for each token
             return store.num_rows + store.num_forgotten
         return store.length + store.num_forgotten
 

@@ -19,6 +19,9 @@ from mlx_flash.layout.reachable import arrays_in
 
 PutBack = Callable[[], None]
 
+_TRIMMABLE = (PooledCache, KVCache, QuantizedKVCache)
+"""Classes of caches from which any number of the last tokens can be removed."""
+
 _MOST_INTERRUPTS = 100
 """Interrupts, one after another, that do not keep a cache from being put back."""
 
@@ -113,11 +116,14 @@ def snapshot(cache: Sequence[Any]) -> PutBack | None:
 
 def trimmable(cache: Sequence[Any]) -> list[int] | None:
     """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
-    if not all(issubclass(kind, PooledCache | KVCache | QuantizedKVCache) for kind in set(map(type, cache))):
-        return None
-    if any(isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None for entry in cache):
-        return None
-    return [entry.offset for entry in cache]
+    offsets: list[int] = []
+    for entry in cache:
+        if not issubclass(type(entry), _TRIMMABLE):  # entries that calls share refuse to be asked for a class
+            return None
+        if isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None:
+            return None
+        offsets.append(entry.offset)
+    return offsets
 
 
 def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:

@@ -71,8 +71,8 @@ class KVPool(Opaque):
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._numbers = count()
-        # tokens of layers that surely have room in memory: a sum over all layers, for each of them, takes milliseconds
-        self.admitted: Mapping[LayerRows, int] = {}
+        # number of the last admission. Its layers have room: a sum over all, for each of them, takes milliseconds
+        self.admission = 0
         self.computed: frozenset[CacheGroup] = frozenset()  # what is computed now
         self.in_turns: frozenset[CacheGroup] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
@@ -140,9 +140,12 @@ class KVPool(Opaque):
             return
         if not new:
             self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
-        elif rows.store.takes_more(num_new := new[0].shape[2]) and rows.length + num_new > self.admitted.get(rows, 0):
-            nbytes = sum(rows.store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
-            coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
+            return
+        num_new, store = new[0].shape[2], rows.store
+        length = store.length + num_new
+        if store.takes_more(num_new) and (self.admission, length) > rows.admitted:
+            nbytes = sum(store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
+            coming = {rows: Coming(nbytes, num_new, length)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
     def fork(self, rows: LayerRows, group: CacheGroup) -> LayerRows:
@@ -174,7 +177,7 @@ class KVPool(Opaque):
         previous, self.computed = self.computed, frozenset(groups)
         for group in sorted(groups, key=lambda group: group.number):
             group.used_at = next(self._clock)
-        if sum(self._park_idle(rows) for rows in self.layers if rows.group in previous):
+        if sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
             release_freed_memory()
 
     def _park_idle(self, rows: LayerRows) -> bool:
@@ -188,7 +191,7 @@ class KVPool(Opaque):
 
     def _make_fit(self, needed: Callable[[], int], group: CacheGroup, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
-        self.admitted = {}
+        self.admission += 1  # that no layer is part of
         if needed() <= self.limit:
             return
         self.free(needed, group, rows, new)

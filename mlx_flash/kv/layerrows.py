@@ -65,6 +65,7 @@ class LayerRows:
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
+        self.admitted = 0, 0  # number of an admission, and the tokens that surely have room since then
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # in memory, with room
 
@@ -88,8 +89,8 @@ class LayerRows:
     def expect(self, length: int) -> None:
         """Note the tokens after a pass that parts of a prompt share; 0 for another pass."""
         self.expected = length
-        if (disk := self.disk) is not None:
-            disk.expected = length
+        if isinstance(self.store, DiskRows):
+            self.store.expected = length
 
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""
@@ -210,10 +211,11 @@ class Layers(weakref.WeakSet[LayerRows]):
         """The sums over all layers, added up again if a layer has changed, or if there are more or fewer of them."""
         when = Changes.last, len(self)
         if when != self._last_sums.when:
-            layers = list(self)
-            buffers = [rows.memory.buffers for rows in layers]
-            held = sum([each.nbytes for each in buffers]) + sum(sizes([each.pages for each in buffers]).values())
-            self._last_sums = Sums(held, sum([rows.disk is not None for rows in layers]), when)
+            stores = [rows.store for rows in self]
+            buffers = [store.buffers for store in stores if isinstance(store, MemoryRows)]
+            parked = sizes([each.pages for each in buffers if each.pages])
+            held = sum([each.nbytes for each in buffers]) + sum(parked.values())
+            self._last_sums = Sums(held, len(stores) - len(buffers), when)
         return self._last_sums
 
     def next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:

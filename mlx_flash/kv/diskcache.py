@@ -15,7 +15,7 @@ from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.layerrows import CacheGroup, LayerRows
+from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.memory import MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.storage.safetensors import read_shard
@@ -69,7 +69,10 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
             store, found = rows.store, None
             if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
                 found = append_within(store, keys, values)
-            return found or cast("tuple[mx.array, mx.array]", tuple(rows.append([keys, values])))
+            if found is None:
+                all_keys, all_values = rows.append([keys, values])
+                found = all_keys, all_values
+            return found
 
     @property
     def keys(self) -> mx.array | None:
@@ -188,19 +191,17 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
     """
     pool = pool or KVPool(options)
     group = pool.new_group()
-    return [_replaced(entry, pool, group, index) for index, entry in enumerate(model_caches)]
-
-
-def _replaced(entry: Any, pool: KVPool, group: CacheGroup, index: int) -> Any:
-    if type(entry) in CacheKinds.plain:
-        cache: Any = DiskKVCache(rows=pool.new_rows(group, index))
-    elif type(entry) is QuantizedKVCache:
-        cache = DiskQuantizedKVCache(pool.new_rows(group, index), entry.group_size, entry.bits)
-    else:
-        return entry
-    if not entry.empty():
-        cast(Any, cache).state = entry.state
-    return cache
+    caches = list[Any](model_caches)
+    for index, entry in enumerate(model_caches):
+        if type(entry) in CacheKinds.plain:
+            caches[index] = DiskKVCache(rows=pool.new_rows(group, index))
+        elif type(entry) is QuantizedKVCache:
+            caches[index] = DiskQuantizedKVCache(pool.new_rows(group, index), entry.group_size, entry.bits)
+        else:
+            continue
+        if not entry.empty():
+            caches[index].state = entry.state
+    return caches
 
 
 _MOST_DIGITS = 5

@@ -106,24 +106,26 @@ class MemoryRows:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         num_new = new[0].shape[2]
         if self.takes_more(num_new):
-            length, grown = self.length, self._grown(new)
+            length = self.length
+            grown = self._grown(new, length)
             self.num_rows = length
             self.buffers = grown
         end = self.num_rows + num_new
+        place = ..., slice(self.num_rows, end), slice(None)
         for array, rows in zip(self.buffers.arrays, new, strict=True):
-            array[..., self.num_rows : end, :] = rows
+            array[place] = rows
         self.num_rows = end
 
-    def _grown(self, new: Sequence[mx.array]) -> Buffers:
-        """Return buffers with all tokens, and room for new ones."""
-        layout, length = self.layout or RowLayout.of(new, self._options.step), self.length
-        room = self._options.capacity_after(length, self.buffers.capacity, new[0].shape[2]) - length
-        pieces = slices(self.pages, 0, length) if self.pages else [[a[..., :length, :]] for a in self.arrays if length]
-        arrays = [
-            _joined([*(pieces[i] if pieces else ()), component.zeros(room)], component)
-            for i, component in enumerate(layout.components)
-        ]
-        if self.pages:
+    def _grown(self, new: Sequence[mx.array], length: int) -> Buffers:
+        """Return buffers with all tokens, so many, and room for new ones."""
+        old = self.buffers
+        layout = old.layout or RowLayout.of(new, self._options.step)
+        room = self._options.capacity_after(length, old.capacity, new[0].shape[2]) - length
+        arrays = [component.zeros(room) for component in layout.components]
+        if length:
+            pieces = slices(old.pages, 0, length) if old.pages else [[array[..., :length, :]] for array in old.arrays]
+            arrays = [mx.concatenate([*some, rest], axis=2) for some, rest in zip(pieces, arrays, strict=True)]
+        if old.pages:
             mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
         return Buffers.of(layout, arrays)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -66,7 +66,7 @@ class RowLayout:
     @classmethod
     def of(cls, arrays: Sequence[mx.array], step: int) -> RowLayout:
         """Return the layout of arrays ``(batch, heads, tokens, width)``."""
-        return cls(tuple(Component((a.shape[0], a.shape[1]), a.shape[3], a.dtype) for a in arrays), step)
+        return _layout(step, *[(array.shape[:2], array.shape[3], array.dtype) for array in arrays])
 
     @cached_property
     def token_bytes(self) -> int:
@@ -120,6 +120,12 @@ class RowLayout:
             mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width) if part.size else c.zeros(0)
             for part, c in zip(rows, self.components, strict=True)
         ]
+
+
+@lru_cache(maxsize=64)
+def _layout(step: int, *components: tuple[tuple[int, int], int, mx.Dtype]) -> RowLayout:
+    """Return a layout, the same object for all layers: each asks for its own with the first tokens of a prompt."""
+    return RowLayout(tuple([Component(*each) for each in components]), step)
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -102,7 +102,9 @@ def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "mlx_flash.errors")
-    return getattr(import_module(home), name)
+    value = getattr(import_module(home), name)
+    globals()[name] = value  # the next use finds it at once
+    return value
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,8 @@ class OfLifecycle(Generic[T]):
         self._name = name
 
     def __get__(self, model: ModelFacade, owner: type[ModelFacade]) -> T:
-        return cast(T, getattr(model._life, self._name))
+        value: T = getattr(model._life, self._name)
+        return value
 
     def __set__(self, model: ModelFacade, value: T) -> None:
         setattr(model._life, self._name, value)

@@ -51,7 +51,7 @@ class GeneratedSequence:
         max_tokens: the most tokens that are chosen; negative for no limit.
         guesses: of the next tokens; None for none.
         tokens: those in the cache.
-        report: called with (tokens done, tokens to do) of the prompt. What it raises ends the pass.
+        report: called with (tokens done, tokens to do) of the prompt, if given. What it raises ends the pass.
 
     Attributes:
         model, cache, chooser, max_tokens: as given.
@@ -77,7 +77,7 @@ class GeneratedSequence:
         max_tokens: int,
         guesses: Guesses | None = None,
         tokens: Sequence[int] = (),
-        report: Progress = lambda done, total: None,
+        report: Progress | None = None,
     ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.chooser = chooser

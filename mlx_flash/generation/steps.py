@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
@@ -53,8 +52,8 @@ def generate_step(
     """
     if not _is_ours(prompt, model, options):
         return stock_generate_step(prompt, model, stream, **options)
-    lookup = Lookup(cast("list[int]", prompt.tolist()))
-    return _without_marks(_generate(prompt, model, stream, [lookup], MAX_GUESSES, **_ours(options)))
+    tokens: Any = prompt.tolist()
+    return _without_marks(_generate(prompt, model, stream, [Lookup(tokens)], MAX_GUESSES, **_ours(options)))
 
 
 def speculative_generate_step(
@@ -86,8 +85,8 @@ def speculative_generate_step(
 
 
 def _is_ours(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> bool:
-    others = [name for name in ("kv_bits", "input_embeddings") if options.get(name) is not None]
-    return isinstance(model, FlashLLM) and not others and len(prompt) > 0
+    is_stock = options.get("kv_bits") is not None or options.get("input_embeddings") is not None
+    return isinstance(model, FlashLLM) and not is_stock and len(prompt) > 0
 
 
 def _ours(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,9 +94,11 @@ def _ours(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_marks(steps: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array]]:
-    with closing(steps):
+    try:
         for token, logprobs, _ in steps:
             yield token, logprobs
+    finally:
+        steps.close()
 
 
 stream_generate = with_names(
@@ -121,17 +122,21 @@ def _generate(
     prefill_step_size: int = 2048,
     prompt_progress_callback: Progress | None = None,
 ) -> Generator[Token, None, None]:
-    report = prompt_progress_callback or (lambda done, total: None)
-    report(0, len(prompt))
+    if prompt_progress_callback is not None:
+        prompt_progress_callback(0, len(prompt))
+    tokens: Any = prompt.tolist()
+    cache = prompt_cache
+    if cache is None:  # make_prompt_cache() would call the same
+        cache = model.make_cache() if max_kv_size is None else make_prompt_cache(model, max_kv_size)
     sequence = GeneratedSequence(
         model,
-        make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache,
-        [cast("list[int]", prompt.tolist())],
+        cache,
+        [tokens],
         Chooser(sampler, logits_processors, prompt),
         step=prefill_step_size,
         max_tokens=max_tokens,
         guesses=Guesses(*sources, most=most),
-        report=report,
+        report=prompt_progress_callback,
     )
     pending = None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from struct import pack
 from typing import Any
 
 MAX_MATCH = 4
@@ -27,17 +28,18 @@ class Lookup:
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self.cache: list[Any] = []
+        self._added = list(tokens)  # the last ones, which join the text when it is searched: often it never is
         self._text = bytearray()
         self._at: int | None = None
-        for token in tokens:
-            self.add(token)
 
     def add(self, token: int) -> None:
         """Add the next token."""
-        self._text += token.to_bytes(_WIDTH, "little", signed=True)
+        self._added.append(token)
 
     def look(self) -> int:
         """Return how many of the last tokens came before, in this order; at most ``MAX_MATCH``."""
+        self._text += pack(f"<{len(self._added)}i", *self._added)
+        self._added = []
         longest = min(MAX_MATCH, len(self._text) // _WIDTH - 1)
         for length in range(longest, 0, -1):
             self._at = self._find(length)

@@ -89,7 +89,8 @@ class Passes:
             return
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
-        waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
+        waiting = [row for row in rows if not row.is_done]
+        waiting.sort(key=lambda row: len(row.left))
         lending = self._session.engine.lending if lends() else None
         owed = [row.pending for row in waiting if row.pending is not None]
         if self._kv is not None and self.begins_ahead and len(waiting) > 1:
@@ -176,6 +177,8 @@ class Passes:
                 elif row in cached and isinstance(outcome, list):
                     outcome = self._end_parts(cached[row], outcome)
                 self._end(row, calls, outcome)
+        if self._kv is not None:
+            self._kv.note()  # not before a GPU has something to compute
 
     def _begin_parts(self, lanes: dict[Row, list[ForwardCall]]) -> dict[Row, Call]:
         """Let the prefix cache plan what it keeps of calls that share a prompt cache, and a pass."""
@@ -234,7 +237,7 @@ class Passes:
             if len(row.left) > 1:  # lets the intermediate results go
                 # a single token adds so little to them that it may begin meanwhile
                 evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
-                evaluate(arrays_of(call.cache or ()), arrays_in(output if call.wants_logits else ()))
+                evaluate(arrays_of(call.cache or ()), arrays_in(output) if call.wants_logits else ())
             elif self._session.engine.is_resident:  # MLX counts no memory of arrays that are not begun
                 mx.async_eval(arrays_of(call.cache or ()))
         except CALL_ERRORS as error:
@@ -321,8 +324,6 @@ class Passes:
             self._counters.end(failed=True)
             self._session.engine.recover()
             raise
-        if self._kv is not None:
-            self._kv.note()
         self._counters.end()
         if len(lanes) == 1 and self._meter is not None:
             self._meter.end(num_tokens, num_sequences, num_guesses)

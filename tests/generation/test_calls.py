@@ -69,12 +69,12 @@ def calls_of_a_step(model: FlashLLM, steps: Iterator[Any]) -> _Calls:
     return counted
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 70), ("mixture", 70)])
+@pytest.mark.parametrize(("name", "most"), [("dense", 40), ("mixture", 40)])
 def test_calls_before_a_model_in_memory(saved: Callable[[str], Path], name: str, most: int) -> None:
     assert calls_of_a_token(saved(name), LARGE_GB)[0] <= most
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 210), ("mixture", 200)])
+@pytest.mark.parametrize(("name", "most"), [("dense", 200), ("mixture", 190)])
 def test_calls_before_a_streamed_model(saved: Callable[[str], Path], name: str, most: int) -> None:
     assert calls_of_a_token(saved(name), "min")[0] <= most
 
@@ -85,21 +85,29 @@ def test_calls_for_each_layer_in_memory(saved: Callable[[str], Path]) -> None:
     assert (many - few) / 5 <= 12
 
 
-def calls_of_a_prompt(directory: Path) -> int:
-    """Return how often functions of mlx_flash are entered for a prompt, with its first token, in memory."""
+@cache
+def calls_of_a_prompt(directory: Path) -> tuple[int, int]:
+    """Return the same for a prompt in memory: up to its first call of mlx-lm's model, and with its first token."""
     with load_model(directory, config(ram_budget_gb=LARGE_GB, speculation=False))[0] as model:
         prompt = mx.array([5, 17, 290, 3, 42])
         for _ in range(2):
             steps = mlx_flash.generate_step(prompt, model, max_tokens=2)
             counted = calls_of_a_step(model, steps)
             steps.close()
-        return counted.total
+        return counted.before, counted.total
 
 
 def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Path]) -> None:
     """Each layer that got its first tokens had all layers added up: milliseconds of a prompt."""
-    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers")) for number in (10, 20))
-    assert (many - few) / 10 <= 220
+    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[1] for number in (10, 20))
+    assert (many - few) / 10 <= 45
+
+
+def test_calls_before_a_prompt_in_memory(saved: Callable[[str], Path]) -> None:
+    """A GPU has nothing to do meanwhile."""
+    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[0] for number in (10, 20))
+    assert few <= 210
+    assert (many - few) / 10 <= 7
 
 
 def test_a_prompt_in_memory_is_checked_once(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
 
@@ -51,12 +52,23 @@ class Lane:
             in_parts=bool(step),
             is_fused=is_fused,
             num_kept=num_kept,
+            quantized_row=0 if is_fused else max(map(_quantized_row, [*self.own, *self.others])),
         )
 
     @property
     def pools(self) -> set[KVPool]:
         """The pools of its own caches: one, unless a program made them one by one."""
         return {entry.pool for entry in self.own}
+
+
+def _quantized_row(entry: Any) -> int:
+    """Return the bytes of a token of all sequences in an entry; 0 if it is not quantized, or empty."""
+    if not isinstance(entry, QuantizedKVCache):
+        return 0
+    if isinstance(entry, PooledCache):
+        layout = entry.rows.store.layout
+        return 0 if layout is None else layout.token_bytes
+    return 0 if entry.keys is None else nbytes_in(entry) // int(entry.keys[0].shape[2])
 
 
 def _num_attended(entry: Any) -> int:

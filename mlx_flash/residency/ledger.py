@@ -33,6 +33,8 @@ class NewTokens(NamedTuple):
         is_fused: whether keys and values are not quantized.
         num_kept: tokens whose logits are kept while others compute, in arrays that are not made yet. 0 keeps those
             of all parts, in 32 bits.
+        quantized_row: bytes of a token of all sequences in the widest layer with quantized keys and values. MLX's
+            kernels for these copy what has room behind it: those of a whole layer, for each call.
     """
 
     num_new: int
@@ -43,6 +45,12 @@ class NewTokens(NamedTuple):
     in_parts: bool = False
     is_fused: bool = True
     num_kept: int = 0
+    quantized_row: int = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a layer's keys and values that are copied to be computed with."""
+        return self.quantized_row * self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +153,8 @@ class Ledger:
             logits = new.num_kept * self.activations.returned_per_token
         else:
             logits = new.num_new * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
-        return logits + self.activations.nbytes(
-            new.num_at_once, new.context, all_logits=new.all_logits, fused=new.is_fused
-        )
+        nbytes = self.activations.nbytes(new.num_at_once, new.context, all_logits=new.all_logits, fused=new.is_fused)
+        return logits + nbytes + (0 if new.is_fused else new.copied_bytes)
 
     def waiting(self, new: NewTokens) -> int:
         """Return the memory of intermediate results while others compute, and of the logits until they are used."""
@@ -214,12 +221,12 @@ class Ledger:
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""
-        sizes, per_pair = self.activations, 0  # the kernels for a single token store no scores
+        sizes, per_pair, kept = self.activations, 0, 0  # the kernels for a single token store no scores
         if not new.is_fused:
-            per_pair = sizes.unfused_per_pair
+            per_pair, kept = sizes.unfused_per_pair, new.copied_bytes
         elif new.num_new > new.batch_size or sizes.scores_per_pair >= sizes.unfused_per_pair:
             per_pair = sizes.scores_per_pair
-        kept = new.num_kept * sizes.returned_per_token
+        kept += new.num_kept * sizes.returned_per_token
         return kept + sizes.layer_bytes(new.num_at_once, new.context, per_pair)
 
 

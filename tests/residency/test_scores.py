@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
@@ -14,14 +16,18 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.engine import sharing
+from mlx_flash.engine.headroom import needed
+from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency import scores
 from mlx_flash.residency.activations import ActivationSizes
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.scores import RESULTS, bytes_per_pair
 from mlx_flash.streaming.layers import PinnedLayers
 from models import save, stock
-from streamed import config
+from streamed import config, streamed_whole
 from zoo import configuration
 
 NUM_TOKENS = 64
@@ -94,6 +100,37 @@ def test_scores_take_no_more_than_planned(name: str, tmp_path: Path) -> None:
 def test_scores_of_quantized_keys_take_no_more_than_planned(tmp_path: Path) -> None:
     directory = save(tmp_path / "llama", configuration("llama"))
     assert seen_per_pair(directory, quantized=True) <= sizes_of(directory).unfused_per_pair
+
+
+@pytest.mark.usefixtures("_no_freed_buffers")
+@pytest.mark.skipif(has_own_memory(), reason="MLX has no CUDA kernel for these keys")
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_token_with_many_quantized_keys_takes_no_more_than_counted(
+    tmp_path: Path, bits: int | None, is_own: bool
+) -> None:
+    directory = save(tmp_path / "llama", configuration("llama"))
+    checked, stock_check = [0], sharing.check_headroom
+
+    def check(plan: ResidencyPlan, lanes: Sequence[Lane], *options: Any, **flags: Any) -> int:
+        granted = stock_check(plan, lanes, *options, **flags)
+        checked.append(needed(plan, lanes).activations + granted)
+        return granted
+
+    with streamed_whole(directory, speculation=False) as model, patch.object(sharing, "check_headroom", check):
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=10**10, prefill_step_size=512)
+        cache = model.make_cache() if is_own else make_prompt_cache(stock(directory))
+        mx.eval(model(mx.zeros((1, 2000), mx.int32), cache=cache))
+        if bits is not None:
+            cache = [entry.to_quantized(32, bits) for entry in cache]
+        for _ in range(4):
+            mx.eval([entry.state for entry in cache])
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(model(mx.array([[7]]), cache=cache))
+            peak = mx.get_peak_memory() - before
+    assert 0 < peak <= checked[-1]
 
 
 def test_more_scores_are_stored_with_sinks() -> None:

@@ -89,8 +89,7 @@ class Passes:
             return
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
-        waiting = [row for row in rows if not row.is_done]
-        waiting.sort(key=lambda row: len(row.left))
+        waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
         lending = self._session.engine.lending if lends() else None
         owed = [row.pending for row in waiting if row.pending is not None]
         if self._kv is not None and self.begins_ahead and len(waiting) > 1:

@@ -22,7 +22,7 @@ from mlx_flash.commands.verify import EXIT_DIFFERS, verify
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.streaming import layers
-from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
@@ -112,15 +112,15 @@ def test_a_flipped_byte_in_a_slot_is_found(
 
 def test_a_stale_slot_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that is not filled again keeps the weights of another unit."""
-    fill, count = WeightStream._fill, iter(range(1 << 30))
+    fill, count = _Slot.fill, iter(range(1 << 30))
 
-    def stale(self: WeightStream, slot: Any, index: int) -> None:
+    def stale(slot: _Slot, unit: int, segments: Any, reader: Any) -> None:
         if next(count) == 6:
-            slot.unit, slot.ticket = index, None
+            slot.unit, slot.ticket = unit, None
         else:
-            fill(self, slot, index)
+            fill(slot, unit, segments, reader)
 
-    monkeypatch.setattr(WeightStream, "_fill", stale)
+    monkeypatch.setattr(_Slot, "fill", stale)
     status, receipt = verified(folder("llama"))
     assert status == EXIT_DIFFERS and receipt["wrong_bytes"]
     assert receipt["difference"].startswith("call ") and "layers" in receipt["difference"]

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
+_SHOW_CURSOR, _LEAVE_SCREEN = "\x1b[?25h", "\x1b[?1049l"
 
 
 class Terminal:
@@ -46,8 +47,9 @@ class Terminal:
         if self._keys is not None and self._saved is not None:
             termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
         if self._in_place:
-            self._console.show_cursor(True)
-            self._console.set_alt_screen(False)
+            # An exception may have come while the console collected a frame. It would collect what it is given now, too.
+            self._console.file.write(_SHOW_CURSOR + _LEAVE_SCREEN)
+            self._console.file.flush()
         signal.signal(signal.SIGTERM, self._old_handler)
 
     @property

@@ -20,11 +20,14 @@ from typing import Any
 import mlx.core as mx
 import psutil
 import pytest
+import rich.console
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
 from children import ROOT
+from interrupt_points import interrupted_in, total_points
 from mlx_flash import facts
 from mlx_flash.monitor import app, system
 from mlx_flash.monitor.enginewatch import Watcher
@@ -33,7 +36,7 @@ from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose,
 from mlx_flash.monitor.lines import pass_words
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History
 from mlx_flash.monitor.state import STATES, Unit, printable
-from mlx_flash.monitor.terminal import print_lines
+from mlx_flash.monitor.terminal import Terminal, print_lines
 from mlx_flash.monitor.words import duration, size
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
 from models import LLAMA, save
@@ -628,6 +631,21 @@ def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None
     assert "before" in after and "tiny-model" not in after
     tmux.type("echo icanon=$(stty -a | grep -c ' icanon')")
     tmux.wait_for(r"icanon=1$")
+
+
+def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> None:
+    """One in hundreds came while rich collected the frame, and then it collected what restores the terminal as well."""
+    folders = ["monitor/terminal.py", str(Path(str(rich.console.__file__)))]
+
+    def program(run: Callable[[Callable[[], object]], bool]) -> None:
+        console = Console(file=io.StringIO(), force_terminal=True, width=40, height=5)
+        with Terminal(console) as terminal:
+            run(lambda: terminal.show([Text("model"), Text("engine")]))
+        assert console.file.getvalue().endswith("\x1b[?25h\x1b[?1049l")  # type: ignore[attr-defined]
+
+    total = total_points(program, folders)
+    for number in range(0, total, max(1, total // 150)):
+        assert interrupted_in(program, number, folders)
 
 
 @pytest.mark.parametrize("ending", ["C-c", "TERM"])

@@ -47,7 +47,7 @@ class Terminal:
         if self._keys is not None and self._saved is not None:
             termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
         if self._in_place:
-            # An exception may have come while the console collected a frame. It would collect what it is given now, too.
+            # An exception may have come while the console collected a frame: it would collect this, too.
             self._console.file.write(_SHOW_CURSOR + _LEAVE_SCREEN)
             self._console.file.flush()
         signal.signal(signal.SIGTERM, self._old_handler)

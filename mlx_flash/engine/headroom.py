@@ -209,7 +209,7 @@ def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
             per_layer = call.batch_size * _bytes_of_others(plan, lane) // len(entries)
             rows = [per_layer] * len(entries)
             growths.append(update_growth(entries, call.length, rows, lane.step))
-    if len(growths) == 1:
+    if len(growths) == 1:  # no lane has such caches
         return 0
     return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
 

@@ -100,7 +100,7 @@ class Sharing:
         return chosen._replace(layers_at_once=layers_at_once(plan, calls, num_layers))
 
     def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> Chosen:
-        num_rows = len(rows) if len(rows) == 1 or self._group.can_share else 1
+        num_rows = len(rows) if self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False
             more = [each for row in chosen for each in self._more(row)]

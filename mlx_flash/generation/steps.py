@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
@@ -52,8 +53,8 @@ def generate_step(
     """
     if not _is_ours(prompt, model, options):
         return stock_generate_step(prompt, model, stream, **options)
-    tokens: Any = prompt.tolist()
-    return _without_marks(_generate(prompt, model, stream, [Lookup(tokens)], MAX_GUESSES, **_ours(options)))
+    lookup = Lookup(cast("list[int]", prompt.tolist()))
+    return _without_marks(_generate(prompt, model, stream, [lookup], MAX_GUESSES, **_ours(options)))
 
 
 def speculative_generate_step(
@@ -94,11 +95,9 @@ def _ours(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_marks(steps: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array]]:
-    try:
+    with closing(steps):
         for token, logprobs, _ in steps:
             yield token, logprobs
-    finally:
-        steps.close()
 
 
 stream_generate = with_names(
@@ -124,14 +123,10 @@ def _generate(
 ) -> Generator[Token, None, None]:
     if prompt_progress_callback is not None:
         prompt_progress_callback(0, len(prompt))
-    tokens: Any = prompt.tolist()
-    cache = prompt_cache
-    if cache is None:  # make_prompt_cache() would call the same
-        cache = model.make_cache() if max_kv_size is None else make_prompt_cache(model, max_kv_size)
     sequence = GeneratedSequence(
         model,
-        cache,
-        [tokens],
+        make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache,
+        [cast("list[int]", prompt.tolist())],
         Chooser(sampler, logits_processors, prompt),
         step=prefill_step_size,
         max_tokens=max_tokens,

@@ -47,11 +47,6 @@ class NewTokens(NamedTuple):
     num_kept: int = 0
     quantized_row: int = 0
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of a layer's keys and values that are copied to be computed with."""
-        return self.quantized_row * self.context
-
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -154,7 +149,7 @@ class Ledger:
         else:
             logits = new.num_new * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
         nbytes = self.activations.nbytes(new.num_at_once, new.context, all_logits=new.all_logits, fused=new.is_fused)
-        return logits + nbytes + (0 if new.is_fused else new.copied_bytes)
+        return logits + nbytes + new.quantized_row * new.context
 
     def waiting(self, new: NewTokens) -> int:
         """Return the memory of intermediate results while others compute, and of the logits until they are used."""
@@ -221,12 +216,12 @@ class Ledger:
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""
-        sizes, per_pair, kept = self.activations, 0, 0  # the kernels for a single token store no scores
+        sizes, per_pair = self.activations, 0  # the kernels for a single token store no scores
         if not new.is_fused:
-            per_pair, kept = sizes.unfused_per_pair, new.copied_bytes
+            per_pair = sizes.unfused_per_pair
         elif new.num_new > new.batch_size or sizes.scores_per_pair >= sizes.unfused_per_pair:
             per_pair = sizes.scores_per_pair
-        kept += new.num_kept * sizes.returned_per_token
+        kept = new.num_kept * sizes.returned_per_token + new.quantized_row * new.context
         return kept + sizes.layer_bytes(new.num_at_once, new.context, per_pair)
 
 

@@ -58,8 +58,8 @@ def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args
         compute(result, args, kwargs)
         return result
     if not stream.is_ready(index):
-        # Pinned layers before this one compute while we wait. What waits for results is kept up to then, too: MLX would
-        # copy a cache to add to it, so caches are left out.
+        # Pinned layers before this one compute while we wait. MLX holds what is evaluated until it is computed, and
+        # copies a cache that it holds when a layer adds to it. So caches are left out.
         mx.async_eval([each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)])
     stream.acquire(index)
     wait: Callable[[], None] | None = None

@@ -21,8 +21,9 @@ from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 POISON = 0xFF
 """NaN in every floating-point dtype."""
 
-_LESS = 7 / 8
-"""Share of the time from a unit's weights to its release, where weights were waited for before that."""
+_PATIENCE = 7 / 8
+"""Share of the time that a unit was computed for, in which the next one's weights may come. That time has been measured
+with this wait in it. A share of 1 would keep one that was too long for good, and with it slots that could be filled."""
 
 Place = int | tuple[str, int]
 """A unit by its number, or another place where calls in lockstep wait for each other, by name and number."""
@@ -58,7 +59,8 @@ class StreamStats:
         num_acquired: units that were waited for.
         num_unpredicted: those whose read had not been started ahead.
         wait_seconds: time spent waiting for their bytes, with reads in flight.
-        held_seconds: time from there to their release, in which the model computes with them.
+        held_seconds: time from there to their release, in which the model computes with them. What is computed while the
+            next unit is held counts once.
     """
 
     num_acquired: int = 0
@@ -146,7 +148,6 @@ class WeightStream:
         self._last: int | None = None
         self._computing: tuple[int, Callable[[], None]] | None = None
         self._last_release = 0.0
-        self._delayed: int | None = None  # the unit whose release has waited for weights, computed or not
         self._seconds = [0.0] * num_units
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
@@ -187,9 +188,8 @@ class WeightStream:
         if self._computing is not None:
             before = self._computing[0]
             began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
-            # MLX does not tell whether something is computed, so the weights may take as long as that took last time.
-            self._delayed = before if slot.unit == index and not self.is_ready(index) else None
-            if slot.unit != index or slot.held or not slot.comes_by(began + self._seconds[before]):
+            # MLX does not tell whether something is computed. So weights may come while that is expected to go on.
+            if slot.unit != index or slot.held or not slot.comes_by(began + _PATIENCE * self._seconds[before]):
                 self.release_computed()
         self.stats.num_acquired += 1
         self._last = index  # in this order: see unit_states()
@@ -237,9 +237,7 @@ class WeightStream:
             self.before_release(index, slot.arena.memory)
         now = self._released_at[index] = time.perf_counter()
         seconds = now - max(slot.ready_at, self._last_release)
-        # Less than what may be too much: after one delay, slots would be kept as long as weights take to come, for good
-        share = 0 if not self.computes_ahead else _LESS if self._delayed == index else 1
-        self._seconds[index] = share * seconds
+        self._seconds[index] = seconds if self.computes_ahead else 0.0
         self._last_release = now
         self.stats.held_seconds += seconds
         slot.held, slot.unit = False, None

@@ -130,7 +130,7 @@ def test_held_seconds_of_units_that_overlap_are_counted_once() -> None:
 
 
 class SlowReads(FakeTicket):
-    """Reads that take 30 ms each, on a clock that only stands where nothing is waited for."""
+    """Reads that take 30 ms each, on a clock that moves only while something is waited for."""
 
     now = 0.0
 

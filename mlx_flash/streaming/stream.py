@@ -59,8 +59,8 @@ class StreamStats:
         num_acquired: units that were waited for.
         num_unpredicted: those whose read had not been started ahead.
         wait_seconds: time spent waiting for their bytes, with reads in flight.
-        held_seconds: time from there to their release, in which the model computes with them. Time in which two units are
-            held counts once.
+        held_seconds: time from there to their release, in which the model computes with them. Time in which two units
+            are held counts once.
     """
 
     num_acquired: int = 0

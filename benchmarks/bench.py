@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="of all rows (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "models" / "bench", help="for the models")
-    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program, for the dense model in the same memory")
+    parser.add_argument("--llama-bench", help="llama.cpp's program, for the dense model in the same memory")
     parser.add_argument("--gguf", type=Path, help="the dense model as a GGUF file")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     options = parser.parse_args()

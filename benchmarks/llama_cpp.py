@@ -16,12 +16,12 @@ class LlamaBench:
     """llama.cpp's ``llama-bench`` and a model.
 
     Attributes:
-        program: path of ``llama-bench``.
+        program: ``llama-bench``, by its path, or by its name where the shell finds it.
         model: the same model, as a GGUF file.
         tokens: to decode after one warm-up token.
     """
 
-    program: Path
+    program: str  # a Path would take the ``./`` away that says where to look
     model: Path
     tokens: int
 

@@ -258,7 +258,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="SHARE",
         help=f"run budgets and stock mlx-lm in a kernel memory limit of SHARE times the budget (SHARE: {LIMIT_SHARE})",
     )
-    parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's llama-bench, run in each limit")
+    parser.add_argument("--llama-bench", metavar="PATH", help="llama.cpp's llama-bench, run in each limit")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama-bench")
     parser.add_argument("--disk-mb-per-second", type=float, help="limit all reads, probes included; needs root")
     parser.add_argument("--json", type=Path, help="file for all the numbers")

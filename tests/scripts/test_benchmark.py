@@ -198,13 +198,17 @@ def test_a_run_beyond_the_limit_is_reported_as_killed() -> None:
         harness.run_command([sys.executable, "-c", "bytearray(300 << 20)"], label="big", limit_bytes=50_000_000)
 
 
-def test_llama_cpp_is_left_out_where_a_file_is_missing(tmp_path: Path, llama_bench: Path) -> None:
-    nowhere = tmp_path / "nowhere"
-    assert llama_cpp.LlamaBench(nowhere, llama_bench, 1).missing() == (
+def test_llama_cpp_is_left_out_where_a_file_is_missing(
+    tmp_path: Path, llama_bench: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere, program = tmp_path / "nowhere", str(llama_bench)
+    assert llama_cpp.LlamaBench(str(nowhere), llama_bench, 1).missing() == (
         f"no llama.cpp runs: there is no program {nowhere}"
     )
-    assert llama_cpp.LlamaBench(llama_bench, nowhere, 1).missing() == f"no llama.cpp runs: there is no file {nowhere}"
-    assert llama_cpp.LlamaBench(llama_bench, llama_bench, 1).missing() is None
+    assert llama_cpp.LlamaBench(program, nowhere, 1).missing() == f"no llama.cpp runs: there is no file {nowhere}"
+    assert llama_cpp.LlamaBench(program, llama_bench, 1).missing() is None
+    monkeypatch.chdir(llama_bench.parent)
+    assert llama_cpp.LlamaBench(f"./{llama_bench.name}", llama_bench, 1).missing() is None
 
 
 def test_a_failed_worker_is_named_with_its_last_line() -> None:

@@ -35,6 +35,7 @@ from mlx_flash.streaming.layers import (
     Tile,
     TiledLinear,
     tile_module,
+    transpose_once,
 )
 from mlx_flash.streaming.loans import Lendable, Loans
 from mlx_flash.streaming.stream import WeightStream
@@ -134,6 +135,7 @@ class Engine:
             self.lending = Lending(self.loans, self.experts, grows=options.grows)
             if self.is_resident:  # no read is waited for, so the time of Python counts
                 self._changed += [module for module in modules.values() if expose_children(module)]
+                self._changed += [module for module in modules.values() if transpose_once(module)]
         except BaseException:
             self.close()
             raise

@@ -9,7 +9,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-_STATE = "_flash_state"
+STATE = "_flash_state"
+"""Attribute with the state of a module that :func:`swap_class` was given."""
+
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, set)
 
@@ -63,14 +65,14 @@ def expose_children(module: nn.Module) -> bool:
 
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
     """Give a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
-    object.__setattr__(module, _STATE, state)
+    object.__setattr__(module, STATE, state)
     object.__setattr__(module, "__class__", mixed_class(cast(Hashable, type(module)), cast(Hashable, mixin)))
 
 
 def restore_class(module: nn.Module) -> None:
     """Give a module its own class back and forget the state. Harmless when repeated."""
     object.__setattr__(module, "__class__", own_class(module))
-    vars(module).pop(_STATE, None)
+    vars(module).pop(STATE, None)
 
 
 def own_class(module: Any) -> Any:
@@ -80,7 +82,7 @@ def own_class(module: Any) -> Any:
 
 def state_of(module: object) -> Any:
     """Return the state that :func:`swap_class` was given."""
-    return vars(module)[_STATE]
+    return vars(module)[STATE]
 
 
 def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
@@ -130,7 +132,7 @@ def _size(value: Any) -> int:
 
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     """A module of the same own class and settings that holds other arrays."""
-    left_out = {_STATE, *_exposed(module)}
+    left_out = {STATE, *_exposed(module)}
     attributes = {key: value for key, value in vars(module).items() if key not in left_out}
     return _made(own_class(module), {**module, **arrays}, attributes)
 

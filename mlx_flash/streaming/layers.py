@@ -18,7 +18,16 @@ import numpy as np
 
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, restore_class, state_of, swap_class
+from mlx_flash.layout.swap import (
+    STATE,
+    ExposedChildren,
+    SwappedClass,
+    clone_with,
+    own_class,
+    restore_class,
+    state_of,
+    swap_class,
+)
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.storage.placement import Piece, Segment
@@ -122,6 +131,30 @@ class ComputedModule(SwappedClass):
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         compute(result, args, kwargs)
         return result
+
+
+class TransposedLinear(ExposedChildren):
+    """A linear layer in memory whose weight was transposed once, and is not in each call.
+
+    MLX records and evaluates that as an operation of its own, though nothing is copied. Small models on a GPU wait for
+    it: a random Llama of 3.3 GB in bf16 took 5 and 13 % less time for a token without it, on an H200.
+    """
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        weight, transposed = getattr(self, STATE)
+        if self["weight"] is not weight:  # somebody has replaced it
+            return super().__call__(x)  # type: ignore[misc,no-any-return]
+        return mx.addmm(self["bias"], x, transposed) if "bias" in self else x @ transposed  # as nn.Linear does
+
+
+def transpose_once(module: nn.Module) -> bool:
+    """Transpose the weight of a linear layer in memory, if it is one. Return whether its class was swapped for it."""
+    if type(module) is not nn.Linear:
+        return False
+    transposed = module["weight"].T
+    mx.eval(transposed)  # another thread could not
+    swap_class(module, TransposedLinear, (module["weight"], transposed))
+    return True
 
 
 @dataclass(frozen=True, slots=True)

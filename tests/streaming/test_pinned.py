@@ -1,16 +1,21 @@
-"""Layers in memory that calls wait for where there is a GPU: its work is recorded far ahead."""
+"""Layers in memory: those that calls wait for where there is a GPU, which works far behind, and linear ones."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_flash.layout.swap import expose_children
+from mlx_flash import load_model
+from mlx_flash.layout.swap import expose_children, restore_class
 from mlx_flash.streaming import layers
-from mlx_flash.streaming.layers import PinnedLayers
+from mlx_flash.streaming.layers import PinnedLayers, TransposedLinear, transpose_once
+from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+from streamed import LARGE_GB, config
 
 
 class Layer(nn.Module):
@@ -80,3 +85,49 @@ def test_an_interrupted_change_is_made_whole(
     assert waits(pinned, monkeypatch) == [i for i in range(1, 8) if before and i % before == 0]
     pinned.compute_at_once(None)
     assert [type(module) for module in pinned.modules] == kinds
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_transposed_layer_computes_the_same_bits(has_bias: bool, dtype: mx.Dtype) -> None:
+    linear, x = nn.Linear(96, 40, bias=has_bias), mx.random.normal((3, 5, 96)).astype(dtype)
+    linear.set_dtype(dtype)
+    for rows in (x, x[:1, :1]):
+        own = linear(rows)
+        assert transpose_once(linear)
+        assert mx.array_equal(linear(rows), own)
+        restore_class(linear)
+    assert type(linear) is nn.Linear and not vars(linear).keys() - vars(nn.Linear(1, 1)).keys()
+
+
+def test_a_transposed_layer_takes_no_memory_and_its_weight_may_be_replaced() -> None:
+    linear, x = nn.Linear(512, 512), mx.ones((1, 512))
+    mx.eval(linear.parameters(), x)
+    before = mx.get_active_memory()
+    transpose_once(linear)
+    assert mx.get_active_memory() - before < 4096
+    linear.weight = mx.eye(512)
+    linear.bias = mx.zeros(512)
+    assert mx.array_equal(linear(x), x)
+    copy = deepcopy(linear)
+    assert type(copy) is nn.Linear and mx.array_equal(copy(x), x)
+
+
+def test_other_layers_are_left_alone() -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * super().__call__(x)
+
+    for module in (Doubled(8, 8), nn.QuantizedLinear(64, 64), nn.Embedding(8, 8)):
+        assert not transpose_once(module)
+        assert not isinstance(module, TransposedLinear)
+
+
+def test_the_linear_layers_of_a_model_in_memory_are_transposed(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA)
+    with load_model(tmp_path, config(ram_budget_gb=LARGE_GB))[0] as model:
+        layer = model.layers[0]
+        found = run(model, PREFILL_AND_DECODE)
+        assert isinstance(layer.self_attn.q_proj, TransposedLinear) and isinstance(layer.mlp.up_proj, TransposedLinear)
+    assert type(layer.self_attn.q_proj) is nn.Linear
+    assert same_bits(found, run(stock(tmp_path), PREFILL_AND_DECODE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -185,10 +186,10 @@ class FlashLLM(ModelFacade):
         borders = sorted({*starts, num_together, tokens.shape[1]})
         parts: list[ForwardCall] = []
         for start, stop in pairwise(borders):
-            segment_end = next((end for end in ends if end >= stop), num_together + segment_left)
-            left = max(0, segment_end - stop)
+            number = bisect_left(ends, stop)  # of the segment that ends there, or later
+            segment_end = ends[number] if number < len(ends) else num_together + segment_left
             chunk = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
-            chunk.segment_left = left
+            chunk.segment_left = max(0, segment_end - stop)
             parts += chunk.parts(limit)
         parts[-1].wants_logits = wants_logits
         if before:  # in a call of its own, as mlx-lm has computed it

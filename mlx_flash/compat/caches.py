@@ -64,7 +64,10 @@ def is_window(entry: Any) -> bool:
 def entries_of(cache: Iterable[Any]) -> list[Any]:
     """Return the entries of a prompt cache, and those of its lists of caches in their place."""
     found = list(cache)
-    if not any(issubclass(kind, CacheKinds.lists) for kind in set(map(type, found))):
+    for kind in {*map(type, found)}:  # any() would take a call of Python for each: prompts ask this several times
+        if issubclass(kind, CacheKinds.lists):
+            break
+    else:
         return found
     parts = (entries_of(entry.caches) if issubclass(type(entry), CacheKinds.lists) else [entry] for entry in found)
     return [entry for part in parts for entry in part]

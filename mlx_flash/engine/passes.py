@@ -62,7 +62,7 @@ class Passes:
         self._kv = kv
         self._counters = counters
         self.under_way: dict[Row, Callable[[], None]] = {}
-        self.grants = Grants()
+        self.grants = Grants(len(session.engine.pinned.modules))
         self.begins_ahead = session.chain is None and session.prefixes is None and session.engine.is_resident
         self._meter = None if self.begins_ahead else session.meter  # nothing is read
 
@@ -123,18 +123,21 @@ class Passes:
                 pending.put()  # if its token was not computed
 
     def _run_granted(self, plan: ResidencyPlan, row: Row) -> bool:
-        """Compute the next token of each sequence of a row if its call surely has room. Return whether it had.
+        """Compute the next part of a row if its call surely has room. Return whether it had.
 
-        Nothing is read for it, and no layer's memory changes.
+        Nothing is read for it. It is a prompt in a new cache, or a token for which no layer's memory changes.
         """
-        if row.is_done or (put_back := self.grants.undo_if_granted(plan, call := row.left[0])) is None:
+        if not self.begins_ahead or row.is_done or (put_back := self.grants.undo_if_granted(plan, row)) is None:
             return False
+        call = row.left[0]
         self._session.engine.pinned.compute_at_once(None)
         self.under_way = {row: row.undo([call], put_back)}
         try:  # as _undoing() does, which would take a microsecond more
-            self._counters.begin(call.num_tokens, call.num_tokens, call.num_tokens)
+            self._counters.begin(call.num_tokens, call.batch_size)
             try:
                 outcome: list[Any] | Exception = [self._model(*call.arguments, **call.keywords)]
+                if not call.is_decode:  # MLX counts no memory of arrays that are not begun
+                    mx.async_eval(arrays_of(call.cache or ()))
             except CALL_ERRORS as error:
                 outcome = error
             self._counters.end(failed=isinstance(outcome, Exception))
@@ -144,7 +147,15 @@ class Passes:
             self.recover()
             raise
         self.under_way = {}
+        if not call.is_decode and row.error is None:
+            self._note_room(plan, row, call)
         return True
+
+    def _note_room(self, plan: ResidencyPlan, row: Row, call: ForwardCall) -> None:
+        """Note what a call had: room for the last token of its prompt, or for the next token; and its caches."""
+        self.grants.note(plan, next(iter(row.left), call))
+        if self._kv is not None:
+            self._kv.note()
 
     def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
         """Note the outputs of the next calls of a row, or why there are none."""

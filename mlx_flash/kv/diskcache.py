@@ -16,7 +16,7 @@ from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
-from mlx_flash.kv.memory import MemoryRows, append_within
+from mlx_flash.kv.memory import NO_BUFFERS, MemoryRows, append_first, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.storage.safetensors import read_shard
 
@@ -69,6 +69,8 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
             store, found = rows.store, None
             if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
                 found = append_within(store, keys, values)
+                if found is None and store.buffers is NO_BUFFERS and rows.is_admitted(keys.shape[2]):
+                    found = append_first(store, rows.options, keys, values)
             if found is None:
                 all_keys, all_values = rows.append([keys, values])
                 found = all_keys, all_values
@@ -199,7 +201,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
             caches[index] = DiskQuantizedKVCache(pool.new_rows(group, index), entry.group_size, entry.bits)
         else:
             continue
-        if not entry.empty():
+        if entry.keys is not None:
             caches[index].state = entry.state
     return caches
 

@@ -117,12 +117,17 @@ class KVPool(Opaque):
         sums = self.layers.sums
         if sums is self._noted:
             return self.usage
-        files, stats = self.files, self.stats
+        files, stats, slot_bytes = self.files, self.stats, self.ring.nbytes
         files_used = {disk.file for disk in self.layers.on_disk.values()} if sums.num_on_disk else ()
-        disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
-        sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
-        self.usage = KVUsage(*sizes, stats.num_offloaded, stats.wait_seconds)
-        self._noted = None if sums.num_on_disk or self.ring.nbytes else sums  # slots change without a layer
+        sizes = {
+            "memory_bytes": self.memory_bytes if sums.num_on_disk or slot_bytes else sums.held,
+            "disk_bytes": sum([file.nbytes for file in files_used]) + files.draft_bytes,
+            "reserved_bytes": sums.held + slot_bytes,
+            "read_bytes": files.read_bytes,
+            "written_bytes": files.written_bytes,
+        }
+        self.usage = KVUsage(**sizes, num_offloaded=stats.num_offloaded, wait_seconds=stats.wait_seconds)
+        self._noted = None if sums.num_on_disk or slot_bytes else sums  # slots change without a layer
         return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
@@ -143,7 +148,7 @@ class KVPool(Opaque):
             return
         num_new, store = new[0].shape[2], rows.store
         length = store.length + num_new
-        if store.takes_more(num_new) and (self.admission, length) > rows.admitted:
+        if store.takes_more(num_new) and not rows.is_admitted(length):
             nbytes = sum(store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
             coming = {rows: Coming(nbytes, num_new, length)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
@@ -174,10 +179,10 @@ class KVPool(Opaque):
         groups = self.in_turns if self.in_turns.issuperset(groups) else groups
         if groups == self.computed:
             return
-        previous, self.computed = self.computed, frozenset(groups)
+        previous, self.computed = {group for group in self.computed if group.has_copies}, frozenset(groups)
         for group in sorted(groups, key=lambda group: group.number):
             group.used_at = next(self._clock)
-        if sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
+        if previous and sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
             release_freed_memory()
 
     def _park_idle(self, rows: LayerRows) -> bool:

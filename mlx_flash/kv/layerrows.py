@@ -31,6 +31,7 @@ class Pool(Protocol):
     stats: KVStats
     computed: frozenset[CacheGroup]
     no_rows: MemoryRows
+    admission: int
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -42,10 +43,17 @@ class Pool(Protocol):
 
 @dataclass(eq=False)
 class CacheGroup:
-    """A list of caches: its number, and when it was used last; 0 for never."""
+    """A list of caches.
+
+    Attributes:
+        number: that no other list has.
+        used_at: when it was used last; 0 for never.
+        has_copies: whether it is a copy of another list, or was copied.
+    """
 
     number: int
     used_at: int = 0
+    has_copies: bool = False
 
 
 class LayerRows:
@@ -100,6 +108,10 @@ class LayerRows:
                 del lineage[self]
         self.lineages = self.lineages if length else []
         self.stored = cut(self.stored, length)
+
+    def is_admitted(self, length: int) -> bool:
+        """Return whether the call under way was checked with so many tokens in this layer."""
+        return (self.pool.admission, length) <= self.admitted
 
     @property
     def memory(self) -> MemoryRows:
@@ -283,6 +295,7 @@ def relatives(rows: LayerRows) -> Iterator[tuple[LayerRows, int]]:
 
 def note_copy(rows: LayerRows, copy: LayerRows, length: int) -> None:
     """Record that a layer begins with so many tokens of another one."""
+    rows.group.has_copies = copy.group.has_copies = True
     rows.lineages = [lineage for lineage in rows.lineages if len(lineage) > 1]  # no other layer has those any more
     if length and length not in [lineage.get(rows) for lineage in rows.lineages]:
         rows.lineages.append(weakref.WeakKeyDictionary({rows: length}))

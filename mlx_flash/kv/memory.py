@@ -52,7 +52,8 @@ class Buffers(NamedTuple):
         return cls(list(arrays), pages, layout, capacity, sum([array.nbytes for array in arrays]))
 
 
-_NO_BUFFERS = Buffers.of(None)
+NO_BUFFERS = Buffers.of(None)
+"""The buffers of a layer that never held a token."""
 
 
 class MemoryRows:
@@ -61,7 +62,7 @@ class MemoryRows:
     def __init__(
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
-        self.buffers = _NO_BUFFERS  # replaced as a whole
+        self.buffers = NO_BUFFERS  # replaced as a whole
         if arrays:
             mx.eval(arrays)
             self.buffers = Buffers.of(RowLayout.of(arrays, options.step), arrays)
@@ -169,6 +170,23 @@ class MemoryRows:
         if not pages:
             self.num_rows = 0
         self.buffers = Buffers.of(layout or self.layout, pages=pages)
+
+
+def append_first(store: MemoryRows, options: KVOptions, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Add keys and values to a layer that never held a token, and that has room for them. Return all.
+
+    As :meth:`MemoryRows.append`, which asks what is there before. Called for each layer of each prompt.
+    """
+    num_new = keys.shape[2]
+    layout = RowLayout.of((keys, values), options.step)
+    capacity = options.capacity_after(0, 0, num_new)
+    all_keys, all_values = [component.zeros(capacity) for component in layout.components]
+    place = ..., slice(num_new), slice(None)
+    all_keys[place] = keys
+    all_values[place] = values
+    store.buffers = Buffers.of(layout, (all_keys, all_values))
+    store.num_rows = num_new  # which counts from now on
+    return (all_keys, all_values) if num_new == capacity else (all_keys[place], all_values[place])
 
 
 def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:

@@ -34,9 +34,14 @@ from mlx_flash.workers import InOrder, Job
 Blocks = Sequence[tuple[int, memoryview]]
 """Blocks of bytes, each with its offset in a file."""
 
+_NEW_CACHE = "start again with a fresh prompt cache"
+"""Nobody else has keys and values that a file has lost."""
+
 
 class _GrowingFile(SourceFile):
     """A file that this process still writes to: a new size or time does not make it another file."""
+
+    hint = _NEW_CACHE
 
     def _is_same(self, found: FileIdentity) -> bool:
         return (found.device, found.inode) == (self.identity.device, self.identity.inode)
@@ -44,6 +49,8 @@ class _GrowingFile(SourceFile):
 
 class LockedFile(SourceFile):
     """A locked file, which is read on after it was moved or removed. Raises: OSError: it is being evicted."""
+
+    hint = _NEW_CACHE
 
     def __init__(self, path: Path, direct: bool) -> None:
         super().__init__(path, direct)

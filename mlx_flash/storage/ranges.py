@@ -163,11 +163,11 @@ class RangeReader:
             self._read_buffered(wanted)
         elif segment.buffer_offset is not None and self.in_place:
             at = segment.buffer_offset + start - segment.offset
-            self._read_direct(fd, segment, start, buffer[at : at + stop - start])
+            self._read_direct(wanted, buffer[at : at + stop - start])
         elif segment.is_scattered and self.in_place:
             self._read_scattered(wanted, fd)
         else:
-            self._read_bounced(wanted, fd)
+            self._read_bounced(wanted)
 
     def finish(self) -> None:
         """Wait until everything that this thread has read is in the caller's memory.
@@ -198,7 +198,7 @@ class RangeReader:
         segment, start = wanted.segment, wanted.start
         if wanted.fd is not None:
             bounce = self._room(wanted.stop - start)
-            self._read_direct(wanted.fd, segment, start, bounce)
+            self._read_direct(wanted, bounce)
             for offset, part in wanted.parts():
                 self._local.copies.append((segment, offset, bounce[offset - start :][: len(part)], part))
             return
@@ -206,7 +206,7 @@ class RangeReader:
             for at in range(0, len(part), self._read_size):  # what stays cached may be longer than other reads
                 target = part[at : at + self._read_size]
                 bounce = self._room(len(target))
-                self._fill(wanted.file.buffered_fd, segment, offset + at, bounce, len(target), 1)
+                self._fill(wanted, offset + at, bounce, len(target))
                 self._local.copies.append((segment, offset + at, bounce, target))
         wanted.drop_cached()
 
@@ -215,16 +215,16 @@ class RangeReader:
         reader: BlockReader | None = getattr(self._local, "blocks", None)
         if reader is None:
             reader = self._local.blocks = BlockReader(self._read_size)
-        file, segment = wanted.file, wanted.segment
+        path, segment = wanted.file.path, wanted.segment
 
         def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
-            stored = read_pages(segment.path, [Piece(name, offset, nbytes, 0)])
+            pages = read_pages(path, [Piece(name, offset, nbytes, 0)])
+            stored = wanted._replace(segment=pages, start=offset, stop=offset + nbytes)
             if wanted.fd is not None:
-                self._read_direct(wanted.fd, stored, offset, coded[: stored.nbytes])
+                self._read_direct(stored, coded[: pages.nbytes])
                 return
-            self._fill(file.buffered_fd, stored, offset, coded[:nbytes], nbytes, 1)
-            if not wanted.keep_cached:
-                drop_cached(file.buffered_fd, offset, nbytes)
+            self._fill(stored, offset, coded[:nbytes], nbytes)
+            stored.drop_cached()
 
         def land(part: memoryview) -> memoryview:
             if self._driver is None:
@@ -234,7 +234,7 @@ class RangeReader:
             return bounce
 
         for offset, part in wanted.parts():
-            reader.read(file.path, table, segment.piece_at(offset).name, offset, part, fetch, land)
+            reader.read(path, table, segment.piece_at(offset).name, offset, part, fetch, land)
 
     def _room(self, nbytes: int) -> memoryview:
         """Return a free part of this thread's bounce buffer, on whole pages."""
@@ -245,8 +245,8 @@ class RangeReader:
         self._local.num_used = round_up(start + nbytes, DIRECT_ALIGNMENT)
         return self._driver.bounce_buffer[start : start + nbytes]
 
-    def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
-        self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
+    def _read_direct(self, wanted: _Range, target: memoryview) -> None:
+        self._fill(wanted, wanted.start, target, min(len(target), wanted.segment.wanted_end - wanted.start))
 
     def _read_scattered(self, wanted: _Range, fd: int) -> None:
         parts = list(wanted.parts())
@@ -254,22 +254,23 @@ class RangeReader:
             if os.preadv(fd, [part for _, part in parts], wanted.start) == wanted.stop - wanted.start:
                 return
         for offset, part in parts:  # one by one, with retries
-            self._fill(fd, wanted.segment, offset, part, len(part), DIRECT_ALIGNMENT)
+            self._fill(wanted, offset, part, len(part))
 
-    def _read_bounced(self, wanted: _Range, fd: int) -> None:
+    def _read_bounced(self, wanted: _Range) -> None:
         bounce = self._bounce_buffer()[: wanted.stop - wanted.start]
-        self._read_direct(fd, wanted.segment, wanted.start, bounce)
+        self._read_direct(wanted, bounce)
         for offset, part in wanted.parts():
             source = bounce[offset - wanted.start :][: len(part)]
             np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
 
     def _read_buffered(self, wanted: _Range) -> None:
         for offset, part in wanted.parts():
-            self._fill(wanted.file.buffered_fd, wanted.segment, offset, part, len(part), 1)
+            self._fill(wanted, offset, part, len(part))
         wanted.drop_cached()
 
-    def _fill(self, fd: int, segment: Segment, offset: int, target: memoryview, needed: int, alignment: int) -> None:
+    def _fill(self, wanted: _Range, offset: int, target: memoryview, needed: int) -> None:
         """Read until ``needed`` bytes are in ``target``. More may come, up to the whole target."""
+        fd, alignment = (wanted.file.buffered_fd, 1) if wanted.fd is None else (wanted.fd, DIRECT_ALIGNMENT)
         got = retries = 0
         while got < needed:
             try:
@@ -278,14 +279,14 @@ class RangeReader:
                     raise OSError(errno.EIO, "too few bytes came")  # a direct read cannot go on from there
             except OSError as error:
                 if error.errno != errno.EIO or retries == RETRIES:
-                    raise _read_error(segment, offset + got, f"{error.strerror} at") from error
+                    raise _read_error(wanted.segment, offset + got, f"{error.strerror} at") from error
                 retries += 1
                 with self._lock:
                     self.num_retries += 1
                 time.sleep(RETRY_SECONDS * retries)
                 continue
             if count < min(alignment, needed - got):
-                raise _truncated_error(segment, offset, got + count, needed)
+                raise _truncated_error(wanted, offset, got + count, needed)
             got = got + count if got + count >= needed else (got + count) // alignment * alignment
 
     def _bounce_buffer(self) -> memoryview:
@@ -303,10 +304,9 @@ def _read_error(segment: Segment, offset: int, reason: str) -> ReadError:
     )
 
 
-def _truncated_error(segment: Segment, offset: int, got: int, needed: int) -> TruncatedFileError:
-    piece = segment.piece_at(offset + got)
+def _truncated_error(wanted: _Range, offset: int, got: int, needed: int) -> TruncatedFileError:
+    piece = wanted.segment.piece_at(offset + got)
     return TruncatedFileError(
         f"read {got} of {needed} bytes at offset {offset}, of '{piece.name}' ({piece.nbytes} bytes at offset "
-        f"{piece.offset}) in {segment.path}: the file is truncated. Hint: put the file back or download it again, and "
-        "load the model again."
+        f"{piece.offset}) in {wanted.file.path}: the file is truncated. Hint: {wanted.file.hint}."
     )

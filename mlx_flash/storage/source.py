@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
 from mlx_flash.memory.pagecache import open_buffered, open_direct
@@ -59,6 +60,7 @@ class SourceFile:
         identity: the file as it was when the model was loaded; None takes it as it is opened.
 
     Attributes:
+        hint: what to do if bytes of it are missing.
         path: the file.
         table: as given.
         buffered_fd: descriptor for reads through the page cache.
@@ -68,6 +70,8 @@ class SourceFile:
     Raises:
         CheckpointError: the file cannot be opened.
     """
+
+    hint: ClassVar[str] = "put the file back or download it again, and load the model again"
 
     def __init__(
         self, path: Path, direct: bool, table: BlockTable | None = None, identity: FileIdentity | None = None
@@ -103,8 +107,7 @@ class SourceFile:
             found = identity_of(self._name)
         except OSError as error:
             raise FileChangedError(
-                f"cannot go on reading '{tensor}' from {self.path}: {error.strerror}. "
-                "Hint: put the file back, and load the model again."
+                f"cannot go on reading '{tensor}' from {self.path}: {error.strerror}. Hint: {self.hint}."
             ) from error
         if not self._is_same(found):
             self._refuse(tensor, found)
@@ -117,7 +120,7 @@ class SourceFile:
         if found.nbytes < expected:
             raise TruncatedFileError(
                 f"cannot go on reading '{tensor}' from {self.path}: the file was truncated since the model was "
-                f"loaded, from {expected} to {found.nbytes} bytes. Hint: put the file back, and load the model again."
+                f"loaded, from {expected} to {found.nbytes} bytes. Hint: {self.hint}."
             )
         raise FileChangedError(
             f"cannot go on reading '{tensor}' from {self.path}: the file was changed or replaced by another one since "

@@ -483,9 +483,9 @@ def test_bounce_buffers_are_used_where_required(
     in_place: list[bool] = []
     read = RangeReader._read_direct
 
-    def spy(self: RangeReader, fd: int, segment: Segment, start: int, target: memoryview) -> None:
+    def spy(self: RangeReader, wanted: Any, target: memoryview) -> None:
         in_place.append(not isinstance(target.obj, mmap.mmap))
-        read(self, fd, segment, start, target)
+        read(self, wanted, target)
 
     monkeypatch.setattr(RangeReader, "_read_direct", spy)
     for arrival in ("in place", "bounced"):

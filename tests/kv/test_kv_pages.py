@@ -301,9 +301,15 @@ def test_a_truncated_or_replaced_file_raises(tmp_path: Path) -> None:
     caches[0].rows.disk.file.flush()
     content = path.read_bytes()
     os.truncate(path, 4096)
-    with pytest.raises(TruncatedFileError, match=r"read \d+ of \d+ bytes at offset \d+.*layer-0\.kv"):
+    with pytest.raises(
+        TruncatedFileError, match=r"read \d+ of \d+ bytes at offset \d+.*layer-0\.kv.*fresh prompt cache"
+    ):
         feed(caches, 1)
     path.unlink()
+    with pytest.raises(
+        FileChangedError, match=r"layer-0\.kv: No such file.*Hint: start again with a fresh prompt cache"
+    ):
+        feed(caches, 1)
     path.write_bytes(content)
     with pytest.raises(FileChangedError, match=r"layer-0\.kv"):
         feed(caches, 1)

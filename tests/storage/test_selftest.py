@@ -44,7 +44,7 @@ def lose(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[memoryview
 
     def wrong(self: RangeReader, *args: Any) -> None:
         read(self, *args)
-        targets = (getattr(argument, "buffer", argument) for argument in args)
+        targets = (getattr(argument, "buffer", argument) for argument in reversed(args))
         target = next(target for target in targets if isinstance(target, memoryview))
         is_bounce_buffer = name == "_read_direct" and isinstance(target.obj, mmap.mmap)  # no memory of MLX
         if not is_bounce_buffer and next(count) % every == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.ranks.spread import Spread
-from mlx_flash.storage.ranges import ReadStats
+from mlx_flash.storage.readstats import ReadStats
 
 Json = dict[str, Any]
 

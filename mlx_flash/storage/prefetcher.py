@@ -5,11 +5,8 @@ Worker threads see file descriptors, numbers and memoryviews, never an MLX objec
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -20,7 +17,8 @@ from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way
+from mlx_flash.storage.ranges import Arrival, RangeReader, Way
+from mlx_flash.storage.readstats import ReadCounter, ReadStats
 from mlx_flash.storage.source import FileIdentity, SourceFile
 from mlx_flash.workers import Job, Workers
 
@@ -181,11 +179,8 @@ class BackgroundPrefetcher:
         self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, arrival)
-        self._stats = ReadStats()
-        self._lock = threading.Lock()
+        self._counter = ReadCounter()
         self._gate = Gate()
-        self._in_flight = 0
-        self._busy_since = 0.0
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
         try:
@@ -200,16 +195,12 @@ class BackgroundPrefetcher:
     @property
     def stats(self) -> ReadStats:
         """The counters up to now. Reads in flight count as busy time."""
-        busy = self.busy_seconds
-        with self._lock:
-            return replace(self._stats, busy_seconds=busy, num_retries=self._ranges.num_retries)
+        return self._counter.stats(self._ranges.num_retries)
 
     @property
     def busy_seconds(self) -> float:
-        """That of the counters, which is asked before and after each wait."""
-        with self._lock:
-            since = time.perf_counter() - self._busy_since if self._in_flight else 0.0
-            return self._stats.busy_seconds + since
+        """That of the counters."""
+        return self._counter.busy_seconds
 
     @property
     def way(self) -> Way:
@@ -303,9 +294,7 @@ class BackgroundPrefetcher:
 
     def _read_all(self, task: Sequence[_Part], buffer: memoryview, caching: Caching, gate: Gate) -> None:
         with self._gate:
-            with self._lock:
-                self._busy_since = self._busy_since if self._in_flight else time.perf_counter()
-                self._in_flight += 1
+            self._counter.begin()
             num_reads = nbytes = cached_bytes = 0
             try:
                 self._ranges.begin()
@@ -321,20 +310,12 @@ class BackgroundPrefetcher:
                 with gate:
                     self._ranges.finish()
             finally:
-                self._end(num_reads, nbytes, cached_bytes)
+                self._counter.end(num_reads, nbytes, cached_bytes)
 
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:
             return is_cached(file.buffered_fd, *file.stored(start, stop))
         return caching != "none" and self.cached.holds(file.path, start, self.way.cached)
-
-    def _end(self, num_reads: int, nbytes: int, cached_bytes: int) -> None:
-        with self._lock:
-            self._in_flight -= 1
-            self._stats.busy_seconds += 0 if self._in_flight else time.perf_counter() - self._busy_since
-            self._stats.nbytes += nbytes
-            self._stats.cached_bytes += cached_bytes
-            self._stats.num_reads += num_reads
 
     def close(self) -> None:
         """End the threads and close the files. Another call does nothing."""

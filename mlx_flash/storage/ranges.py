@@ -88,26 +88,6 @@ class _Range(NamedTuple):
             drop_cached(self.file.buffered_fd, self.start, min(self.stop, self.segment.wanted_end) - self.start)
 
 
-@dataclass(slots=True)
-class ReadStats:
-    """Counters of a prefetcher.
-
-    Attributes:
-        nbytes: bytes of tensors that were read; the rest of their pages is not counted.
-        busy_seconds: time during which at least one read was in flight.
-        num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
-        num_retries: reads that were repeated after an I/O error.
-        cached_bytes: those of ``nbytes`` that came through the page cache, because memory has room for them or because
-            they were there when the model was loaded.
-    """
-
-    nbytes: int = 0
-    busy_seconds: float = 0.0
-    num_reads: int = 0
-    num_retries: int = 0
-    cached_bytes: int = 0
-
-
 class RangeReader:
     """A reader of parts of segments, from any number of threads.
 

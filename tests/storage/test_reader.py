@@ -919,7 +919,7 @@ def test_waiting_for_a_processor_is_not_waiting_for_reads(tmp_path: Path, monkey
 
         def late(self: Ticket) -> ReadError | None:
             found = gather(self)
-            while reader._in_flight:
+            while reader._counter.in_flight:
                 ended.wait(0.001)
             ended.wait(0.05)  # before the system lets the caller go on
             return found

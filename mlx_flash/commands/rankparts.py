@@ -9,7 +9,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.engine.prepare import Prepared, layer_bytes, share_equally
+from mlx_flash.engine.layershares import layer_bytes, share_equally
+from mlx_flash.engine.prepare import Prepared
 from mlx_flash.layout.units import layers_of
 from mlx_flash.monitor.words import layer_runs, size
 from mlx_flash.ranks.neededfiles import needed_files
@@ -35,7 +36,7 @@ class RankPart:
 
 def rank_parts(prepared: Prepared, num_ranks: int) -> list[RankPart]:
     """Return the parts of all ranks, if machines like this one share a model."""
-    owners = share_equally(prepared, num_ranks)
+    owners = share_equally(prepared.loaded, prepared.plan, prepared.machine, num_ranks)
     layers = layers_of(prepared.loaded.model)
     needed = needed_files(layers, prepared.layout, prepared.checkpoint)
     nbytes = layer_bytes(prepared.loaded)

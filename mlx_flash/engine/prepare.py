@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,21 @@ from mlx_flash.compat.expertstacks import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.layershares import make_chain
 from mlx_flash.engine.modelmanager import free_closed_models
 from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
-from mlx_flash.layout.load import LoadedModel, iter_parameters, load_lazily
+from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.footprint import map_large_blocks
-from mlx_flash.ranks.chain import Chain
 from mlx_flash.ranks.neededfiles import RankFolder, complete_folder, needed_files
 from mlx_flash.ranks.peers import Peers
-from mlx_flash.ranks.shares import RankSpeed, follow_files, share_layers
 from mlx_flash.ranks.spread import Spread
 from mlx_flash.ranks.tensor import Shards, divide
 from mlx_flash.residency.kv import for_context, with_stock_caches
@@ -210,7 +209,7 @@ def prepare(
             chain = Shards(layers_of(loaded.model), dividing)
         else:
             able = folder.able_ranks(needed_files(layers_of(loaded.model), layout, checkpoint))
-            chain = _share(loaded, _rank_speed(_sizes(loaded, layout), config, machine), able, peers)
+            chain = make_chain(loaded, _sizes(loaded, layout), config, machine, able, peers)
         layout = chain.own_part(layout)
     sizes = _sizes(loaded, layout)
     config = for_context(sizes, config, needed_context)
@@ -235,43 +234,6 @@ def _agreed(
     return (
         plan if step == plan.prefill_step_size else make_plan(sizes, replace(config, prefill_step_size=step), machine)
     )
-
-
-def _share(loaded: LoadedModel, speed: RankSpeed, able: Sequence[Sequence[int]], peers: Peers) -> Chain:
-    """Give every rank layers that it has the files of, from what all ranks can keep in memory, and their speeds."""
-    ranks = [RankSpeed(*numbers) for numbers in peers.gather(astuple(speed))]
-    nbytes = layer_bytes(loaded)
-    owners = follow_files(share_layers(nbytes, ranks), nbytes, able)
-    return Chain(layers_of(loaded.model), owners, peers)
-
-
-def share_equally(prepared: Prepared, num_ranks: int) -> list[int]:
-    """Return the rank of each layer, if a model is shared by some machines like this one."""
-    speed = _speed_of(prepared.plan, prepared.machine)
-    return share_layers(layer_bytes(prepared.loaded), [speed] * num_ranks)
-
-
-def _rank_speed(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> RankSpeed:
-    """Return the machine in numbers. What it keeps of the whole model tells what it can keep of a part."""
-    try:
-        return _speed_of(make_plan(sizes, config, machine), machine)
-    except BudgetError:  # the whole model may be too much for a budget that has room for a part
-        return _machine_speed(machine, 0.0)
-
-
-def _speed_of(plan: ResidencyPlan, machine: Machine) -> RankSpeed:
-    return _machine_speed(machine, plan.resident_bytes + plan.pinned_bytes + plan.pool_bytes)
-
-
-def _machine_speed(machine: Machine, memory_bytes: float) -> RankSpeed:
-    speeds = machine.disk.bytes_per_second, machine.compute_bytes_per_second, machine.kept_bytes_per_second
-    return RankSpeed(memory_bytes, *speeds)
-
-
-def layer_bytes(loaded: LoadedModel) -> list[int]:
-    """Return the bytes of each layer."""
-    layers = layers_of(loaded.model)
-    return [sum(array.nbytes for _, _, _, array in iter_parameters(layer)) for layer in layers]
 
 
 def _sizes(loaded: LoadedModel, layout: ModelLayout) -> ModelSizes:

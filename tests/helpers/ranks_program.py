@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 
 from local_ranks import join
 from mlx_flash.convert import derived
-from mlx_flash.engine import prepare, sharing
+from mlx_flash.engine import layershares, sharing
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.generation import generate_step
 from mlx_flash.ranks import peers, watch
@@ -50,7 +50,7 @@ def room_for_two_tokens(plan: Any, lanes: Any, *args: Any, **options: Any) -> in
 
 def main(root: str, names: list[str], fault: str = "") -> None:
     group = join()
-    prepare.share_layers = lambda layers, ranks: [i % len(ranks) for i in range(len(layers))]
+    layershares.share_layers = lambda layers, ranks: [i % len(ranks) for i in range(len(layers))]
     for name in names:
         whole = directory = Path(root) / name.removesuffix(SUMS_ONLY).removesuffix(OWN_FILES).removesuffix(TENSOR)
         mode = "tensor" if name.endswith(TENSOR) else "layers"

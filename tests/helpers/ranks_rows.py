@@ -28,7 +28,7 @@ from local_ranks import join
 from lockstep_calls import PROMPT, by_mlx_lm
 from mlx_flash import FlashLLM
 from mlx_flash.compat.generation import stock_generate_step
-from mlx_flash.engine import prepare
+from mlx_flash.engine import layershares, prepare
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import peers
 from mlx_flash.residency.plan import Streaming
@@ -184,7 +184,7 @@ def main(root: str, cases: list[str]) -> None:
     shared_passes.NUM_TOKENS = 2
     for case in cases:
         has_runs = case in RUNS
-        prepare.share_layers = lambda layers, ranks, has_runs=has_runs: [
+        layershares.share_layers = lambda layers, ranks, has_runs=has_runs: [
             i * len(ranks) // len(layers) if has_runs else i % len(ranks) for i in range(len(layers))
         ]
         with only_sums() if case.endswith(SUMS_ONLY) else nullcontext():

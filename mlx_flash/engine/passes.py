@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +12,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.compat.compiler import explained
+from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.grants import Grants
@@ -31,7 +31,6 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import CacheGroup
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import Call
-from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -169,9 +168,9 @@ class Passes:
         """Compute parts of some rows in a pass."""
         with self._undoing({row: row.undo(calls) for row, calls in lanes.items()}):
             outcomes: Sequence[Outcome] = [None]
-            cached: dict[Row, Call] = {}
+            prefixes, cached = self._session.prefixes, dict[Row, Call]()
             if sum(map(len, lanes.values())) > 1:
-                cached = self._begin_parts(lanes)
+                cached = {} if prefixes is None else cachedcalls.begin_parts(prefixes, lanes)
                 compute = [
                     partial(self._call, row=row, is_pass=False, is_cached=len(calls) == 1)
                     for row, calls in lanes.items()
@@ -184,32 +183,11 @@ class Passes:
                         self.under_way[row]()
                         calls, self.under_way[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
-                elif row in cached and isinstance(outcome, list):
-                    outcome = self._end_parts(cached[row], outcome)
+                elif prefixes is not None and row in cached and isinstance(outcome, list):
+                    outcome = cachedcalls.end_parts(prefixes, cached[row], outcome)
                 self._end(row, calls, outcome)
         if self._kv is not None:
             self._kv.note()  # not before a GPU has something to compute
-
-    def _begin_parts(self, lanes: dict[Row, list[ForwardCall]]) -> dict[Row, Call]:
-        """Let the prefix cache plan what it keeps of calls that share a prompt cache, and a pass."""
-        found: dict[Row, Call] = {}
-        for row, calls in lanes.items():
-            if self._session.prefixes is not None and len(calls) > 1 and (cache := calls[0].cache) is not None:
-                tokens = [call.tokens for call in calls if call.tokens is not None]
-                left = [call.segment_left for call in calls]
-                num_prompts = len([*takewhile(lambda call: not call.wants_logits, calls)])
-                if (call := self._session.prefixes.begin_parts(tokens, cache, num_prompts, left)) is not None:
-                    found[row] = call
-        return found
-
-    def _end_parts(self, cached: Call, outputs: list[Any]) -> list[Any] | Exception:
-        """Let the prefix cache keep calls that shared a prompt cache. Return their outputs, or its error."""
-        assert self._session.prefixes is not None
-        try:
-            self._session.prefixes.end(cached)
-        except CALL_ERRORS as error:
-            return error
-        return outputs
 
     @contextmanager
     def _undoing(self, undo: dict[Row, Callable[[], None]]) -> Iterator[None]:
@@ -259,7 +237,7 @@ class Passes:
 
         In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
         """
-        if row.was_sought or (prompt := _prompt_of(row)) is None or (cache := row.whole.cache) is None:
+        if row.was_sought or (prompt := cachedcalls.prompt_of(row)) is None or (cache := row.whole.cache) is None:
             return
         row.was_sought = True
         if (number := prefixes.look(prompt, cache)) == 0:
@@ -270,50 +248,38 @@ class Passes:
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
         with self._undoing({row: row.undo([call])}):
-            self._restore(prefixes, row, prompt[:, :number], cache)
-
-    def _restore(self, prefixes: PrefixCache, row: Row, prompt: mx.array, cache: Sequence[Any]) -> None:
-        """Take a prompt from disk; fewer tokens of it, or none, where a page is damaged."""
-        try:
-            cached = prefixes.begin(prompt, cache, is_prompt=True)
-            if cached is not None:
-                prefixes.end(cached.first(cached.num_restored))
-                row.skip(cached.num_restored)
-        except CALL_ERRORS as error:
-            self._end(row, [], error)
+            try:
+                cachedcalls.restore(prefixes, row, prompt[:, :number], cache)
+            except CALL_ERRORS as error:
+                self._end(row, [], error)
 
     def _call(self, call: ForwardCall, row: Row, *, is_pass: bool, is_cached: bool = True) -> Any:
         """Call the model, for the tokens that the prefix cache does not answer. A pass is counted."""
-        prefixes, chain, cached = self._session.prefixes if is_cached else None, self._session.chain, None
-        if prefixes is not None and call.cache is not None:
-            if call.tokens is None or not call.is_plain:
-                forget(call.cache)
-            else:
-                cached = prefixes.begin(
-                    call.tokens, call.cache, is_prompt=not call.wants_logits, segment_left=call.segment_left
-                )
+        prefixes = self._session.prefixes if is_cached else None
+        cached = None if prefixes is None else cachedcalls.begin(prefixes, call)
         rest = call if cached is None or not cached.num_restored else call.part(cached.num_restored)
-
-        def run() -> Any:
-            if chain is None:
-                output = self._model(*rest.arguments, **rest.keywords)
-                self._session.engine.stream.release_computed()
-                # No logits need the last state, and another thread could not compute it.
-                mx.async_eval(*recurrent_states(rest.cache or ()))
-                return output
-            with ExitStack() as stack:
-                if is_pass:
-                    stack.enter_context(chain.calls([rest.tokens], [rest.cache]))
-                stack.enter_context(chain.computing(rest.cache))
-                return self._model(*rest.arguments, **rest.keywords)
-
         output: Any = None
         if cached is None or not cached.is_answered:
+            run = partial(self._compute, rest, is_pass=is_pass)
             output = self._counted([[rest]], run) if is_pass else run()
         if prefixes is not None and cached is not None:
             prefixes.end(cached)
             row.num_restored += cached.num_restored
         return DroppedResult() if cached is not None and cached.num_restored else output
+
+    def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:
+        """Call the model; in a chain of ranks, with the messages of a pass if the call is one."""
+        if (chain := self._session.chain) is None:
+            output = self._model(*call.arguments, **call.keywords)
+            self._session.engine.stream.release_computed()
+            # No logits need the last state, and another thread could not compute it.
+            mx.async_eval(*recurrent_states(call.cache or ()))
+            return output
+        with ExitStack() as stack:
+            if is_pass:
+                stack.enter_context(chain.calls([call.tokens], [call.cache]))
+            stack.enter_context(chain.computing(call.cache))
+            return self._model(*call.arguments, **call.keywords)
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:
         """Compute some calls in one pass, and count it."""
@@ -338,13 +304,6 @@ class Passes:
         if len(lanes) == 1 and self._meter is not None:
             self._meter.end(num_tokens, num_sequences, num_guesses)
         return output
-
-
-def _prompt_of(row: Row) -> mx.array | None:
-    """Return the tokens of the next parts of a row, up to the first whose logits are wanted; None if there are none."""
-    parts = takewhile(lambda part: not part.wants_logits and part.is_plain, row.left)
-    tokens = [part.tokens for part in parts if part.tokens is not None]
-    return mx.concatenate(tokens, axis=1) if tokens else None
 
 
 def _groups_of(rows: Iterable[Row]) -> frozenset[CacheGroup]:

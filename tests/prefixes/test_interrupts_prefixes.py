@@ -15,6 +15,7 @@ from interrupt_points import Tracer, interrupted_in, sample, total_points
 from interrupted_prefixes import KINDS, MODES, program
 from interrupting import Victim, every_interrupt, outcomes
 from mlx_flash import CacheError, load_model
+from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.row import Row
 from mlx_flash.prefixes import prefixcache
@@ -70,7 +71,7 @@ def test_interrupts_while_the_longest_prefix_is_taken(
     folder = save(tmp_path / "model", kinds[name] | {"num_hidden_layers": 2}, mx.float32)
     prompt, rows, found = mx.array([[5, 17, 290, 3, 42, 64, 8, 9, 10, 11, 12]]), list[Row](), Counter[str]()
     functions = [Passes._take_cached, Passes.recover, Row.skip, Row.undo, Call.first]
-    functions += [Passes._run, Passes._begin_parts, Passes._end_parts, PrefixCache.begin_parts]
+    functions += [Passes._run, cachedcalls.begin_parts, cachedcalls.end_parts, PrefixCache.begin_parts]
     functions += [PrefixCache.begin, PrefixCache._restore, fill, PrefixCache.end]
     with load_model(folder, config(kv_prefixes="longest", prefill_step_size=4))[0] as model:
         model.start()

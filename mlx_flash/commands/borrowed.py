@@ -46,22 +46,32 @@ def _type_of(names: Sequence[str]) -> dict[str, Any]:
 @functools.cache
 def flags_of(program: str) -> Sequence[tuple[list[str], dict[str, Any]]]:
     """Return the names and keywords of each ``add_argument`` in the source of a module of mlx-lm."""
-    spec = importlib.util.find_spec("mlx_lm")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    tree = ast.parse((Path(folders[0]) / f"{program}.py").read_text(encoding="utf-8"))
-    constants: dict[str, Any] = _TYPES | {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found = []
+    tree = _parse(program)
+    constants, found = _TYPES | _constants(tree), []
     for node in _calls(tree.body):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
             given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
             found.append((names, {name: value for name, value in given.items() if value is not None}))
+    return found
+
+
+def _parse(module: str) -> ast.Module:
+    spec = importlib.util.find_spec("mlx_lm")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return ast.parse((Path(folders[0]) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the constants that a module defines, or imports from its neighbours."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom) and node.level and node.module:
+            names = [alias.name for alias in node.names if alias.name.isupper()]
+            imported = _constants(_parse(node.module)) if names else {}
+            found |= {name: imported[name] for name in names if name in imported}
     return found
 
 

@@ -458,6 +458,7 @@ def test_serve_takes_the_flags_and_defaults_of_mlx_lm() -> None:
     assert (args.max_tokens, args.top_p, args.prompt_cache_size, args.decode_concurrency) == (512, 1.0, 10, 32)
     assert parse_arguments(["serve", "--prompt-cache-bytes", "1.5GB"]).prompt_cache_bytes == 1_500_000_000
     assert parse_arguments(["serve", "--pipeline"]).model == []
+    assert args.quantized_kv_start == 5000  # which mlx-lm's server imports from another module
 
 
 @pytest.mark.parametrize("flags", ["--port 70000", "--port -1", "--prompt-cache-bytes x", "--chat-template-args []"])

@@ -33,7 +33,8 @@ def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> B
         f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} needs "
         f"{needed / MB:.1f} MB for the keys and values of {plan.ledger.held(context, num_tokens)} tokens; kv_ram_gb "
         f"allows {limit / MB:.1f} MB. "
-        f"Hint: raise kv_ram_gb to {-(-needed // 1000) / 1e6:.6f}, or set a smaller kv_max_tokens.",
+        f"Hint: raise kv_ram_gb to at least {-(-needed // 1000) / 1e6:.6f}, to more for a longer context, or set a "
+        "smaller kv_max_tokens.",
         plan.budget_bytes + needed - limit,
     )
 

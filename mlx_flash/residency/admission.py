@@ -79,14 +79,14 @@ def _call_bytes(plan: ResidencyPlan, num_rows: int, context: int) -> int:
 
 
 def decide(
-    plan: ResidencyPlan, num_prompt: int, num_new: int, running: Sequence[int], *, may_batch: bool, batching: str
+    plan: ResidencyPlan, num_prompt: int, num_answer: int, running: Sequence[int], *, may_batch: bool, batching: str
 ) -> Decision:
     """Return where a request is answered now: in a batch with those that run, alone, or not yet.
 
     Args:
         plan: the plan of the model.
         num_prompt: tokens of the prompt.
-        num_new: the most tokens of the answer.
+        num_answer: the most tokens of the answer.
         running: tokens of each request that is being answered, prompt and answer.
         may_batch: whether it may be in a batch.
         batching: the setting.
@@ -94,15 +94,15 @@ def decide(
     Raises:
         RefusedError: the budget has no room for it, even when nothing else runs.
     """
-    room, length = room_bytes(plan), num_prompt + num_new
+    room, length = room_bytes(plan), num_prompt + num_answer
     if may_batch and together_bytes(plan, [length], batching) <= room:
         return "batch" if together_bytes(plan, [*running, length], batching) <= room else "wait"
     needed = alone_bytes(plan, length)
     if needed <= room:
         return "wait" if running else "alone"
     raise RefusedError(
-        f"a prompt of {num_prompt} tokens and an answer of at most {num_new} need {in_mb(needed)} MB for keys, values "
-        f"and activations; the budget is {in_mb(plan.budget_bytes)} MB, which leaves {in_mb(max(0, room))} MB "
+        f"a prompt of {num_prompt} tokens and an answer of at most {num_answer} need {in_mb(needed)} MB for keys, "
+        f"values and activations; the budget is {in_mb(plan.budget_bytes)} MB, which leaves {in_mb(max(0, room))} MB "
         f"beside the model. Hint: send a shorter prompt or set a smaller max_tokens, or serve with --ram-budget-gb "
         f"{in_gb(plan.budget_bytes + needed - room)}.",
         413,

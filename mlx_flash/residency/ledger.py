@@ -181,7 +181,7 @@ class Ledger:
 
     def part_waiting(
         self,
-        num_new: int,
+        num_tokens: int,
         batch_size: int,
         context: int,
         *,
@@ -196,7 +196,7 @@ class Ledger:
         they are copied in each. In the slot of a layer on disk they are not copied.
 
         Args:
-            num_new: new tokens, over all sequences.
+            num_tokens: new tokens, over all sequences.
             batch_size: sequences.
             context: tokens that the newest one attends to, of this part and those before it.
             is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
@@ -209,10 +209,10 @@ class Ledger:
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
         keys = 0 if on_disk else row * (context + CACHE_STEP) * batch_size
         if kept is None:
-            kept = self.cache.states_bytes(num_new, context) if self.kept_every else 0
+            kept = self.cache.states_bytes(num_tokens, context) if self.kept_every else 0
             if kept and not is_first:
-                kept = kept * min(num_new, self.kept_every) // self.kept_every
-        return sizes.held_bytes(num_new, context, cut) + keys + kept
+                kept = kept * min(num_tokens, self.kept_every) // self.kept_every
+        return sizes.held_bytes(num_tokens, context, cut) + keys + kept
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""

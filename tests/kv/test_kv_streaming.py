@@ -324,6 +324,7 @@ def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monke
         with pytest.raises(BudgetError, match=r"keys and values of \d+ tokens; kv_ram_gb allows 1.0 MB") as caught:
             list(generate_step(LONG_PROMPT, model, max_tokens=1, prefill_step_size=100, prompt_cache=cache))
         assert "would take the process to" not in str(caught.value)
+        assert "to more for a longer context" in str(caught.value)
         assert caught.value.minimum_bytes > 4e9
 
 

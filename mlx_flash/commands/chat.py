@@ -9,10 +9,9 @@ from typing import TextIO
 
 import mlx.core as mx
 
-from mlx_flash.commands.common import dial, make_config
+from mlx_flash.commands.common import make_config
 from mlx_flash.commands.programs import chat_on_ranks
 from mlx_flash.commands.run import described_model, talk_about
-from mlx_flash.config import FlashConfig
 from mlx_flash.ranks.peers import launched_group
 
 
@@ -29,7 +28,7 @@ def chat(args: argparse.Namespace, out: TextIO) -> int:
         system=args.system_prompt or modelfile.system,
         parameters=parameters,
     )
-    config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
+    config = make_config(args, modelfile.flash)
     mx.random.seed(args.seed)
     xtc = {"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold}
     settings = {"trust_remote_code": True} if args.trust_remote_code else {}

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from mlx_flash.commands.arguments import SETTINGS
 from mlx_flash.config import FlashConfig
+from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.values import check_text
 from mlx_flash.telemetry import Json
 
@@ -24,14 +25,21 @@ LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantize
 """Flags that mlx-lm's and mlx-vlm's loops take under the same names."""
 
 
-def dial(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that flags give; None is unset."""
-    return {name: getattr(args, name) for name in SETTINGS}
+def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = None) -> FlashConfig:
+    """Return the settings from flags, environment, Modelfile and settings file. Flags that are None are unset.
 
-
-def make_config(args: argparse.Namespace) -> FlashConfig:
-    """Return the settings from flags, environment and settings file."""
-    return FlashConfig.resolve(**dial(args))
+    Raises:
+        ConfigError: a setting is wrong, or keys and values would be quantized after some were dropped.
+    """
+    config = FlashConfig.resolve(modelfile=modelfile, **{name: getattr(args, name) for name in SETTINGS})
+    flags, most = vars(args), config.kv_max_tokens  # commands that compute nothing have fewer flags
+    start = 0 if flags.get("kv_bits") is None or flags.get("resident") else flags["quantized_kv_start"]
+    if most is not None and start > most:
+        raise ConfigError(
+            f"--quantized-kv-start is {start} and kv_max_tokens is {most}: tokens are dropped before, and a cache that "
+            "has dropped some cannot be quantized. Hint: give --quantized-kv-start 0, or leave kv_max_tokens unset."
+        )
+    return config
 
 
 def prompt_text(args: argparse.Namespace, read: Callable[[], str]) -> str:

@@ -13,7 +13,7 @@ from rich import box
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from mlx_flash.commands.common import dial, make_config, note, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import make_config, note, print_json, print_rich, progress_bar
 from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
@@ -93,9 +93,7 @@ def _outcome(model: Model, args: argparse.Namespace, config: FlashConfig) -> Out
         return expect(Path(model.folder), config)
     if not model.folder:
         return Outcome("not downloaded")
-    return expect(
-        Path(model.folder), FlashConfig.resolve(modelfile=read_modelfile(model.modelfile).flash, **dial(args))
-    )
+    return expect(Path(model.folder), make_config(args, read_modelfile(model.modelfile).flash))
 
 
 def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outcome:

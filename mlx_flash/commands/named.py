@@ -15,7 +15,7 @@ from typing import TextIO
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from mlx_flash.commands.common import dial, make_config, note, print_json
+from mlx_flash.commands.common import make_config, note, print_json
 from mlx_flash.commands.modellist import expect
 from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.config import FlashConfig
@@ -54,7 +54,7 @@ def show(args: argparse.Namespace, out: TextIO) -> int:
         print(path.read_text(encoding="utf-8"), end="", file=out)
         return 0
     modelfile = None if path is None else read_modelfile(path)
-    config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args)) if modelfile else make_config(args)
+    config = make_config(args, None if modelfile is None else modelfile.flash)
     found = {"model": args.model, "modelfile": None if modelfile is None else _describe(modelfile)}
     found |= look_at(args.model if modelfile is None else modelfile.base, config)
     if args.json:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from mlx_flash.commands.common import dial, note
+from mlx_flash.commands.common import make_config, note
 from mlx_flash.commands.preview import is_remote
 from mlx_flash.commands.slash import COMPLETIONS
 from mlx_flash.commands.statusline import Status
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     modelfile, prompt = _described(args)
     for found in modelfile.notes:
         note(f"{modelfile.path}:{found.line}: {found.text}")
-    config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
+    config = make_config(args, modelfile.flash)
     if args.serve:
         from mlx_flash.commands.serve import serve_modelfile  # an extra
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.common import dial, make_config, note
+from mlx_flash.commands.common import make_config, note
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.modelfile.namedfiles import named_models
@@ -74,7 +74,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
             note(f"{modelfile.path}:{found.line}: {found.text}")
     if len(models) == 1 and modelfiles:
         (only,) = modelfiles.values()
-        config = replace(config, ram_budget_gb=_config_of(only, args).ram_budget_gb)
+        config = replace(config, ram_budget_gb=make_config(args, only.flash).ram_budget_gb)
     folder = _checked_folder(args.image_folder, args.vision)
     if args.vision or folder is not None:
         check_installed("--vision" if args.vision else "--image-folder")
@@ -140,17 +140,13 @@ def _is_modelfile(base: str) -> bool:
     return Path(base).is_file() and Path(base).suffix != ".gguf"
 
 
-def _config_of(modelfile: Modelfile, args: argparse.Namespace) -> FlashConfig:
-    return FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
-
-
 def _checked_config(modelfile: Modelfile, args: argparse.Namespace, shared: FlashConfig) -> FlashConfig:
     """Return the settings of a Modelfile's model. Flags and the environment win over it.
 
     Raises:
         ConfigError: it gives a budget of its own, or is left to mlx-lm.
     """
-    config = _config_of(modelfile, args)
+    config = make_config(args, modelfile.flash)
     if config.ram_budget_gb != shared.ram_budget_gb:
         raise ConfigError(
             f"{modelfile.path}: FLASH_RAM_GB {config.ram_budget_gb} is for one model, and all models of a server share "

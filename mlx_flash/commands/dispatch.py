@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -264,6 +265,8 @@ def _report(error: Exception, with_traceback: bool) -> int:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # other writers name their file
+        return f"{error.strerror}. Hint: make room on the disk that standard output goes to."
     text = " ".join(str(error).split())
     if isinstance(error, FlashError | ValueError | OSError):
         return text

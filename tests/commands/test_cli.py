@@ -549,6 +549,15 @@ def test_broken_pipe_is_quiet(model: Path) -> None:
         assert process.stderr.read() == b""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_full_disk_below_standard_output_is_named() -> None:
+    words = [sys.executable, "-m", "mlx_flash", "completion", "bash"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert done.returncode == 1 and b"No space left on device. Hint: " in done.stderr
+    assert b"standard output" in done.stderr
+
+
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.answer import Answer
@@ -30,7 +30,6 @@ class Job:
         is_prompt_done: its prompt is computed.
         leader: the request for whose prompt it waits, or waited; None for none.
         text: the text so far. There from the beginning of the computation.
-        kinds: of the segments of its prompt that are not computed yet.
         num_cached: tokens of the prompt that a kept cache had; once it is done, and those that the prefix cache had.
         num_tokens: tokens of the answer so far.
         is_over: nothing is sent any more.
@@ -47,7 +46,6 @@ class Job:
     is_prompt_done: bool = False
     leader: Job | None = None
     text: TextStream | None = None
-    kinds: list[str] = field(default_factory=list)
     num_cached: int = 0
     num_tokens: int = 0
     is_over: bool = False

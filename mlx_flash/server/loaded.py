@@ -145,9 +145,8 @@ class LoadedModel:
             more["options"] = [
                 {"inputs": self._sight.inputs(_opened(self.source, request), defaults.template_options or {})}
             ]
-        segments, job.kinds = job.prompt.after(job.num_cached)
         (uid,) = self._rows.insert_segments(
-            segments=[segments],
+            segments=[job.prompt.after(job.num_cached)],
             max_tokens=[job.max_tokens],
             caches=[cache],
             all_tokens=[job.prompt.tokens[: job.num_cached]],
@@ -248,15 +247,16 @@ class LoadedModel:
 
     def _take_prompt(self, job: Job, response: Any) -> None:
         """Send how far a prompt is, and keep its cache at the end of a segment."""
-        done, total = response.progress if isinstance(response.progress, tuple) else (0, 0)
-        job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
-        is_segment = response.end_of_segment and not response.end_of_prompt and job.kinds
+        assert job.prompt is not None
+        done, total = (job.num_cached + number for number in response.progress)
+        job.send(Progress("prompt", done, total))
+        is_segment = response.end_of_segment and not response.end_of_prompt
         is_shared = response.end_of_prompt and self.jobs.is_awaited(job)
         job.is_prompt_done = response.end_of_prompt
         if response.end_of_prompt:
             job.num_cached += self._rows.num_restored(response.uid)
         if is_segment or is_shared:
-            kind = job.kinds.pop(0) if is_segment else "user"
+            kind = job.prompt.kind_at(done) if is_segment else "user"
             for cache, tokens in self._rows.extract_cache([response.uid]).values():
                 self.kept.keep(cache, tokens, kind)
 

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jinja2
@@ -53,13 +54,17 @@ class Prompt:
     kinds: list[str]
     state: str = "normal"
 
-    def after(self, num_cached: int) -> tuple[list[list[int]], list[str]]:
-        """Return segments and kinds without the first tokens, which a kept cache has."""
-        segments, kinds, left = list(self.segments), list(self.kinds), num_cached
+    def after(self, num_cached: int) -> list[list[int]]:
+        """Return the segments without the first tokens, which a kept cache has."""
+        segments, left = list(self.segments), num_cached
         while left >= len(segments[0]):
             left -= len(segments.pop(0))
-            kinds.pop(0)
-        return [segments[0][left:], *segments[1:]], kinds
+        return [segments[0][left:], *segments[1:]]
+
+    def kind_at(self, num_tokens: int) -> str:
+        """Return the kind of the segment that the last of the first tokens belongs to."""
+        ends = accumulate(map(len, self.segments))
+        return next(kind for end, kind in zip(ends, self.kinds, strict=True) if num_tokens <= end)
 
 
 def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

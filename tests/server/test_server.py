@@ -557,6 +557,14 @@ def test_all_texts_of_a_chat_together_are_counted_in_pieces(kind: str, monkeypat
     assert prompts.least_tokens(GenerationRequest(model="m", messages=[{"role": "user"}]), tokenizer) == 0
 
 
+def test_a_kept_cache_has_the_kind_of_the_segment_that_it_ends_in() -> None:
+    """Also where a pass ends several segments, or a prompt that is begun again ends one once more."""
+    prompt = prompts.Prompt([*range(9)], [[0, 1], [2, 3, 4, 5], [6, 7, 8]], ["system", "user", "assistant"])
+    kinds = [prompt.kind_at(number) for number in (2, 3, 6, 8)]
+    assert kinds == ["system", "user", "user", "assistant"]
+    assert prompt.after(3) == [[3, 4, 5], [6, 7, 8]]
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_text_that_is_too_long_is_counted_in_pieces(model: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """4 MB of text took the process from 126 to 981 MB, in a budget of 300 MB, before it was refused."""

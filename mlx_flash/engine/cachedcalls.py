@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.row import Row
-from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.streaming.lockstep import CALL_ERRORS
 
 
-def begin(prefixes: PrefixCache, call: ForwardCall) -> Call | None:
+def begin(prefixes: PrefixCache, call: ForwardCall) -> KnownCall | None:
     """Restore the cached part of a call. Return it as :meth:`PrefixCache.begin` does."""
     if call.cache is None:
         return None
@@ -26,9 +26,9 @@ def begin(prefixes: PrefixCache, call: ForwardCall) -> Call | None:
     return prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits, segment_left=call.segment_left)
 
 
-def begin_parts(prefixes: PrefixCache, lanes: Mapping[Row, Sequence[ForwardCall]]) -> dict[Row, Call]:
+def begin_parts(prefixes: PrefixCache, lanes: Mapping[Row, Sequence[ForwardCall]]) -> dict[Row, KnownCall]:
     """Plan what is kept of calls that share a prompt cache, and a pass. Return the rows whose content is known."""
-    found: dict[Row, Call] = {}
+    found: dict[Row, KnownCall] = {}
     for row, calls in lanes.items():
         if len(calls) > 1 and (cache := calls[0].cache) is not None:
             tokens = [call.tokens for call in calls if call.tokens is not None]
@@ -39,7 +39,7 @@ def begin_parts(prefixes: PrefixCache, lanes: Mapping[Row, Sequence[ForwardCall]
     return found
 
 
-def end_parts(prefixes: PrefixCache, cached: Call, outputs: list[Any]) -> list[Any] | Exception:
+def end_parts(prefixes: PrefixCache, cached: KnownCall, outputs: list[Any]) -> list[Any] | Exception:
     """Keep calls that shared a prompt cache. Return their outputs, or the error."""
     try:
         prefixes.end(cached)

@@ -30,7 +30,7 @@ from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import CacheGroup
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -168,7 +168,7 @@ class Passes:
         """Compute parts of some rows in a pass."""
         with self._undoing({row: row.undo(calls) for row, calls in lanes.items()}):
             outcomes: Sequence[Outcome] = [None]
-            prefixes, cached = self._session.prefixes, dict[Row, Call]()
+            prefixes, cached = self._session.prefixes, dict[Row, KnownCall]()
             if sum(map(len, lanes.values())) > 1:
                 cached = {} if prefixes is None else cachedcalls.begin_parts(prefixes, lanes)
                 compute = [

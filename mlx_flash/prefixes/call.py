@@ -48,7 +48,7 @@ def state_end(
 
 
 @dataclass(slots=True)
-class Call:
+class KnownCall:
     """A forward call on a cache whose content is known."""
 
     leaves: list[Leaf]  # the entries of the cache
@@ -89,7 +89,7 @@ class Call:
             found[i] = state
         return found
 
-    def first(self, number: int) -> Call:
+    def first(self, number: int) -> KnownCall:
         """Return the call as one with so many of its tokens, that were restored."""
         most = self.history.length + number
         ends = [end for end in self.ends if end <= most]

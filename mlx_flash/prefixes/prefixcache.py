@@ -28,7 +28,7 @@ from mlx_flash.kv.history import History
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.call import Call, state_end
+from mlx_flash.prefixes.call import KnownCall, state_end
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, are_windows, forget, form_of, leaves_of, rows_in
 from mlx_flash.prefixes.pagefile import Blob, full_pages
 from mlx_flash.prefixes.restore import PrefixCounters, fill
@@ -66,7 +66,9 @@ class PrefixCache:
         call = self._known([tokens], cache, is_prompt=True)
         return call is not None and self._find(call, call.end).num_tokens == call.end
 
-    def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, segment_left: int = 0) -> Call | None:
+    def begin(
+        self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, segment_left: int = 0
+    ) -> KnownCall | None:
         """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
 
         Nothing is restored unless the logits are dropped. Of the segment that the call ends in, ``segment_left`` tokens
@@ -85,7 +87,7 @@ class PrefixCache:
 
     def begin_parts(
         self, parts: Sequence[mx.array], cache: Sequence[Any], num_prompts: int, segments_left: Sequence[int] = ()
-    ) -> Call | None:
+    ) -> KnownCall | None:
         """Begin calls on mlx-lm's prompt cache that share a pass, of whose tokens nothing is restored.
 
         Args:
@@ -105,7 +107,7 @@ class PrefixCache:
             self._plan(call)
         return call
 
-    def end(self, call: Call) -> None:
+    def end(self, call: KnownCall) -> None:
         """Store the pages that a call completed, and note what the cache holds now."""
         if call.is_prompt:
             self.counters.num_computed += call.tokens.shape[1] - call.num_restored
@@ -122,7 +124,7 @@ class PrefixCache:
             for leaf in call.leaves:
                 leaf.note(history)
 
-    def _plan(self, call: Call) -> None:
+    def _plan(self, call: KnownCall) -> None:
         """Plan a draft for each page that the call completes."""
         pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
         num_blobs = sum(leaf.num_arrays for leaf in call.rows)
@@ -144,7 +146,7 @@ class PrefixCache:
 
     def _known(
         self, parts: Sequence[mx.array], cache: Sequence[Any], segments_left: Sequence[int] = (), *, is_prompt: bool
-    ) -> Call | None:
+    ) -> KnownCall | None:
         """Return a call on a cache, or some that share a pass as one; None if the content of the cache is not known."""
         leaves, is_exact = leaves_of(cache), self._is_exact
         tokens = parts[0] if len(parts) == 1 else mx.concatenate([*parts], axis=1)
@@ -163,15 +165,15 @@ class PrefixCache:
             if end is not None:
                 state_ends[bound] = end
         form = form_of(leaves, of_batches=is_exact)
-        return Call(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds, state_ends)
+        return KnownCall(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds, state_ends)
 
-    def _find(self, call: Call, most: int) -> Prefix:
+    def _find(self, call: KnownCall, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens, among them those of a call."""
         history = call.history.with_labels(call.labels, call.ends)
         ends = [end for end in history.ends if end <= most]
         return self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
 
-    def _restore(self, call: Call) -> int:
+    def _restore(self, call: KnownCall) -> int:
         """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
         begin, most = call.history.length, call.end
         while True:
@@ -197,7 +199,7 @@ class PrefixCache:
                 self.store.release(prefix)
             most = end - 1  # a page is damaged; the pages before it may be used
 
-    def _store(self, call: Call, history: History) -> bool:
+    def _store(self, call: KnownCall, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
         restored = call.history.length + call.num_restored
         for number in range(len(call.history.ends), len(history.ends)):

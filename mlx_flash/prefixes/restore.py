@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
-from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.leaves import new_array, rows_in
 from mlx_flash.prefixes.pagefile import Place
 from mlx_flash.prefixes.store import Prefix, PrefixStore
@@ -25,7 +25,7 @@ class PrefixCounters:
     num_computed: int = 0
 
 
-def fill(call: Call, prefix: Prefix, store: PrefixStore, counters: PrefixCounters) -> bool:
+def fill(call: KnownCall, prefix: Prefix, store: PrefixStore, counters: PrefixCounters) -> bool:
     """Add the pages of a prefix to a cache. Return whether all could be read; if not, some of them may have been added.
 
     A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.

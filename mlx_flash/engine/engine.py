@@ -41,7 +41,7 @@ from mlx_flash.streaming.loans import Lendable, Loans
 from mlx_flash.streaming.stream import WeightStream
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes to read) while pinned weights are loaded."""
+"""Called with what is done and what there is to do: bytes of weights, or tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class Lifecycle:
             self.engine.lending.end()
 
     def share_budget(self, nbytes: int) -> None:
-        """Count against the budget of the process. The smallest one of each model holds only those before it."""
+        """Take the budget of the process. With ``min``, a plan's own one counts only the models before it."""
         if nbytes > self.plan.budget_bytes:
             self._adapt(replace(self.plan, budget_bytes=nbytes))
 

@@ -55,7 +55,7 @@ class KeptCaches:
             for index, entry in enumerate(cache):
                 if type(entry) is KVCache and entry.offset:
                     found = list(self._candidates(index, tokens, pool, common))
-                    cache[index] = self._taken(entry, pool, pool.new_rows(group, index), found)
+                    cache[index] = self._taken(entry, pool.new_rows(group, index), found)
                     taken.append(cache[index].rows)
                     del entry
             if taken:
@@ -88,9 +88,7 @@ class KeptCaches:
                 found.append((min(common[id(others)], rows.length), rows))
         yield from sorted((pair for pair in found if pair[0] >= pool.options.step), key=lambda p: p[0], reverse=True)
 
-    def _taken(
-        self, entry: KVCache, pool: KVPool, rows: LayerRows, candidates: Sequence[tuple[int, LayerRows]]
-    ) -> DiskKVCache:
+    def _taken(self, entry: KVCache, rows: LayerRows, candidates: Sequence[tuple[int, LayerRows]]) -> DiskKVCache:
         arrays = [array[..., : entry.offset, :] for array in (entry.keys, entry.values)]
         mx.eval(arrays)
         length, nearest = 0, rows

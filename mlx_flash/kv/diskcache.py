@@ -15,7 +15,7 @@ from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.layerrows import LayerRows, is_admitted
 from mlx_flash.kv.memory import NO_BUFFERS, MemoryRows, append_first, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.storage.safetensors import read_shard
@@ -69,7 +69,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
             store, found = rows.store, None
             if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
                 found = append_within(store, keys, values)
-                if found is None and store.buffers is NO_BUFFERS and rows.is_admitted(keys.shape[2]):
+                if found is None and store.buffers is NO_BUFFERS and is_admitted(rows, keys.shape[2]):
                     found = append_first(store, rows.options, keys, values)
             if found is None:
                 all_keys, all_values = rows.append([keys, values])

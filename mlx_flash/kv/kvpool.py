@@ -27,6 +27,7 @@ from mlx_flash.kv.layerrows import (
     Sums,
     as_pages,
     copied_bytes,
+    is_admitted,
     note_copy,
     park,
     parking_pays,
@@ -148,7 +149,7 @@ class KVPool(Opaque):
             return
         num_new, store = new[0].shape[2], rows.store
         length = store.length + num_new
-        if store.takes_more(num_new) and not rows.is_admitted(length):
+        if store.takes_more(num_new) and not is_admitted(rows, length):
             nbytes = sum(store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
             coming = {rows: Coming(nbytes, num_new, length)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)

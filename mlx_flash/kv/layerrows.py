@@ -109,10 +109,6 @@ class LayerRows:
         self.lineages = self.lineages if length else []
         self.stored = cut(self.stored, length)
 
-    def is_admitted(self, length: int) -> bool:
-        """Return whether the call under way was checked with so many tokens in this layer."""
-        return (self.pool.admission, length) <= self.admitted
-
     @property
     def memory(self) -> MemoryRows:
         """The rows while they are in memory; empty while they are on disk."""
@@ -190,6 +186,11 @@ class LayerRows:
         """
         with self.pool.lock:
             self.replace(MemoryRows(self.options, arrays, other.length))
+
+
+def is_admitted(rows: LayerRows, length: int) -> bool:
+    """Return whether the call under way was checked with so many tokens in a layer."""
+    return (rows.pool.admission, length) <= rows.admitted
 
 
 class Sums(NamedTuple):

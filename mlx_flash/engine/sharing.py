@@ -50,6 +50,32 @@ class _More(NamedTuple):
     part: ForwardCall
 
 
+class _Asked(NamedTuple):
+    """Rows whose next parts share a pass, and the parts that may share it with them."""
+
+    plan: ResidencyPlan
+    lending: Lending | None
+    rows: Sequence[Row]
+    more: Sequence[_More]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The next parts of the rows."""
+        return [row.lane() for row in self.rows]
+
+    def parts(self, number: int) -> dict[Row, list[ForwardCall]]:
+        """Return the next part of each row, and so many more."""
+        chosen = {row: [row.left[0]] for row in self.rows}
+        for row, part in self.more[:number]:
+            chosen[row].append(part)
+        return chosen
+
+    def prices(self, *, on_disk: bool = False) -> list[Price]:
+        """Return the bytes of as many more parts as may have room, and of one that may not."""
+        most = most_granted(self.plan, self.lanes, self.lending)
+        return prices_of(self.plan, list(self.parts(len(self.more)).values()), most, on_disk=on_disk)
+
+
 class Chosen(NamedTuple):
     """Calls that share the next pass."""
 
@@ -103,23 +129,22 @@ class Sharing:
         num_rows = len(rows) if self._group.can_share else 1
         while True:
             chosen, can_cut = rows[:num_rows], False
-            more = [each for row in chosen for each in self._more(row)]
+            asked = _Asked(plan, lending, chosen, [each for row in chosen for each in self._more(row)])
             try:
                 with self._all_have_room():
                     for row in chosen:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
                             check_least(plan, Lane(row.whole, num_kept=row.num_joined), lending)
                 can_cut = rows[0].length > 1
-                prices = self._prices(plan, chosen, more, lending) if more else []
-                lanes = [row.lane() for row in chosen]
-                ahead = ahead_bytes(plan, lanes) if self._may_be_ahead and not more else 0
+                lanes, prices = asked.lanes, asked.prices() if asked.more else []
+                ahead = ahead_bytes(plan, lanes) if self._may_be_ahead and not prices else 0
                 wish = prices[-1].cost if prices else ahead
                 with self._all_have_room():
                     may_shrink = can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen)
                     granted = check_headroom(plan, lanes, lending, wish, may_shrink=may_shrink, is_ahead=bool(ahead))
-                if not more:
-                    return Chosen(_with_first(chosen, ()), computes_ahead=bool(ahead) and granted == ahead)
-                return Chosen(self._with_more(plan, chosen, more, prices, granted, lending))
+                if not prices:
+                    return Chosen(asked.parts(0), computes_ahead=bool(ahead) and granted == ahead)
+                return Chosen(self._with_more(asked, prices, granted))
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
@@ -161,75 +186,42 @@ class Sharing:
             return "prompts are cached, with windows or states between two calls"
         return self._group.refusal(cache)
 
-    def _with_more(
-        self,
-        plan: ResidencyPlan,
-        rows: Sequence[Row],
-        more: Sequence[_More],
-        prices: Sequence[Price],
-        granted: int,
-        lending: Lending | None,
-    ) -> dict[Row, list[ForwardCall]]:
+    def _with_more(self, asked: _Asked, prices: Sequence[Price], granted: int) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows on every rank."""
-        num_granted = sum(each.cost <= granted for each in prices)
-        num_granted = self._least(num_granted) if more else 0
-        offloads = num_granted < len(more) and self._offloads(plan, rows, lending)
-        if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, lending)) is not None:
+        num_granted = self._least(sum(each.cost <= granted for each in prices))
+        offloads = num_granted < len(asked.more) and self._offloads(asked)
+        if offloads and (chosen := self._on_disk(asked, num_granted)) is not None:
             return chosen
-        chosen = self._most(plan, rows, more, prices, num_granted, lending)
-        if chosen is not None:
+        if (chosen := self._most(asked, prices, num_granted)) is not None:
             return chosen
         if num_granted or offloads:  # since it was checked with more of them
             with self._all_have_room():
-                check_headroom(plan, [row.lane() for row in rows], lending)
-        return {row: [row.left[0]] for row in rows}
+                check_headroom(asked.plan, asked.lanes, asked.lending)
+        return asked.parts(0)
 
-    def _prices(
-        self,
-        plan: ResidencyPlan,
-        rows: Sequence[Row],
-        more: Sequence[_More],
-        lending: Lending | None,
-        *,
-        on_disk: bool = False,
-    ) -> list[Price]:
-        """Return the bytes of as many more parts as may have room, and of one that may not."""
-        most = most_granted(plan, [row.lane() for row in rows], lending)
-        return prices_of(plan, list(_with_first(rows, more).values()), most, on_disk=on_disk)
-
-    def _offloads(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> bool:
+    def _offloads(self, asked: _Asked) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
-        if self._session.chain is not None or not shares_on_disk(plan.ledger):
+        if self._session.chain is not None or not shares_on_disk(asked.plan.ledger):
             return False
-        return goes_to_disk(plan, [row.lane(len(row.left)) for row in rows], lending)
+        return goes_to_disk(asked.plan, [row.lane(len(row.left)) for row in asked.rows], asked.lending)
 
-    def _on_disk(
-        self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, lending: Lending | None
-    ) -> dict[Row, list[ForwardCall]] | None:
+    def _on_disk(self, asked: _Asked, num_granted: int) -> dict[Row, list[ForwardCall]] | None:
         """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
-        prices = self._prices(plan, rows, more, lending, on_disk=True)
+        prices = asked.prices(on_disk=True)
         try:
-            granted = check_headroom(plan, [row.lane() for row in rows], lending, prices[-1].waiting, offloads=True)
+            granted = check_headroom(asked.plan, asked.lanes, asked.lending, prices[-1].waiting, offloads=True)
         except BudgetError:
             return None
         number = sum(each.cost <= granted for each in prices)
-        return self._most(plan, rows, more, prices, number, lending, offloads=True) if number > num_granted else None
+        return self._most(asked, prices, number, offloads=True) if number > num_granted else None
 
     def _most(
-        self,
-        plan: ResidencyPlan,
-        rows: Sequence[Row],
-        more: Sequence[_More],
-        prices: Sequence[Price],
-        number: int,
-        lending: Lending | None,
-        *,
-        offloads: bool = False,
+        self, asked: _Asked, prices: Sequence[Price], number: int, *, offloads: bool = False
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return the first parts, and so many more as fit: few less than it could be; None if not even one does."""
         while number:
-            chosen = _with_first(rows, more[:number])
-            if self._least(_fits(plan, chosen, prices[number - 1].waiting, lending, offloads=offloads)):
+            chosen = asked.parts(number)
+            if self._least(_fits(asked.plan, chosen, prices[number - 1].waiting, asked.lending, offloads=offloads)):
                 return chosen
             number -= max(1, number // 8)
         return None
@@ -245,14 +237,6 @@ class Sharing:
             row.num_done,
             step * row.whole.batch_size,
         )
-
-
-def _with_first(rows: Sequence[Row], more: Sequence[_More]) -> dict[Row, list[ForwardCall]]:
-    """Return the first part of each row, and some that may share the pass."""
-    chosen = {row: [row.left[0]] for row in rows}
-    for row, part in more:
-        chosen[row].append(part)
-    return chosen
 
 
 def _fits(

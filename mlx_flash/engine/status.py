@@ -60,11 +60,8 @@ class PassCounters:
     batch_size: int = 0
     num_decoding: int = 0
 
-    def begin(self, num_tokens: int, batch_size: int, num_decoding: int | None = None) -> None:
-        """Note the start of a call of ``num_tokens`` new tokens over all sequences.
-
-        ``num_decoding`` is the number of sequences with one new token; None for all or none.
-        """
+    def begin(self, num_tokens: int, batch_size: int, num_decoding: int) -> None:
+        """Note the start of a pass: its new tokens over all sequences, these, and those of them with one new token."""
         now = time.perf_counter()
         gap = now - self.last_ended
         if self.num_passes and self.last_ended >= self.last_began and gap < LONGEST_GAP_SECONDS:
@@ -73,8 +70,7 @@ class PassCounters:
                 self.num_prompt_tokens += self.num_tokens
             elif num_tokens == batch_size:
                 self.decode_gap_seconds += gap
-        self.num_tokens, self.batch_size = num_tokens, batch_size
-        self.num_decoding = batch_size * (num_tokens == batch_size) if num_decoding is None else num_decoding
+        self.num_tokens, self.batch_size, self.num_decoding = num_tokens, batch_size, num_decoding
         self.began = self.last_began = now
 
     def end(self, *, failed: bool = False) -> None:

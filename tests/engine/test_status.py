@@ -69,14 +69,14 @@ def test_layers_go_from_waiting_to_done(directory: Path) -> None:
         layers = [f"model.layers.{i}" for i in range(5)]
         wait_for_reads(model)
         assert [states(told.collect())[name] for name in layers] == ["resident"] * 2 + ["waiting"] * 3
-        counters.begin(1, 1)
+        counters.begin(1, 1, 1)
         stream.acquire(0)
         assert states(told.collect())[layers[0]] == "computing"
         stream.release(0)
         wait_for_reads(model)
         assert [states(told.collect())[name] for name in layers] == ["done"] + ["resident"] * 2 + ["waiting"] * 2
         counters.end()
-        counters.begin(1, 1)
+        counters.begin(1, 1, 1)
         assert states(told.collect())[layers[0]] == "waiting"
         assert stream.stats.held_seconds > 0
 
@@ -98,7 +98,7 @@ def test_a_head_in_tiles_is_one_unit(directory: Path) -> None:
         heads = [unit for unit in told.collect()["units"] if unit["kind"] == "head"]
         assert [(unit["name"], unit["state"]) for unit in heads] == [("lm_head", "waiting")]
         assert heads[0]["bytes"] == heads[0]["streamed_bytes"] == 1000 * LLAMA["hidden_size"] * 2
-        counters.begin(1, 1)
+        counters.begin(1, 1, 1)
         for i in tiles:
             stream.acquire(i)
             assert states(told.collect())["lm_head"] == "computing"
@@ -167,9 +167,9 @@ def test_the_kv_cache_shows_in_memory(directory: Path) -> None:
 
 def test_counters_of_a_prefill_and_some_decoding() -> None:
     counters = PassCounters()
-    for num_tokens, batch_size in [(14, 2), (2, 2), (2, 2)]:
+    for num_tokens, batch_size, num_decoding in [(14, 2, 0), (2, 2, 2), (2, 2, 2)]:
         began = time.perf_counter()
-        counters.begin(num_tokens, batch_size)
+        counters.begin(num_tokens, batch_size, num_decoding)
         assert counters.began is not None and counters.began >= began
         counters.end()
         assert counters.began is None and counters.last_ended >= counters.last_began
@@ -184,7 +184,7 @@ def test_counters_of_a_pass_that_prompts_and_generated_tokens_share() -> None:
     counters.end()
     assert (counters.num_tokens_in, counters.num_tokens_out, counters.num_sequences) == (103, 3, 4)
     assert counters.decode_seconds == counters.last_seconds > 0
-    counters.begin(4, 4)
+    counters.begin(4, 4, 4)
     counters.end()
     assert (counters.num_tokens_out, counters.num_sequences, counters.num_passes) == (7, 8, 2)
     assert counters.num_prompt_tokens == 0  # its speed is not that of prompts
@@ -195,30 +195,30 @@ def test_lazy_calls_count_the_time_of_their_evaluation(monkeypatch: pytest.Monke
     counters, now = PassCounters(), [100.0]
     monkeypatch.setattr(status, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for num_tokens, gap in [(1000, 0.05), (1, 0.02), (1, 0.02), (1, 0.04), (1000, 0.0)]:
-        counters.begin(num_tokens, 1)
+        counters.begin(num_tokens, 1, int(num_tokens == 1))
         counters.end()
         now[0] += gap
     assert counters.prompt_gap_seconds == pytest.approx(0.05)
     assert counters.decode_gap_seconds == pytest.approx(0.04)
     counters.last_ended = counters.last_began = counters.last_ended - 100
     before = counters.prompt_gap_seconds
-    counters.begin(1, 1)
+    counters.begin(1, 1, 1)
     assert counters.prompt_gap_seconds == before, "100 s of idle time count"
 
 
 def test_a_prompt_counts_towards_its_speed_when_its_evaluation_is_over() -> None:
     counters = PassCounters()
-    counters.begin(1000, 2)
+    counters.begin(1000, 2, 0)
     counters.end()
     assert (counters.num_tokens_in, counters.num_prompt_tokens) == (1000, 0)
-    counters.begin(2, 2)
+    counters.begin(2, 2, 2)
     counters.end()
     assert (counters.num_prompt_tokens, counters.num_tokens_out) == (1000, 2)
 
 
 def test_counters_of_a_call_that_raised() -> None:
     counters = PassCounters()
-    counters.begin(1, 1)
+    counters.begin(1, 1, 1)
     counters.end(failed=True)
     counters.end()
     assert (counters.num_passes, counters.num_failed, counters.num_tokens_in, counters.num_tokens_out) == (0, 1, 0, 0)
@@ -239,7 +239,7 @@ def test_collecting_beside_running_passes_changes_nothing(directory: Path) -> No
         watcher.start()
         try:
             for _ in range(12):
-                counters.begin(1, 1)
+                counters.begin(1, 1, 1)
                 assert same_bits(run(model, PREFILL_AND_DECODE), expected)
                 counters.end()
         finally:

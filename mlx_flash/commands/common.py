@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from mlx_flash.commands.arguments import SETTINGS
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
+from mlx_flash.modelfile.parse import Modelfile
 from mlx_flash.modelfile.values import check_text
 from mlx_flash.telemetry import Json
 
@@ -74,6 +75,20 @@ def note(words: str) -> None:
     """Print a note on stderr, unless ``--quiet`` silences it."""
     if logging.getLogger("mlx_flash").isEnabledFor(logging.WARNING):
         print(words, file=sys.stderr)
+
+
+def note_lines(modelfile: Modelfile) -> None:
+    """Print the lines of a Modelfile that have no effect."""
+    for found in modelfile.notes:
+        note(f"{modelfile.path}:{found.line}: {found.text}")
+
+
+def note_step(step: int) -> None:
+    """Print that prompts are computed in smaller steps than mlx-lm's."""
+    note(
+        f"mlx-flash: the budget has room for {step} prompt tokens at a time: output is mlx-lm's own for "
+        f"--prefill-step-size {step}"
+    )
 
 
 def print_json(value: Json, out: TextIO) -> None:

@@ -24,7 +24,7 @@ from mlx_flash.commands.common import (
     LOOP_FLAGS,
     load_tokenizer,
     make_config,
-    note,
+    note_step,
     print_json,
     print_rich,
     progress_bar,
@@ -266,8 +266,4 @@ def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO
     elif args.verbose:
         print_rich(render_generation(report), sys.stderr)
     elif not report.prefill_as_mlx_lm:
-        step = report.prefill_step_size
-        note(
-            f"mlx-flash: the budget has room for {step} prompt tokens at a time: output is mlx-lm's own for "
-            f"--prefill-step-size {step}"
-        )
+        note_step(report.prefill_step_size)

@@ -15,7 +15,7 @@ from typing import TextIO
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from mlx_flash.commands.common import make_config, note, print_json
+from mlx_flash.commands.common import make_config, note_lines, print_json
 from mlx_flash.commands.modellist import expect
 from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.config import FlashConfig
@@ -36,8 +36,7 @@ def create(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash create``: write a Modelfile with a name."""
     check_model_name(args.name)
     source = Path(args.file)
-    for found in read_modelfile(source).notes:
-        note(f"{source}:{found.line}: {found.text}")
+    note_lines(read_modelfile(source))
     verb = "replaced" if args.name in named_models() else "created"
     path = create_model(args.name, source)
     print(f"{verb} {args.name}: {path}", file=out)

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from mlx_flash.commands.common import make_config, note
+from mlx_flash.commands.common import make_config, note, note_lines
 from mlx_flash.commands.preview import is_remote
 from mlx_flash.commands.slash import COMPLETIONS
 from mlx_flash.commands.statusline import Status
@@ -38,8 +38,7 @@ from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 def run(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash run``."""
     modelfile, prompt = _described(args)
-    for found in modelfile.notes:
-        note(f"{modelfile.path}:{found.line}: {found.text}")
+    note_lines(modelfile)
     config = make_config(args, modelfile.flash)
     if args.serve:
         from mlx_flash.commands.serve import serve_modelfile  # an extra

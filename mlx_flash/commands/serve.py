@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.common import make_config, note
+from mlx_flash.commands.common import make_config, note, note_lines, note_step
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.modelfile.namedfiles import named_models
@@ -70,8 +70,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     models = [*map(_named, args.model), *_in_folder(args.models_dir)]
     modelfiles = {base: read_modelfile(base) for _, base in models if _is_modelfile(base)}
     for modelfile in modelfiles.values():
-        for found in modelfile.notes:
-            note(f"{modelfile.path}:{found.line}: {found.text}")
+        note_lines(modelfile)
     if len(models) == 1 and modelfiles:
         (only,) = modelfiles.values()
         config = replace(config, ram_budget_gb=make_config(args, only.flash).ram_budget_gb)
@@ -93,7 +92,12 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     ]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
-    options = BatchOptions(
+    catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder, describe=describe)
+    return serve_catalog(catalog, _endpoint(args, args.allowed_origins), _batch_options(args), args.keep_alive)
+
+
+def _batch_options(args: argparse.Namespace) -> BatchOptions:
+    return BatchOptions(
         prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE,
         decode_concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
@@ -104,8 +108,6 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
-    catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder, describe=describe)
-    return serve_catalog(catalog, _endpoint(args, args.allowed_origins), options, args.keep_alive)
 
 
 def _checked_folder(folder: Path | None, vision: bool | None) -> Path | None:
@@ -193,10 +195,7 @@ def _note_plan(plan: ResidencyPlan, options: BatchOptions) -> None:
         f"{size(plan.read_bytes)} read for each token{expected}"
     )
     if plan.prefill_step_size < options.prefill_step_size:
-        note(
-            f"mlx-flash: the budget has room for {plan.prefill_step_size} prompt tokens at a time: output is mlx-lm's "
-            f"own for --prefill-step-size {plan.prefill_step_size}"
-        )
+        note_step(plan.prefill_step_size)
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ DEVELOPS := $(VENV)/.installed-dev-$(BACKEND)
 demo: $(INSTALLED)  ## run a model in a third of its size, then in memory; MODEL=DIR takes yours instead of building one
 	$(BIN)/python scripts/demo.py $(if $(MODEL),--model '$(MODEL)')
 
-bench: $(INSTALLED)  ## compare speeds and memory with mlx-lm, in some seven minutes; JSON=FILE keeps all numbers
+bench: $(INSTALLED)  ## compare speeds and memory with mlx-lm, in some eight minutes; JSON=FILE keeps all numbers
 	$(BIN)/python benchmarks/bench.py $(if $(JSON),--json '$(JSON)')
 
 verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts

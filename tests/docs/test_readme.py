@@ -264,15 +264,6 @@ def test_the_table_of_settings_is_flash_config() -> None:
         assert shown[field.name] == (word if field.default is None else str(field.default))
 
 
-def test_the_tree_names_every_package() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tree = text[: text.index("## Checks")]
-    packages = {path.parent.name for path in (ROOT / "mlx_flash").glob("*/__init__.py")}
-    modules = {path.name for path in (ROOT / "mlx_flash").glob("*.py") if not path.name.startswith("__")}
-    for name in {f"{package}/" for package in packages} | modules:
-        assert name in tree, f"{name} is not in CONTRIBUTING.md's tree"
-
-
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.batchgenerator import Progress, Response
+from mlx_flash.compat.batchgenerator import Progress, Response, Waiting
 from mlx_flash.errors import RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone
@@ -21,28 +21,16 @@ class _Sequence:
     """A request that waits, or is computed.
 
     Args:
-        uid: its number.
-        segments: parts of its prompt.
-        max_tokens, cache, tokens, sampler, processors, stops: as mlx-lm's batches take them.
+        asked: the request as it was inserted.
         options: further ones of the generation loop.
     """
 
-    def __init__(
-        self,
-        uid: int,
-        segments: list[list[int]],
-        max_tokens: int,
-        cache: list[Any] | None,
-        tokens: list[int],
-        sampler: Any,
-        processors: Any,
-        stops: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self.uid, self.max_tokens, self.cache, self.tokens = uid, max_tokens, cache, list(tokens)
-        self.prompt = [token for segment in segments for token in segment]
-        self.sampler, self.processors, self.options = sampler, processors, options
-        self.matcher = stops.matcher()
+    def __init__(self, asked: Waiting, options: dict[str, Any]) -> None:
+        self.uid, self.asked, self.options = asked.uid, asked, options
+        self.prompt = [token for segment in asked.segments for token in segment]
+        self.cache: list[Any] | None = asked.cache
+        self.tokens = list(asked.tokens)
+        self.matcher = asked.stop_sequences.matcher()
         self.steps: Any = None
         self.num_done = 0
 
@@ -85,8 +73,8 @@ class LoneRows:
         """Add a request. Return its number in a list."""
         uid = self._num_sequences
         self._num_sequences += 1
-        fields = (segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences, options)
-        self._sequences.append(_Sequence(uid, *(field[0] for field in fields)))
+        fields = segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
+        self._sequences.append(_Sequence(Waiting(uid, *(field[0] for field in fields)), options[0]))
         return [uid]
 
     def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
@@ -153,9 +141,9 @@ class LoneRows:
 
         return self._steps(
             mx.array(sequence.prompt),
-            max_tokens=sequence.max_tokens,
-            sampler=sequence.sampler,
-            logits_processors=list(sequence.processors),
+            max_tokens=sequence.asked.max_tokens,
+            sampler=sequence.asked.sampler,
+            logits_processors=list(sequence.asked.processors),
             prompt_cache=sequence.cache,
             prefill_step_size=self._step,
             prompt_progress_callback=report,
@@ -167,7 +155,7 @@ class LoneRows:
         sequence.tokens += sequence.prompt if not sequence.num_done else []
         sequence.num_done += 1
         sequence.tokens.append(int(token))
-        reason = "length" if sequence.num_done >= sequence.max_tokens else None
+        reason = "length" if sequence.num_done >= sequence.asked.max_tokens else None
         reason = "stop" if sequence.matcher.advance(int(token)) else reason
         if reason is None:
             return Response(sequence.uid, int(token), logprobs, None, None, None)

@@ -30,7 +30,7 @@ def make_chain(
 
     Args:
         loaded: the whole model.
-        sizes: the whole model in numbers. What a machine keeps of it tells what it can keep of a part.
+        sizes: the whole model in numbers: a plan for it shows how much this machine can keep in memory.
         config: how to stream.
         machine: this machine in numbers.
         able: for each layer the ranks that have its files.

@@ -199,7 +199,7 @@ class BackgroundPrefetcher:
 
     @property
     def busy_seconds(self) -> float:
-        """That of the counters."""
+        """The time with at least one read in flight, up to now."""
         return self._counter.busy_seconds
 
     @property

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.expertlayers import Experts
@@ -18,7 +17,7 @@ from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.layout.swap import SwappedClass, clone_with, expose_children, remember, restore_class, swap_class
+from mlx_flash.layout.swap import SwappedClass, clone_with, expose_children, remember, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
@@ -72,7 +71,6 @@ class Engine:
         reader: reads the checkpoint; closed by :meth:`close`.
         alignment: what kernels want addresses to be multiples of.
         poison: fill released slots with NaN bytes.
-        progress: called with (bytes done, bytes to do) while weights are loaded.
         experts: how experts are streamed.
 
     Attributes:
@@ -92,7 +90,6 @@ class Engine:
         reader: BackgroundPrefetcher,
         alignment: int,
         poison: bool,
-        progress: Progress | None = None,
         experts: ExpertOptions | None = None,
     ) -> None:
         self.reader = reader
@@ -107,9 +104,19 @@ class Engine:
         units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
         modules = {id(module): module for unit in units for module in unit.module.modules()}
         self._put_back = remember(modules.values())
-        self._changed: list[nn.Module] = []
+        self._classes = [(module, type(module)) for module in modules.values()]
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
+        self._layout, self._plan, self._modules = layout, plan, modules.values()
+        self._poison, self._options = poison, experts or ExpertOptions()
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Read the pinned weights, and change the modules. If that fails, it is closed.
+
+        Args:
+            progress: called with (bytes done, bytes to do) while weights are loaded.
+        """
+        layout, plan, reader, poison = self._layout, self._plan, self.reader, self._poison
         trunk = layout if plan.pool is None else trunk_of(layout)
         try:
             small = [p for unit in trunk.units for p in unit.small] + trunk.resident
@@ -126,16 +133,16 @@ class Engine:
             for module in layout.adapted:  # their matrices would be in memory together
                 if not isinstance(module, SwappedClass):
                     swap_class(module, ComputedModule, None)
-                    self._changed.append(module)
             if has_own_memory():
-                self._watch_pinned(trunk)
-            options = experts or ExpertOptions()
+                layers = [unit.module for unit in trunk.layers]
+                self.pinned.modules += [module for module in layers if not isinstance(module, SwappedClass)]
             if plan.pool is not None:
-                self._start_experts(layout.experts, plan.pool, poison, options)
-            self.lending = Lending(self.loans, self.experts, grows=options.grows)
+                self._start_experts(layout.experts, plan.pool, poison, self._options)
+            self.lending = Lending(self.loans, self.experts, grows=self._options.grows)
             if self.is_resident:  # no read is waited for, so the time of Python counts
-                self._changed += [module for module in modules.values() if expose_children(module)]
-                self._changed += [module for module in modules.values() if transpose_once(module)]
+                for module in self._modules:
+                    expose_children(module)
+                    transpose_once(module)
         except BaseException:
             self.close()
             raise
@@ -191,11 +198,6 @@ class Engine:
         self.loans.settle()
         self.stream.start()
 
-    def _watch_pinned(self, layout: ModelLayout) -> None:
-        for unit in layout.layers:
-            if not isinstance(unit.module, SwappedClass):
-                self.pinned.modules.append(unit.module)
-
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
         parameters = [parameter for parameter in unit.large if parameter.name in names]
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
@@ -246,12 +248,10 @@ class Engine:
             exact_rows=options.exact_rows,
             lookahead=options.lookahead,
         )
-        self._changed += self.experts.changed
         self._streamed.update((id(p.container), p.key) for stack in stacks for p in stack.unit.large)
 
     def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object, streamed: list[Parameter]) -> None:
         swap_class(unit.module, mixin, state)
-        self._changed.append(unit.module)
         self._streamed.update((id(parameter.container), parameter.key) for parameter in streamed)
 
     def drop_logits(self, is_dropped: bool) -> None:
@@ -281,14 +281,14 @@ class Engine:
         if self.experts is not None:
             self.experts.pool.close()
         self.pinned.compute_at_once(None)
-        for module in self._changed:
-            restore_class(module)
-        if self._changed or self._bound:
+        for module, kind in self._classes:
+            object.__setattr__(module, "__class__", kind)
+        if self._classes:
             self._put_back()
         for parameter in self._bound:
             parameter.bind(parameter.array)
         self._heads.clear()
-        self._changed.clear()
+        self._classes.clear()
         self._bound.clear()
         self._streamed.clear()
         stats = self.stream.stats

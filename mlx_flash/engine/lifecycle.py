@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +61,7 @@ class Lifecycle:
         self.plan, self.layout = prepared.plan, prepared.layout
         self.session: Session | None = None
         self.engine: Engine | None = None
+        self._release: weakref.finalize[..., Any] | None = None  # ends the session with this object
         self.prefixes: PrefixCache | None = None
         self.forecast: Forecast | None = None
         self.unfinished: Callable[[], None] | None = None
@@ -92,17 +94,17 @@ class Lifecycle:
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
         """Carry out a plan of now, beside what other models will take, or may. The manager calls this once, in turn."""
         self.recover()
+        self._stop()  # a session whose start, or whose end, was cut in two by an interrupt
         if not self._is_planned:
             self.prepared = self.prepared.renewed(self.config, promised_bytes)
         self.carry_out(self.prepared, progress)
 
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
         """Read the pinned weights of a plan, and begin to stream the rest. The model runs once it has an engine."""
-        if self.session is not None:  # an interrupt has cut its end in two
-            self._stop()
-        session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor, progress)
+        # Known before it changes anything: where an interrupt cuts its start in two, the next use of the model ends it.
+        self.session = session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor)
         self._release = finalize(self, session.end, waits=True)
-        self.session = session
+        session.start(progress)
         self.layout, self.plan = prepared.layout, prepared.plan
         self.prefixes, self.forecast = session.prefixes, session.forecast
         self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters)
@@ -171,13 +173,12 @@ class Lifecycle:
             self.plan, self._is_planned = self.prepared.plan, is_alone
             self.engine = self.prefixes = self.forecast = None
             self._stop()
-            self.session = None
             release_freed_memory()
 
     def _adapt(self, plan: ResidencyPlan) -> None:
         """Go on with a plan for another budget, in the same session."""
         self.plan = plan
-        if self.session is not None:
+        if self.engine is not None and self.session is not None:
             self.session.adapt(plan)
 
     def close(self) -> nn.Module:
@@ -200,10 +201,13 @@ class Lifecycle:
         return model
 
     def _stop(self) -> None:
+        """End the session, if there is one. Each step may be repeated."""
         if self.session is not None:
             self.session.end()
-            self._release.detach()
+            if self._release is not None:
+                self._release.detach()
             self.session.engine.close()
+            self.session = None
 
 
 def _closed() -> ClosedError:

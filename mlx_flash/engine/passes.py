@@ -132,7 +132,7 @@ class Passes:
         self._session.engine.pinned.compute_at_once(None)
         self.under_way = {row: row.undo([call], put_back)}
         try:  # as _undoing() does, which would take a microsecond more
-            self._counters.begin(call.num_tokens, call.batch_size)
+            self._counters.begin(call.num_tokens, call.batch_size, call.batch_size if call.is_decode else 0)
             try:
                 outcome: list[Any] | Exception = [self._model(*call.arguments, **call.keywords)]
                 if not call.is_decode:  # MLX counts no memory of arrays that are not begun

@@ -49,11 +49,10 @@ class Session:
         counters: of the model's calls.
         kv: what its KV caches share; None where they are mlx-lm's own.
         governor: counts writes.
-        progress: called with (bytes read, bytes to read) while pinned weights are loaded.
 
     Attributes:
         engine: carries the plan out.
-        meter: measures the speed that is reached.
+        meter: measures the speed that is reached. There from :meth:`start` on, as the forecast is.
         forecast: the gain of a larger budget.
         prefixes: the prefix cache; None where the settings want none.
         chain: what each rank computes; None where there is one rank.
@@ -67,50 +66,59 @@ class Session:
         counters: PassCounters,
         kv: KVPool | None,
         governor: WriteGovernor,
-        progress: Progress | None = None,
     ) -> None:
-        plan, machine = prepared.plan, prepared.machine
+        self._prepared, self._config, self._name = prepared, config, name
+        self._counters, self._kv, self._governor = counters, kv, governor
+        self._machine, self.chain = prepared.machine, prepared.chain
+        self._has_started = False
+        self._publisher: Publisher | None = None
+        self.prefixes: PrefixCache | None = None
+        self._reader = _reader(prepared, config)
+        experts = ExpertOptions(self._machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
+        poison = config.poison_released_slots
+        self.engine = Engine(prepared.layout, prepared.plan, self._reader, kernel_alignment(), poison, experts)
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Read the pinned weights, and begin to stream the rest. If that fails, modules are as they were loaded.
+
+        Args:
+            progress: called with (bytes read, bytes to read) while pinned weights are loaded.
+        """
+        prepared, config, name, reader = self._prepared, self._config, self._name, self._reader
+        plan, machine, governor = prepared.plan, self._machine, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
         _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
-        self.chain = prepared.chain
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
-        self._config = config
-        self._reader = reader = _reader(prepared, config)
-        experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
-        poison = config.poison_released_slots
-        self.engine = Engine(prepared.layout, plan, reader, kernel_alignment(), poison, progress, experts)
+        self.engine.start(progress)
         with ExitStack() as stack:
-            stack.callback(self.engine.close)  # modules are as they were loaded, if anything fails
+            stack.callback(self.engine.close)
             tuner = _tuner(reader, config, plan)
             self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
             if tuner is not None:
                 self.engine.stream.after_wait = self.meter.waited
             self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
-            self._machine = machine
-            self.prefixes: PrefixCache | None = None
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
             limit_buffers(self, plan.cache_limit)
-            self._publisher: Publisher | None = None
             if config.telemetry:
-                status = Status(name, plan, prepared.layout, self.engine, counters, kv)
+                status = Status(name, plan, prepared.layout, self.engine, self._counters, self._kv)
                 status.tell("writes", governor.telemetry)
-                self._publisher = self._published(status, counters)
+                self._publish(status)
+            self._has_started = True
             stack.pop_all()
 
-    def _published(self, status: Status, counters: PassCounters) -> Publisher:
+    def _publish(self, status: Status) -> None:
         """Publish the state for flash-monitor."""
         reader = self._reader
         status.tell("budget", ModelManager.of_process().telemetry)
         status.tell("outlook", self.forecast.telemetry)
         if self.chain is not None:
-            status.tell("ranks", RankMeter(self.chain, counters, lambda: reader.stats).telemetry)
+            status.tell("ranks", RankMeter(self.chain, self._counters, lambda: reader.stats).telemetry)
         if self.prefixes is not None:
             status.tell("prefixes", self.prefixes.telemetry)
-        publisher = Publisher(status.collect)
-        publisher.start()
-        return publisher
+        self._publisher = Publisher(status.collect)
+        self._publisher.start()
 
     def adapt(self, plan: ResidencyPlan) -> None:
         """Go on with a plan for another budget."""
@@ -118,12 +126,13 @@ class Session:
         self._reader.cached.room = _room(self._config, plan)
 
     def end(self) -> None:
-        """Stop everything that has a thread or a file; modules keep what they hold."""
+        """Stop everything that has a thread or a file; modules keep what they hold. Also if it never started."""
         if self._publisher is not None:
             self._publisher.close()
         if self.prefixes is not None:
             self.prefixes.close()
-        self.meter.save(self._machine.speed_key, self._machine.speed)
+        if self._has_started:
+            self.meter.save(self._machine.speed_key, self._machine.speed)
         self._reader.close()
         end_limit(self)
 

@@ -73,7 +73,6 @@ class Experts:
         pool: the experts in memory.
         stacks: as given.
         listeners: called with the routing of every call.
-        changed: the modules whose class was changed.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class Experts:
             least_odds=CAREFUL_ODDS if exact_rows else EVEN_ODDS,
             enabled=lookahead and all(self._pooled.takes_slots),
         )
-        self.changed = [*(stack.unit.module for stack in stacks), *self._ahead.changed]
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
         """Compute tokens with a stack.

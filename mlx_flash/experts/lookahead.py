@@ -188,9 +188,6 @@ class Lookahead:
         stream: notified during speculative calls.
         least_odds: share of right choices from which on a rank is read.
         enabled: whether to guess at all.
-
-    Attributes:
-        changed: the modules whose class was changed.
     """
 
     def __init__(
@@ -202,7 +199,6 @@ class Lookahead:
         least_odds: float,
         enabled: bool,
     ) -> None:
-        self.changed: list[nn.Module] = []
         self._stacks = stacks
         self._pool = pool
         self._stream = stream
@@ -218,14 +214,10 @@ class Lookahead:
         if stack.norm is None or stack.block is None or not self._can_be_guessed(layer + 1):
             return
         if not isinstance(stack.norm, SwappedClass) and not isinstance(stack.block, SwappedClass):
-            self._swap(stack.norm, _Norm, state.residual)
-            self._swap(stack.block, _Block, state.residual)
+            swap_class(stack.norm, _Norm, state.residual)
+            swap_class(stack.block, _Block, state.residual)
             if after.gate is not None and not isinstance(after.gate, SwappedClass):
-                self._swap(after.gate, _Gate, self._states[layer + 1].said)
-
-    def _swap(self, module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
-        swap_class(module, mixin, state)
-        self.changed.append(module)
+                swap_class(after.gate, _Gate, self._states[layer + 1].said)
 
     def _can_be_guessed(self, layer: int) -> bool:
         return layer < len(self._stacks) and self._stacks[layer].block is not None and bool(self._stacks[layer].norm)

@@ -48,19 +48,17 @@ class ExposedChildren(SwappedClass):
         return _made, (type(clone), dict(clone), vars(clone))
 
 
-def expose_children(module: nn.Module) -> bool:
-    """Make the children of a module attributes of the object, too. Return whether its class was swapped for it.
+def expose_children(module: nn.Module) -> None:
+    """Make the children of a module attributes of the object, too.
 
     Python finds these at once; else MLX's ``__getattr__`` looks each of them up, in a Python call. :func:`remember`
     undoes it.
     """
     children = {key: child for key, child in module.items() if isinstance(child, nn.Module)}
     children = {key: child for key, child in children.items() if not hasattr(type(module), key)}
-    is_swapped = bool(children) and not isinstance(module, SwappedClass)
-    if is_swapped:
+    if children and not isinstance(module, SwappedClass):
         swap_class(module, ExposedChildren, None)
     vars(module).update(children)
-    return is_swapped
 
 
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:

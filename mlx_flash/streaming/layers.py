@@ -147,14 +147,12 @@ class TransposedLinear(ExposedChildren):
         return mx.addmm(self["bias"], x, transposed) if "bias" in self else x @ transposed  # as nn.Linear does
 
 
-def transpose_once(module: nn.Module) -> bool:
-    """Transpose the weight of a linear layer in memory, if it is one. Return whether its class was swapped for it."""
-    if type(module) is not nn.Linear:
-        return False
-    transposed = module["weight"].T
-    mx.eval(transposed)  # another thread could not
-    swap_class(module, TransposedLinear, (module["weight"], transposed))
-    return True
+def transpose_once(module: nn.Module) -> None:
+    """Transpose the weight of a module in memory, if that is a linear layer of MLX's."""
+    if type(module) is nn.Linear:
+        transposed = module["weight"].T
+        mx.eval(transposed)  # another thread could not
+        swap_class(module, TransposedLinear, (module["weight"], transposed))
 
 
 @dataclass(frozen=True, slots=True)

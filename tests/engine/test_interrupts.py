@@ -25,14 +25,16 @@ from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.modelmanager import ModelManager
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.undo import trim_all, undo_of
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ExpertSlots
 from mlx_flash.kv.checkpoints import trim_all_to
-from mlx_flash.layout.swap import SwappedClass, restore_class
+from mlx_flash.layout.swap import SwappedClass, expose_children, restore_class, swap_class
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.streaming.layers import transpose_once
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from mlx_flash.telemetry import Publisher
@@ -303,16 +305,30 @@ def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]
     return call
 
 
-def test_interrupts_of_a_start(directory: Path, expected: list[mx.array]) -> None:
-    """Ctrl-C while weights are read, or just before the model runs: the next call starts it again."""
-    functions = [Lifecycle.carry_out]
-    strike = Strike(functions, None)
-    with load_model(directory, config())[0] as model:
+START = [Lifecycle.carry_out, Session.__init__, Engine.__init__, Engine._swap]
+START += [expose_children, transpose_once, swap_class]
+
+
+@pytest.mark.parametrize("ram_budget_gb", ["min", LARGE_GB])
+def test_interrupts_of_a_start(directory: Path, expected: list[mx.array], ram_budget_gb: float | str) -> None:
+    """Ctrl-C while weights are read, or just before the model runs: the next call starts it again.
+
+    In the end, modules have their own classes.
+    """
+    settings = config(ram_budget_gb=ram_budget_gb)
+    prepared = prepare(directory, settings)
+    kinds = [type(module) for module in prepared.loaded.model.modules()]
+    strike = Strike(START, None)
+    with FlashLLM(prepared, settings) as model:
         strike.run(model.start)
-    for at in range(0, strike.count, 12):
-        with load_model(directory, config())[0] as model:
-            assert Strike(functions, at).run(model.start)
-            assert same_bits(run(model, CALLS), expected)
+        assert [type(module) for module in prepared.loaded.model.modules()] != kinds
+    for at in range(0, strike.count, 17):
+        with FlashLLM(prepared, settings) as model:
+            strike = Strike(START, at)
+            assert strike.run(model.start)
+            assert same_bits(run(model, CALLS), expected), strike.where
+        assert [type(module) for module in prepared.loaded.model.modules()] == kinds, strike.where
+    assert strike.count > 300, strike.count
 
 
 def test_interrupts_of_a_pool_that_changes_its_size(tmp_path: Path) -> None:

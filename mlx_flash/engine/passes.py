@@ -20,7 +20,7 @@ from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
-from mlx_flash.engine.row import Row
+from mlx_flash.engine.row import Row, teller
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
@@ -141,6 +141,7 @@ class Passes:
                 outcome = error
             self._counters.end(failed=isinstance(outcome, Exception))
             self._end(row, [call], outcome)
+            row.tell(0)
         except BaseException:
             self._counters.end(failed=True)
             self.recover()
@@ -175,7 +176,7 @@ class Passes:
                     partial(self._call, row=row, is_pass=False, is_cached=len(calls) == 1)
                     for row, calls in lanes.items()
                 ]
-                run = partial(self.group.run, [*lanes.values()], compute, [*map(cached.get, lanes)], _report(lanes))
+                run = partial(self.group.run, [*lanes.values()], compute, [*map(cached.get, lanes)], teller(lanes))
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
@@ -186,8 +187,12 @@ class Passes:
                 elif prefixes is not None and row in cached and isinstance(outcome, list):
                     outcome = cachedcalls.end_parts(prefixes, cached[row], outcome)
                 self._end(row, calls, outcome)
-        if self._kv is not None:
-            self._kv.note()  # not before a GPU has something to compute
+            if self._kv is not None:
+                self._kv.note()  # not before a GPU has something to compute
+            undo = self.under_way
+            for row in [row for row in lanes if row.error is None]:
+                self.under_way = {row: undo[row]}  # what it raises takes nothing from the others
+                row.tell(0)
 
     @contextmanager
     def _undoing(self, undo: dict[Row, Callable[[], None]]) -> Iterator[None]:
@@ -310,11 +315,3 @@ def _groups_of(rows: Iterable[Row]) -> frozenset[CacheGroup]:
     """Return the lists of caches of rows that the pool has."""
     pooled = [next((each for each in row.whole.cache or () if isinstance(each, PooledCache)), None) for row in rows]
     return frozenset(each.rows.group for each in pooled if each is not None)
-
-
-def _report(lanes: dict[Row, list[ForwardCall]]) -> Callable[[float], None]:
-    """Return what reports the part of a pass that is done, to the only row in it."""
-    if len(lanes) > 1:
-        return lambda share: None
-    [(row, calls)] = lanes.items()
-    return partial(row.tell, sum(call.num_tokens for call in calls))

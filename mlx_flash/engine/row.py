@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -29,8 +30,8 @@ class Row:
         joins: whether the logits of all parts become one array. Then the one of each part is dropped.
 
     Attributes:
-        report: called with (tokens done, tokens to do), if given. What it raises ends a pass in which the row is alone,
-            where the cache can be put back.
+        report: called with (tokens done, tokens to do), if given; during a pass if the row is alone in it, and the
+            cache can be put back. What it raises takes the pass back for this row alone.
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
@@ -152,7 +153,6 @@ class Row:
                 self._join(call, output)
             elif call.wants_logits or len(self.parts) == 1:
                 self.outputs.append(output)
-        self.tell(0)
 
     def _join(self, call: ForwardCall, logits: mx.array) -> None:
         """Write the logits of a part into the array with those of all parts."""
@@ -163,3 +163,11 @@ class Row:
         self.outputs[0][:, end - call.length : end] = logits
         if self.left:  # the array must not refer to the logits of a part any more
             mx.eval(self.outputs)
+
+
+def teller(lanes: Mapping[Row, Sequence[ForwardCall]]) -> Callable[[float], None]:
+    """Return what reports the share of a pass that is done, to the only row in it."""
+    if len(lanes) > 1:
+        return lambda share: None
+    [(row, calls)] = lanes.items()
+    return partial(row.tell, sum(call.num_tokens for call in calls))

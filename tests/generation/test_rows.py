@@ -118,6 +118,34 @@ def test_an_error_of_one_row_leaves_the_others_alone(directories: Directories) -
             assert same_bits(row.outputs, solo(directories("llama"), prompt)[:1])
 
 
+class LeftError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_that_is_given_up_takes_nothing_from_the_others(directories: Directories, name: str) -> None:
+    """Windows and states of rows that go on could not be put back."""
+
+    def leave(done: int, total: int) -> None:
+        raise LeftError
+
+    with streamed_whole(directories(name)) as model:
+        cache, left = make_prompt_cache(model), make_prompt_cache(model)
+        first, *expected = solo(directories(name), PROMPTS[0])
+        model.advance([row := model.row(mx.array([PROMPTS[0]]), cache, STEP)])
+        while not row.is_done:
+            model.advance([row])
+        assert same_bits(row.outputs, [first])
+        row, other = model.row(mx.argmax(first, -1), cache, STEP), model.row(mx.array([PROMPTS[2]]), left, STEP)
+        other.report = leave
+        num_passes = model.counters.num_passes
+        with pytest.raises(LeftError):
+            model.advance([other, row])
+        assert row.error is None and model.counters.num_passes == num_passes + 1
+        assert same_bits(row.outputs, expected[:1])
+        assert same_bits([model(mx.argmax(expected[0], -1), cache=cache)], expected[1:2])
+
+
 def test_a_failed_read_puts_all_caches_back(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
         caches: list[Any] = [make_prompt_cache(model) for _ in PROMPTS]

@@ -131,6 +131,7 @@ def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Na
 
 
 def _log_at(level: str) -> None:
+    logging.getLogger("mlx_flash").handlers.clear()  # that of --verbose, which would print each line once more
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from huggingface_hub import scan_cache_dir
-from mlx_lm.generate import setup_arg_parser
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, setup_arg_parser
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
@@ -456,9 +456,9 @@ def test_serve_takes_the_flags_and_defaults_of_mlx_lm() -> None:
     args = parse_arguments(["serve", "--model", "a", "--model", "b=c", "--port=80", "--temp", "0.5"])
     assert (args.model, args.port, args.temp) == (["a", "b=c"], 80, 0.5)
     assert (args.max_tokens, args.top_p, args.prompt_cache_size, args.decode_concurrency) == (512, 1.0, 10, 32)
+    assert (args.kv_bits, args.kv_group_size, args.quantized_kv_start) == (None, 64, DEFAULT_QUANTIZED_KV_START)
     assert parse_arguments(["serve", "--prompt-cache-bytes", "1.5GB"]).prompt_cache_bytes == 1_500_000_000
     assert parse_arguments(["serve", "--pipeline"]).model == []
-    assert args.quantized_kv_start == 5000  # which mlx-lm's server imports from another module
 
 
 @pytest.mark.parametrize("flags", ["--port 70000", "--port -1", "--prompt-cache-bytes x", "--chat-template-args []"])

@@ -39,6 +39,15 @@ class Connection(H11Protocol):
             self._expect_request()
         super().data_received(data)
 
+    def on_response_complete(self) -> None:
+        """End the deadline of the request that was answered. The next one may have come, in part, before."""
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        super().on_response_complete()
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
+            self._expect_request()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End the deadlines."""
         for timer in (self._late, self._unread):

@@ -393,6 +393,35 @@ def test_slow_requests_end_in_time_and_hold_up_nobody(
         dripping.join()
 
 
+def test_each_request_of_a_connection_has_a_deadline_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(connection_module, "REQUEST_SECONDS", 0.3)
+    listener: Listener = request.getfixturevalue("listener")
+    connection = http.client.HTTPConnection(*listener.server_address, timeout=10)
+    connection.connect()
+    first, began = connection.sock, time.monotonic()
+    while time.monotonic() - began < 1:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+        assert connection.getresponse().read()
+        assert connection.sock is first
+    connection.close()
+
+
+def test_the_second_of_two_requests_sent_at_once_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(connection_module, "REQUEST_SECONDS", 0.3)
+    listener: Listener = request.getfixturevalue("listener")
+    with socket.create_connection(listener.server_address, timeout=10) as connection:
+        connection.sendall(HEAD + LENGTH % len(BODY) + b"\r\n" + BODY + HEAD + LENGTH % 100 + b"\r\n{")
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1000):
+                pass
+        assert time.monotonic() - began < 3
+
+
 def test_connections_beyond_the_limit_are_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 3)
     address = listener.server_address

@@ -95,7 +95,8 @@ class ShardPlan:
     def head(self) -> bytes:
         """Everything before the tensors."""
         text = json.dumps(self.header, separators=(",", ":")).encode()
-        text += b" " * (-(_LENGTH_BYTES + len(text)) % self.alignment)
+        blanks = b" " * (-(_LENGTH_BYTES + len(text)) % self.alignment)
+        text = text[:-1] + blanks + text[-1:]  # behind it, a damaged length could move all tensors unnoticed
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     def records(self, folder: Path) -> Iterator[TensorRecord]:

@@ -25,7 +25,7 @@ from mlx_flash.convert.writer import (
     cut,
     read_pieces,
 )
-from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
+from mlx_flash.errors import HeaderError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord, read_shard
 
 
@@ -61,6 +61,18 @@ SPECS = st.builds(
 )
 SPEC_LISTS = st.lists(SPECS, max_size=12, unique_by=lambda tensor: tensor.name)
 METADATA = st.none() | st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3)
+
+
+def test_a_damaged_length_of_the_header_is_refused(tmp_path: Path) -> None:
+    """Every reader takes the tensors from where the header ends."""
+    path = tmp_path / "model.safetensors"
+    write_all(path, [spec("a", "BF16", 64, 64), spec("b", "U8", 3)])
+    data = path.read_bytes()
+    for bit in range(64):
+        length = int.from_bytes(data[:8], "little") ^ 1 << bit
+        path.write_bytes(length.to_bytes(8, "little") + data[8:])
+        with pytest.raises(HeaderError):
+            read_shard(path)
 
 
 @settings(deadline=None, max_examples=150)

@@ -21,7 +21,7 @@ from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.compat.caches import entries_of, is_recurrent
 from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
-from mlx_flash.layout.parts import Parameter
+from mlx_flash.layout.parts import Parameter, is_embedding
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 from mlx_flash.memory.driver import has_own_memory
@@ -68,6 +68,7 @@ class CallTrace:
             tokens, in recurrent layers.
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
         logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
+        heads: the ``id`` of each embedding that was called as the output head.
     """
 
     called: dict[int, nn.Module]
@@ -79,11 +80,15 @@ class CallTrace:
     nodes_per_token: int = 0
     num_operations: int = 0
     logits_bytes: int = 0
+    heads: set[int] = field(default_factory=set)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if a module is called, and arrays are used during its calls only."""
-        inside = all(id(module) in self.users.get(place, (id(module),)) for place in places)
-        return id(module) in self.called and inside
+        return id(module) in self.called and self.encloses(module, places)
+
+    def encloses(self, module: nn.Module, places: Iterable[Place]) -> bool:
+        """Return True if nothing but a module's calls uses arrays, if anything does."""
+        return all(id(module) in self.users.get(place, (id(module),)) for place in places)
 
 
 @dataclass(slots=True)
@@ -145,6 +150,23 @@ class _Watched(SwappedClass):
 
     def __getitem__(self, key: Any) -> Any:
         return _used(self, key, dict.__getitem__(cast(dict[Any, Any], self), key))
+
+
+class _WatchedTable(_Watched):
+    """An embedding that notes its calls as the output head, too."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        watch: _Watch = state_of(self)
+        module: Any = self
+        outer = watch.under_way[-1] if watch.under_way else None
+        watch.trace.heads.add(id(self))
+        watch.under_way.append(_Call(module, (x,), frozenset([id(self)]).union(outer.inside if outer else ())))
+        try:
+            return cast(mx.array, cast(Any, own_class(module)).as_linear(self, x))
+        finally:
+            call = watch.under_way.pop()
+            if outer is not None:
+                outer.used |= call.used
 
 
 def _used(module: object, key: Any, value: Any) -> Any:
@@ -278,7 +300,7 @@ def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
 @contextmanager
 def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
     for module in modules:
-        swap_class(module, _Watched, watch)
+        swap_class(module, _WatchedTable if is_embedding(module) else _Watched, watch)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from mlx_flash.layout.experts import find_experts
 from mlx_flash.layout.held import measure_held
 from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, is_embedding, is_linear
-from mlx_flash.layout.trace import rehearse
+from mlx_flash.layout.trace import Place, rehearse
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
@@ -48,7 +48,8 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     outside = tree.names_outside([*roots, *tree.tower_names(loaded)])
     towers = [unit for name in tree.tower_names(loaded) for unit in tree.towers(name)]
     heads = [unit for unit in map(tree.whole, outside) if is_linear(unit.module) and tree.is_covered(unit)]
-    embeddings = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
+    tables = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
+    embeddings = [unit for unit in tables if tree.encloses(unit)]
     units = [unit for unit in [*layers, *heads, *embeddings, *towers] if unit.large]
     small = {id(parameter) for unit in towers for parameter in unit.small}
     taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]} - small
@@ -58,7 +59,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         heads=[unit for unit in heads if unit.large],
         embeddings=[unit for unit in embeddings if unit.large],
         resident=[parameter for parameter in tree.parameters if id(parameter) not in taken],
-        tied={unit.name for unit in embeddings if not tree.is_covered(unit)},
+        tied={unit.name for unit in embeddings if id(unit.module) in tree.trace.heads},
         finer=list(tree.finer([unit for unit in layers if unit.large])),
         cache=add_sizes([entry.sizes for entry in tree.trace.cache_entries]),
         cache_entries=tree.trace.cache_entries,
@@ -157,12 +158,16 @@ class _Tree:
             (unit.large if large else unit.small).append(parameter)
         return unit
 
+    def encloses(self, unit: Unit) -> bool:
+        """Return True if no other module takes the unit's large parameters, as some heads take those of a table."""
+        return self.trace.encloses(unit.module, _places(unit))
+
     def is_covered(self, unit: Unit) -> bool:
         """Return True if the unit's large parameters are needed during its module's calls only.
 
         A module that nothing was seen of may have its time with other inputs.
         """
-        places = [(id(parameter.container), parameter.key) for parameter in unit.large]
+        places = _places(unit)
         if self.trace.covers(unit.module, places):
             return True
         below = (name for name in self.modules if _is_inside(name, unit.name))
@@ -202,6 +207,10 @@ class _Tree:
                     parts.append(Unit(part.name, part.module, kept, small))
         rest = unit.nbytes - sum(part.nbytes for part in parts)
         return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
+
+
+def _places(unit: Unit) -> list[Place]:
+    return [(id(parameter.container), parameter.key) for parameter in unit.large]
 
 
 def _parameters(loaded: LoadedModel) -> Iterator[Parameter]:

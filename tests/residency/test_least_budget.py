@@ -15,7 +15,7 @@ from mlx_lm.utils import load_adapters
 
 import children
 from adapters import save_adapter
-from mlx_flash import FlashConfig, load_model
+from mlx_flash import FlashConfig, generate_step, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
@@ -148,6 +148,26 @@ def test_matrices_that_dora_makes_in_each_call_are_planned(
         peak = mx.get_peak_memory() - before
         assert same_bits([logits], [expected])
         assert peak <= model.plan.kv_bytes + model.plan.activations.nbytes(4, 4, all_logits=True)
+
+
+@pytest.mark.parametrize("name", ["seed_oss", "dora"])
+def test_a_table_whose_weights_others_take_is_planned_as_in_memory(tmp_path: Path, name: str) -> None:
+    """MLX would read it at the first token, and keep it."""
+    kind = LLAMA if name == "dora" else configuration(name)
+    base = save(tmp_path / "base", kind | {"tie_word_embeddings": True, "vocab_size": 20_000})
+    expected, adapter = stock(base), None
+    if name == "dora":
+        adapter = str(save_adapter(tmp_path / "adapter", base, "dora", 2, ["model.embed_tokens"]))
+        expected = load_adapters(expected, adapter)
+    tokens = [token for token, _ in generate_step(mx.arange(4), expected, max_tokens=4)]
+    config = FlashConfig(ram_budget_gb="min", context_length=256, telemetry=False, lend_reserves=False)
+    with load_model(base, config, adapter_path=adapter)[0] as model:
+        table = 20_000 * kind["hidden_size"] * 4
+        before = mx.get_active_memory()
+        assert [token for token, _ in generate_step(mx.arange(4), model, max_tokens=4)] == tokens
+        gc.collect()
+        assert mx.get_active_memory() - before < table / 2
+        assert model.plan.resident_bytes > table
 
 
 def test_states_that_are_copied_for_each_token_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

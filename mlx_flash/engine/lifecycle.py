@@ -41,6 +41,7 @@ class Lifecycle:
     Attributes:
         prepared, config, name: as given; the name says which rank this is.
         plan: what is in memory, and what is not. Made anew by :meth:`start`.
+        promised_bytes: of other models, which the plan counts as memory of the process.
         layout: the model's units.
         kv: what its KV caches share; None where they are mlx-lm's own.
         counters: what its calls did so far.
@@ -59,6 +60,7 @@ class Lifecycle:
         self.prepared = prepared
         self.config = config
         self.plan, self.layout = prepared.plan, prepared.layout
+        self.promised_bytes = 0
         self.session: Session | None = None
         self.engine: Engine | None = None
         self._release: weakref.finalize[..., Any] | None = None  # ends the session with this object
@@ -97,6 +99,7 @@ class Lifecycle:
         self._stop()  # a session whose start, or whose end, was cut in two by an interrupt
         if not self._is_planned:
             self.prepared = self.prepared.renewed(self.config, promised_bytes)
+            self.plan, self.promised_bytes = self.prepared.plan, promised_bytes
         self.carry_out(self.prepared, progress)
 
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
@@ -171,6 +174,7 @@ class Lifecycle:
                     return
             self.prepared = self.prepared.planned(self.config, base_bytes)
             self.plan, self._is_planned = self.prepared.plan, is_alone
+            self.promised_bytes = 0
             self.engine = self.prefixes = self.forecast = None
             self._stop()
             release_freed_memory()

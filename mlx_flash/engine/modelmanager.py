@@ -37,11 +37,13 @@ class StreamedModel(Protocol):
     Attributes:
         name: of the model, for people.
         plan: what is in memory once it runs.
+        promised_bytes: of other models, which the plan counts as memory of the process.
         engine: None until it runs.
     """
 
     name: str
     plan: ResidencyPlan
+    promised_bytes: int
     engine: Engine | None
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
@@ -110,7 +112,7 @@ class ModelManager:
     @property
     def _base_bytes(self) -> int:
         """The process without models, and what running adds to it."""
-        return min((model.plan.base_bytes for model in self._models.values()), default=0)
+        return min((model.plan.base_bytes - model.promised_bytes for model in self._models.values()), default=0)
 
     def set_ram_budget(self, ram_budget_gb: float, reason: str = "set by the program") -> None:
         """Change the budget of all models of the process, running or not. The output does not change.

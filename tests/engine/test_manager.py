@@ -40,7 +40,7 @@ class Model:
     """A model as the manager knows it, of some size."""
 
     engine: Engine | None = None
-    num_recalls = 0
+    num_recalls = promised_bytes = 0
 
     def __init__(self, name: str, plan: ResidencyPlan, megabytes: int, error: Exception | None = None) -> None:
         self.name, self.error = name, error
@@ -137,6 +137,19 @@ def test_a_later_model_finds_what_the_running_ones_left(directory: Path, monkeyp
         share: Any = alone.plan.kv_bytes + alone.plan.activation_bytes
         with mlx_flash.load_model(directory, config)[0] as later:
             assert later.plan.base_bytes == alone.plan.base_bytes + share
+
+
+def test_budgets_that_change_add_nothing_to_what_models_need(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model's plan counts what the others were promised as memory of the process."""
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
+    manager, config = ModelManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
+    with mlx_flash.load_model(directory, config)[0] as first, mlx_flash.load_model(directory, config)[0] as second:
+        least = manager.least_budget
+        for budget_gb in (0.9, 1.0, 0.9):
+            manager.set_ram_budget(budget_gb)
+            for model in (first, second):
+                model.start()
+            assert manager.least_budget == least
 
 
 def test_freed_buffers_are_given_back_while_a_model_runs(directory: Path) -> None:

@@ -31,6 +31,7 @@ from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence, Token, compute
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.speculation.draft import Draft
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Source
 from mlx_flash.speculation.lookup import Lookup
@@ -80,7 +81,7 @@ def speculative_generate_step(
         return stock()
     most = options.pop("num_draft_tokens", MAX_GUESSES)
     options, tokens = _ours(options), cast("list[int]", prompt.tolist())
-    draft = Draft(draft_model, drafted, tokens, options.get("prefill_step_size", 2048))
+    draft = Draft(draft_model, drafted, tokens, options.get("prefill_step_size", DEFAULT_PREFILL_STEP_SIZE))
     sources: list[Source] = [Lookup(tokens), draft]
     return _generate(prompt, model, stream, sources, most, prompt_cache=caches and cache, **options)
 
@@ -118,7 +119,7 @@ def _generate(
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
-    prefill_step_size: int = 2048,
+    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
 ) -> Generator[Token, None, None]:
     if prompt_progress_callback is not None:

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.lone import LoneRows
@@ -34,7 +35,7 @@ class BatchOptions:
         kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
     """
 
-    prefill_step_size: int = 2048
+    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
     decode_concurrency: int = 32
     prompt_concurrency: int = 8
     prompt_cache_size: int = 10

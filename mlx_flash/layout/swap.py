@@ -102,7 +102,8 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
             dict.clear(module)
             dict.update(module, items)
             found = vars(module).items()  # None in the place of an array would hide it
-            flags = {key: value for key, value in found if isinstance(value, _PLAIN) and key not in items}
+            hidden = {STATE, *items}
+            flags = {key: value for key, value in found if isinstance(value, _PLAIN) and key not in hidden}
             vars(module).update({**attributes, **flags})
             for key in vars(module).keys() - attributes.keys() - flags.keys():
                 del vars(module)[key]

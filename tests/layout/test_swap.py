@@ -70,6 +70,14 @@ class Half(nn.Module):
         return x / 2
 
 
+def test_the_state_of_a_swapped_class_goes() -> None:
+    module = Parent()
+    put_back, before = remember([module]), dict(vars(module))
+    expose_children(module)
+    put_back()
+    assert vars(module) == before
+
+
 WRITES: dict[str, Callable[[Any, nn.Module], object]] = {
     "set": lambda parent, other: setattr(parent, "child", other),
     "set as an item": lambda parent, other: operator.setitem(parent, "child", other),

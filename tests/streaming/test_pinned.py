@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,48 @@ def test_a_transposed_layer_takes_no_memory_and_its_weight_may_be_replaced() -> 
     assert mx.array_equal(linear(x), x)
     copy = deepcopy(linear)
     assert type(copy) is nn.Linear and mx.array_equal(copy(x), x)
+
+
+def _through_a_tree(linear: Any) -> None:
+    parameters = linear.parameters()
+    parameters["weight"] *= 2
+    linear.update(parameters)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a row": lambda linear: operator.setitem(linear.weight, 0, mx.ones(96)),
+    "multiplied": lambda linear: setattr(linear, "weight", operator.imul(linear.weight, 2)),
+    "as an item": lambda linear: operator.iadd(linear["weight"], 1),
+    "got with a default": lambda linear: operator.iadd(linear.get("weight", None), 1),
+    "taken out": lambda linear: linear.setdefault("weight", operator.iadd(linear.pop("weight"), 1)),
+    "update in place": lambda linear: operator.ior(linear, {"weight": mx.ones((40, 96))}),
+    "tree of parameters": _through_a_tree,
+    "loaded": lambda linear: linear.load_weights([("weight", mx.ones((40, 96)))], strict=False),
+    "bias": lambda linear: operator.setitem(linear.bias, 0, 7),
+    "no bias": lambda linear: setattr(linear, "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_transposed_layer_follows_a_weight_that_is_changed(change: str) -> None:
+    linear, x = nn.Linear(96, 40), mx.random.normal((1, 2, 96))
+    mx.eval(linear.parameters(), x)
+    own, before = deepcopy(linear), linear(x)
+    transpose_once(linear)
+    for module in (linear, own):
+        CHANGES[change](module)
+    assert not mx.array_equal(linear(x), before) and mx.array_equal(linear(x), own(x))
+
+
+def test_other_uses_of_a_transposed_layer_leave_it_transposed() -> None:
+    linear = nn.Linear(96, 40)
+    own = repr(linear)
+    transpose_once(linear)
+    linear.eval()
+    linear.freeze()
+    assert repr(linear) == own and type(deepcopy(linear)) is nn.Linear
+    assert linear.bias.shape == (40,) and not hasattr(linear, "scales") and linear.parameters()
+    assert isinstance(linear, TransposedLinear)
 
 
 def test_other_layers_are_left_alone() -> None:

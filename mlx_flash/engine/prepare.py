@@ -97,7 +97,8 @@ class Prepared:
         others = max(0, self.machine.base_bytes - (base_bytes - self.machine.runtime_bytes))
         machine = replace(
             self.machine,
-            base_bytes=base_bytes - self.machine.runtime_bytes,
+            base_bytes=base_bytes,
+            runtime_bytes=0,  # else what running has added would seem to be growth
             active_bytes=max(0, self.machine.active_bytes - others),
         )
         plan = make_plan(self.sizes, config, machine)

@@ -152,6 +152,17 @@ def test_budgets_that_change_add_nothing_to_what_models_need(directory: Path, mo
             assert manager.least_budget == least
 
 
+def test_models_that_have_run_start_again_in_the_least_budget(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 100_000_000
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: held)
+    manager, config = ModelManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
+    with mlx_flash.load_model(directory, config)[0] as first, mlx_flash.load_model(directory, config)[0] as second:
+        held += 7_000_000  # less than plans allow for
+        manager.set_ram_budget(manager.least_budget / 1e9)
+        for model in (first, second):
+            model.start()
+
+
 def test_freed_buffers_are_given_back_while_a_model_runs(directory: Path) -> None:
     """MLX's CPU back end keeps 32 MiB of them by default, which no plan counts."""
     settings = FlashConfig(ram_budget_gb=footprint() / 1e9 + 0.3)

@@ -39,7 +39,8 @@ def explained(error: Exception) -> Exception:
         found = CompilerError(
             "MLX compiles kernels of this model with g++ at their first use, and g++ failed or was killed; "
             f"{error}. Hint: each takes about {COMPILER_MB} MB beside the budget, which a limit on memory must leave "
-            f"room for. Or run the model once without the limit: {kernel_cache()} keeps the kernels."
+            "room for, and some room on the disk. Or run the model once without the limit: "
+            f"{kernel_cache()} keeps the kernels."
         )
     else:
         return error

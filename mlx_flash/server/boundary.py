@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mlx_flash.compat.compiler import explained
 from mlx_flash.errors import FlashError, RefusedError
 
 _log = logging.getLogger("mlx_flash")
@@ -48,6 +49,7 @@ def refusal_of(error: Exception) -> RefusedError:
         cause = error.__cause__
         _log.info("a request failed: %s", error if cause is None else type(cause).__name__)
         return error
+    error = explained(error)
     is_ours = isinstance(error, FlashError)
     _log.error("a request failed: %s", error if is_ours else type(error).__name__)
     _log.debug("its origin:", exc_info=error)

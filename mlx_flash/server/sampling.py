@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from mlx_flash.compat.compiler import evaluate
 from mlx_flash.compat.randomkeys import random_key, set_random_key
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.request import Sampling
@@ -70,7 +71,7 @@ class SeededSampler:
             set_random_key(self._key)
         token = self._sampler(logprobs)
         self._key = random_key()
-        mx.async_eval(token, self._key)
+        evaluate(token, self._key, waits=False)
         return token
 
 

@@ -9,6 +9,9 @@ import mlx.core as mx
 import pytest
 
 import children
+from mlx_flash.errors import CompilerError
+from mlx_flash.server.boundary import refusal_of
+from mlx_flash.server.sampling import SeededSampler
 from models import WIDE_LLAMA, save
 
 FAKE = """#!/bin/sh
@@ -55,3 +58,16 @@ def test_a_temporary_folder_that_is_none_is_named(tmp_path: Path, name: str) -> 
     errors = children.run("-c", CALL, model, "2", env={"TMPDIR": str(tmp_path / name)}).stderr.decode()
     assert f"CompilerError: MLX keeps the kernels that it compiles in {tmp_path / name}/mlx/" in errors, errors
     assert "Hint: set TMPDIR" in errors
+
+
+def test_a_compiler_that_fails_while_a_token_is_chosen_is_named_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("[Compile::eval_cpu] Failed to compile function x: Failed to execute command")
+
+    monkeypatch.setattr(mx, "async_eval", full)
+    sampler = SeededSampler(lambda logprobs: mx.argmax(logprobs, -1), 7)
+    with pytest.raises(CompilerError) as raised:
+        sampler(mx.zeros((1, 4)))
+    for error in (raised.value, raised.value.__cause__):
+        assert isinstance(error, Exception)
+        assert "MLX compiles kernels of this model with g++" in str(refusal_of(error))

@@ -47,8 +47,9 @@ class RowGenerator(BatchGenerator):
         on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
         takes_turns: compute at most a step of each prompt in a pass that others wait for.
         takes_turns_alone: do so in every pass, since another sequence may come at any time.
-        on_prompt: called during a pass with the number of a sequence that is alone in it, and the tokens of its prompt
-            that are done and to do. What it raises ends the pass, and :meth:`next` raises it.
+        on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do: during a
+            pass in which it is alone, and at the end of one that it shares. :meth:`next` raises what it raises; others
+            of the pass keep what they have computed.
         options: as mlx-lm's generator takes them.
 
     Attributes:

@@ -71,7 +71,7 @@ class KVPool(Opaque):
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
-        self._numbers = count()
+        self._numbers = count(1)  # of lists and layers
         # number of the last admission. Its layers have room: a sum over all, for each of them, takes milliseconds
         self.admission = 0
         self.computed: frozenset[CacheGroup] = frozenset()  # what is computed now
@@ -87,8 +87,9 @@ class KVPool(Opaque):
 
     def new_rows(self, group: CacheGroup, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
-        rows = LayerRows(self, group, index)
-        self.layers.add(rows)
+        rows, number = LayerRows(self, group, index), next(self._numbers)
+        self.layers.by_number[number] = rows
+        self.layers.newest = number
         return rows
 
     @property

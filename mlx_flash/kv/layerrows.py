@@ -194,20 +194,33 @@ def is_admitted(rows: LayerRows, length: int) -> bool:
 
 
 class Sums(NamedTuple):
-    """Sums over layers, and the number of the change and the number of layers that they hold for."""
+    """Sums over layers, and the last change, the last new layer and the number of layers that they hold for."""
 
     held: int = 0  # bytes of buffers, and of shared rows in memory
     num_on_disk: int = 0
-    when: tuple[int, int] = (0, 0)
+    when: tuple[int, int, int] = (0, 0, 0)
 
 
-class Layers(weakref.WeakSet[LayerRows]):
-    """Every layer of every cache. A layer leaves with the last reference to it."""
+class Layers:
+    """Every layer of every cache. A layer leaves with the last reference to it. Any thread may add some.
+
+    Args:
+        step: the fewest tokens that are worth sharing.
+
+    Attributes:
+        by_number: the layers; their numbers ascend.
+        newest: the largest number so far.
+    """
 
     def __init__(self, step: int) -> None:
-        super().__init__()
-        self._step = step  # the fewest tokens that are worth sharing
+        self.by_number: weakref.WeakValueDictionary[int, LayerRows] = weakref.WeakValueDictionary()
+        self.newest = 0
+        self._step = step
         self._last_sums = Sums()
+
+    def __iter__(self) -> Iterator[LayerRows]:
+        """Iterate over the layers that there are now. Another thread may add some meanwhile."""
+        return iter([rows for reference in self.by_number.valuerefs() if (rows := reference()) is not None])
 
     @property
     def on_disk(self) -> dict[LayerRows, DiskRows]:
@@ -221,14 +234,19 @@ class Layers(weakref.WeakSet[LayerRows]):
 
     @property
     def sums(self) -> Sums:
-        """The sums over all layers, added up again if a layer has changed, or if there are more or fewer of them."""
-        when = Changes.last, len(self)
+        """The sums over all layers, added up again if a layer has changed, came or went."""
+        when = Changes.last, self.newest, len(self.by_number)
         if when != self._last_sums.when:
-            stores = [rows.store for rows in self]
-            buffers = [store.buffers for store in stores if isinstance(store, MemoryRows)]
-            parked = sizes([each.pages for each in buffers if each.pages])
-            held = sum([each.nbytes for each in buffers]) + sum(parked.values())
-            self._last_sums = Sums(held, len(stores) - len(buffers), when)
+            held, num_on_disk, parked = 0, 0, list[MemoryPages]()
+            for reference in self.by_number.valuerefs():  # as __iter__() does, for each new cache
+                store = None if (rows := reference()) is None else rows.store
+                if isinstance(store, MemoryRows):
+                    held += store.buffers.nbytes
+                    parked += [store.buffers.pages] if store.buffers.pages else ()
+                elif store is not None:
+                    num_on_disk += 1
+            held += sum(sizes(parked).values()) if parked else 0
+            self._last_sums = Sums(held, num_on_disk, when)
         return self._last_sums
 
     def next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:

@@ -597,6 +597,26 @@ def test_the_conversation_used_longest_ago_is_offloaded_first(options: Callable[
     assert victims == [entry.rows for entry in old]
 
 
+def test_a_new_cache_in_the_place_of_one_that_went_holds_nothing(options: Callable[..., KVOptions]) -> None:
+    """The sums of the old one held, since there were as many layers, and none had changed."""
+    pool = KVPool(options())
+    old = make_caches([KVCache(), KVCache()], pool.options, pool)
+    feed(old, [KVCache(), KVCache()], 0, 64)
+    assert pool.memory_bytes == pool.note().memory_bytes > 0
+    del old
+    new = make_caches([KVCache(), KVCache()], pool.options, pool)
+    assert len(new) == 2 and pool.memory_bytes == pool.reserved_bytes == pool.note().memory_bytes == 0
+
+
+def test_layers_that_come_while_others_are_added_up(options: Callable[..., KVOptions]) -> None:
+    """Another thread may make a prompt cache during a pass."""
+    pool = KVPool(options())
+    caches = [make_caches([KVCache(), KVCache()], pool.options, pool)]
+    for rows in pool.layers:
+        caches.append([rows, *make_caches([KVCache(), KVCache()], pool.options, pool)])
+    assert [rows.index for rows in pool.layers] == [0, 1] * len(caches) == [0, 1] * 3
+
+
 FORGETFUL: dict[str, dict[str, Any]] = {name: form | {"step": 16} for name, form in FORMS.items()}
 
 

@@ -29,6 +29,7 @@ from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import LoneKVCache
 from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.memory import NO_BUFFERS, Changes, MemoryRows
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.ledger import NewTokens
@@ -65,6 +66,7 @@ class PromptNeed(NamedTuple):
     """The most memory of a prompt in a new cache, in bytes."""
 
     plan: ResidencyPlan
+    options: KVOptions  # of the cache
     nbytes: int  # of the process, beside the arrays before it, and its keys and values
     growth: int  # of keys and values
     largest: int  # of a token in a layer
@@ -116,29 +118,28 @@ class Grants:
         if call.wants_logits or call.batch_size > 1 or len(row.left) > 2 or row.pending is not None:
             return None
         assert call.cache is not None
-        if (layers := _new_layers(call.cache)) is None or (need := self._need(plan, len(layers), num_tokens)) is None:
+        if (layers := _new_layers(call.cache)) is None:
             return None
         pool, limit, lengths = call.cache[0].pool, plan.kv.limit, [num_tokens] * len(layers)
-        if pool.layers.is_on_disk:
+        if pool.layers.is_on_disk or (need := self._need(plan, pool.options, len(layers), num_tokens)) is None:
             return None
         room = plan.budget_bytes - active_memory() - need.nbytes + pool.memory_bytes
         adding, bound = Adding(layers, lengths, call.length, plan.kv.rows), Bound(need.growth, need.largest, lengths)
         has_room = admit_surely(pool, adding, bound, room if limit is None else min(room, limit))
         return partial(trim_all, call.cache, 0) if has_room else None
 
-    def _need(self, plan: ResidencyPlan, num_entries: int, num_tokens: int) -> PromptNeed | None:
+    def _need(self, plan: ResidencyPlan, options: KVOptions, num_entries: int, num_tokens: int) -> PromptNeed | None:
         """Return the most memory of a prompt of so many tokens; None where this does not tell."""
-        length = round_up(num_tokens, _PROMPT_STEP)
+        length, rows = round_up(num_tokens, _PROMPT_STEP), plan.kv.rows
         found = self._needs.get(length)
-        if found is not None and found.plan is plan and len(plan.kv.rows) == num_entries:
+        if found is not None and found.plan is plan and found.options is options and len(rows) == num_entries:
             return found
-        options, rows = plan.kv.options, plan.kv.rows
-        if plan.streaming.num_units or plan.pool is not None or options is None or len(rows) != num_entries:
+        if plan.streaming.num_units or plan.pool is not None or plan.kv.options is None or len(rows) != num_entries:
             return None
         ledger, new = plan.ledger, NewTokens(length, length, length, all_logits=False, in_parts=True)
         nbytes = ledger.process + ledger.computed([new]) + max(0, self._num_layers - 1) * ledger.of_a_layer(new)
         growth = sum(rows) * (options.most_capacity(length) + options.step)  # its last token may make buffers grow
-        self._needs[length] = found = PromptNeed(plan, nbytes, growth, max(rows))
+        self._needs[length] = found = PromptNeed(plan, options, nbytes, growth, max(rows))
         return found
 
     def note(self, plan: ResidencyPlan, call: ForwardCall) -> None:

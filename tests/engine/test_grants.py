@@ -109,6 +109,16 @@ def test_only_prompts_in_new_caches_are_granted(saved: Callable[[str], Path], mo
         assert not is_granted(forgetful, row_of(forgetful, 5))
 
 
+def test_room_is_counted_as_the_cache_grows(saved: Callable[[str], Path], model: FlashLLM) -> None:
+    """A cache of another model with the same layers has that one's settings: its first buffers may be much larger."""
+    options = config(ram_budget_gb=LARGE_GB, kv_cache="preallocated", context_length=50_000)
+    with load_model(saved("dense"), options)[0] as other:
+        caches = [make_prompt_cache(each) for each in (model, other)]
+        budget = model.plan.ledger.process + mx.get_active_memory() + 20_000_000
+        granted = [is_granted(model, row_of(model, 5, cache), budget) for cache in caches]
+    assert granted == [True, False]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_granted_prompt_that_fails_leaves_its_cache_empty(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.refusals import no_room_for_kv
+from mlx_flash.engine.refusals import no_room_for_kv, of_several_pools
 from mlx_flash.kv.admit import Adding, Bound, admit, admit_surely, bound_of, is_surely_within, ledger_of, way_within
 from mlx_flash.kv.kvledger import KVLedger
 from mlx_flash.kv.kvpool import KVPool
@@ -48,7 +48,7 @@ class OwnCaches:
     @cached_property
     def _bound(self) -> Bound | None:
         """Bytes that surely suffice for the tokens; None where none are known to, or there are no layers."""
-        if self._pool is None or {rows.pool for rows in self._adding.layers} != {self._pool}:
+        if self._pool is None or len({rows.pool for rows in self._adding.layers}) > 1:
             return None
         return bound_of(self._pool, self._adding)
 
@@ -153,4 +153,6 @@ class OwnCaches:
     @cached_property
     def _ledger(self) -> KVLedger:
         assert self._pool is not None
+        if (num_pools := len({rows.pool for rows in self._adding.layers})) > 1:
+            raise of_several_pools(num_pools)
         return ledger_of(self._pool, self._adding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_flash.engine.lane import Lane
-from mlx_flash.errors import BudgetError
+from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.ledger import Need
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
@@ -37,6 +37,14 @@ def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> B
         f"Hint: raise kv_ram_gb to at least {-(-needed // 1000) / 1e6:.6f}, to more for a longer context, or set a "
         "smaller kv_max_tokens.",
         plan.budget_bytes + needed - limit,
+    )
+
+
+def of_several_pools(num_pools: int) -> ConfigError:
+    """Return the error for a pass with caches whose memory is not counted together."""
+    return ConfigError(
+        f"the layers of a prompt cache are of {num_pools} models, or were made with as many different settings, so "
+        "that their memory is not counted together. Hint: take all layers from one make_prompt_cache(model)."
     )
 
 

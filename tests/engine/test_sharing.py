@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_flash import BudgetError, FlashConfig, FlashLLM, load_model
+from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_model
 from mlx_flash.config import KVMode
 from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.owncaches import OwnCaches
@@ -127,3 +127,19 @@ def test_calls_that_nothing_has_waited_for_are_counted(directory: Path, kv_cache
         assert outputs
         mx.eval(outputs)
         assert mx.get_peak_memory() - before <= room
+
+
+@pytest.mark.parametrize("ram_budget_gb", [2.0, "min"])
+def test_caches_of_two_models_are_refused_where_they_are_layers_of_one(directory: Path, ram_budget_gb: Any) -> None:
+    """Their memory is not counted together: it ended with a KeyError."""
+    settings = FlashConfig(ram_budget_gb=ram_budget_gb, context_length=64)
+    tokens = mx.array([[1, 2, 3]])
+    with load_model(directory, settings)[0] as one, load_model(directory, settings)[0] as other:
+        mixed = [*one.make_cache()[:1], *other.make_cache()[1:]]
+        with pytest.raises(ConfigError, match="are of 2 models"):
+            one(tokens, cache=mixed)
+        rows = [one.row(tokens, cache, 2048) for cache in (mixed, one.make_cache(), other.make_cache())]
+        while not all(row.is_done for row in rows):
+            one.advance(rows)
+        assert isinstance(rows[0].error, ConfigError)
+        assert [len(row.outputs) for row in rows[1:]] == [1, 1]

@@ -64,9 +64,9 @@ def admit(pool: KVPool, adding: Adding, limit: int) -> int:
 def admit_surely(pool: KVPool, adding: Adding, bound: Bound, limit: int) -> bool:
     """Prepare a call as :func:`admit` does, if all caches together surely stay within a limit. Most calls do.
 
-    Return False, and change nothing, where the bound does not fit.
+    Return False, and change nothing, where the bound does not fit, or the pool was closed: :func:`admit` refuses that.
     """
-    if not is_surely_within(pool, bound, limit):
+    if pool.is_closed or not is_surely_within(pool, bound, limit):
         return False
     pool.begin({rows.group for rows in adding.layers})
     if pool.options.budget_bytes is not None:

@@ -77,7 +77,7 @@ class KVPool(Opaque):
         self.computed: frozenset[CacheGroup] = frozenset()  # what is computed now
         self.in_turns: frozenset[CacheGroup] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
-        self._closed = False
+        self.is_closed = False
         if options.always_on_disk:  # nobody closes these pools
             finalize(self, self.files.close, waits=True)
 
@@ -137,7 +137,7 @@ class KVPool(Opaque):
 
         Raises: BudgetError: it does not fit even with every layer on disk; WriteError.
         """
-        if self._closed:
+        if self.is_closed:
             raise _closed()
         if rows.group not in self.computed:
             self.begin({rows.group})
@@ -158,7 +158,7 @@ class KVPool(Opaque):
     def fork(self, rows: LayerRows, group: CacheGroup) -> LayerRows:
         """Return a copy of a layer in another list of caches that shares the pages. Raises: as :meth:`make_room`."""
         with self.lock:
-            if self._closed:
+            if self.is_closed:
                 raise _closed()
             other = self.new_rows(group, rows.index)
             group.used_at = group.used_at or next(self._clock)
@@ -176,7 +176,7 @@ class KVPool(Opaque):
 
     def begin(self, groups: Collection[CacheGroup]) -> None:
         """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
-        if self._closed:
+        if self.is_closed:
             raise _closed()
         groups = self.in_turns if self.in_turns.issuperset(groups) else groups
         if groups == self.computed:
@@ -236,7 +236,7 @@ class KVPool(Opaque):
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
         with self.lock:
-            self._closed = True
+            self.is_closed = True
             self.computed = frozenset()  # so that each use asks for room, and is refused
             self.ring.release()
             self.files.close()

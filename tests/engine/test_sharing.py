@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_model
+from mlx_flash import BudgetError, ClosedError, ConfigError, FlashConfig, FlashLLM, load_model
 from mlx_flash.config import KVMode
 from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.owncaches import OwnCaches
@@ -143,3 +143,14 @@ def test_caches_of_two_models_are_refused_where_they_are_layers_of_one(directory
             one.advance(rows)
         assert isinstance(rows[0].error, ConfigError)
         assert [len(row.outputs) for row in rows[1:]] == [1, 1]
+
+
+def test_a_cache_that_was_closed_costs_its_own_row_alone(directory: Path) -> None:
+    settings = FlashConfig(ram_budget_gb=2.0, context_length=64)
+    with load_model(directory, settings)[0] as closed:
+        cache = closed.make_cache()
+    with load_model(directory, settings)[0] as model:
+        rows = [model.row(mx.array([[1, 2, 3]]), each, 2048) for each in (cache, model.make_cache())]
+        while not all(row.is_done for row in rows):
+            model.advance(rows)
+        assert isinstance(rows[0].error, ClosedError) and len(rows[1].outputs) == 1

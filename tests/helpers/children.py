@@ -29,7 +29,9 @@ ENV = {
 }
 """Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
 
-if multiprocessing.parent_process() is None:  # a child that is killed would leave its own
+# A child that is killed would leave its own. While it imports what it is to run, it knows no parent yet.
+_IS_CHILD = multiprocessing.parent_process() is not None or hasattr(multiprocessing.current_process(), "_inheriting")
+if not _IS_CHILD:
     util.get_temp_dir()  # for the server's socket: the temporary folder of a test would go with the test
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preloaded"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib.util
@@ -12,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -200,7 +200,8 @@ def _saved(config_json: str, dtype: mx.Dtype, bits: int | None, num_shards: int,
 def _kept_models() -> str:
     """Return a directory that is removed when the process ends."""
     directory = tempfile.mkdtemp(prefix="models-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    # Not by atexit, which a child that was forked skips.
+    util.Finalize(None, shutil.rmtree, [directory], {"ignore_errors": True}, exitpriority=1)
     return directory
 
 

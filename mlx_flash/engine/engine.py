@@ -107,8 +107,8 @@ class Engine:
         self._classes = [(module, type(module)) for module in modules.values()]
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
-        self._layout, self._plan, self._modules = layout, plan, modules.values()
-        self._poison, self._options = poison, experts or ExpertOptions()
+        self._layout, self._plan, self._poison = layout, plan, poison
+        self._options = experts or ExpertOptions()
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and change the modules. If that fails, it is closed.
@@ -140,7 +140,7 @@ class Engine:
                 self._start_experts(layout.experts, plan.pool, poison, self._options)
             self.lending = Lending(self.loans, self.experts, grows=self._options.grows)
             if self.is_resident:  # no read is waited for, so the time of Python counts
-                for module in self._modules:
+                for module, _ in self._classes:
                     expose_children(module)
                     transpose_once(module)
         except BaseException:

@@ -1,8 +1,8 @@
 """Grants: prompt caches whose next tokens surely fit the budget, so that nothing is added up over layers for them.
 
 With everything in memory a token takes what the one before it took, until the buffers of its cache are full. The same
-is true of a token for each row of a batch of mlx-lm's, while its rows stay the same. And a prompt in a new cache takes
-what one of about its length took.
+is true of a token for each row of a batch of mlx-lm's, while its rows stay the same. What a prompt in a new cache takes
+depends on its length alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlx_flash.kv.memory import NO_BUFFERS, Changes, MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.ledger import NewTokens
+from mlx_flash.residency.ledger import NewTokens, recorded_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
 _PROMPT_STEP = 64
@@ -129,15 +129,15 @@ class Grants:
         return partial(trim_all, call.cache, 0) if has_room else None
 
     def _need(self, plan: ResidencyPlan, options: KVOptions, num_entries: int, num_tokens: int) -> PromptNeed | None:
-        """Return the most memory of a prompt of so many tokens; None where this does not tell."""
+        """Return the most memory of a prompt of so many tokens; None where the plan does not tell."""
         length, rows = round_up(num_tokens, _PROMPT_STEP), plan.kv.rows
         found = self._needs.get(length)
         if found is not None and found.plan is plan and found.options is options and len(rows) == num_entries:
             return found
         if plan.streaming.num_units or plan.pool is not None or plan.kv.options is None or len(rows) != num_entries:
             return None
-        ledger, new = plan.ledger, NewTokens(length, length, length, all_logits=False, in_parts=True)
-        nbytes = ledger.process + ledger.computed([new]) + max(0, self._num_layers - 1) * ledger.of_a_layer(new)
+        new = NewTokens(length, length, length, all_logits=False, in_parts=True)
+        nbytes = plan.ledger.process + recorded_bytes(plan.ledger, new, self._num_layers)
         growth = sum(rows) * (options.most_capacity(length) + options.step)  # its last token may make buffers grow
         self._needs[length] = found = PromptNeed(plan, options, nbytes, growth, max(rows))
         return found

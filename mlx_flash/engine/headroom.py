@@ -18,7 +18,7 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
-from mlx_flash.residency.ledger import Need, NewTokens
+from mlx_flash.residency.ledger import Need, NewTokens, recorded_bytes
 from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
@@ -105,8 +105,7 @@ def fits_surely(plan: ResidencyPlan, lane: Lane, num_layers: int) -> bool:
     if lane.others:
         changed = _changed_batches(lane.others)
         growth = most_growth(plan, lane, new) + nbytes_in(changed)  # the call may evaluate all of them
-    computed = ledger.computed([new]) + max(0, num_layers - 1) * ledger.of_a_layer(new)
-    missing = ledger.process + active_memory() + computed + growth - plan.budget_bytes
+    missing = ledger.process + active_memory() + recorded_bytes(ledger, new, num_layers) + growth - plan.budget_bytes
     if missing > 0 or not OwnCaches(plan, [lane]).admit_surely(missing):
         return False
     _note_called(changed)
@@ -183,7 +182,7 @@ def ahead_bytes(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
     0 for calls that compute longer than Python takes between two layers: of several tokens, or of several caches.
     """
     new = lanes[0].tokens
-    if len(lanes) > 1 or new.num_new > new.batch_size:
+    if len(lanes) > 1 or new.num_tokens > new.batch_size:
         return 0
     return plan.ledger.of_a_layer(new) + _state_bytes(plan, lanes[0])
 
@@ -223,7 +222,7 @@ def most_growth(plan: ResidencyPlan, lane: Lane, new: NewTokens) -> int:
     """Return the most bytes that tokens add to mlx-lm's own caches: all are copied to make room, and then cut."""
     if not lane.others:
         return 0
-    states = new.batch_size * plan.cache.constant_bytes + new.num_new * plan.cache.call_bytes
+    states = new.batch_size * plan.cache.constant_bytes + new.num_tokens * plan.cache.call_bytes
     return states + 2 * new.batch_size * (new.context + CACHE_STEP) * _bytes_of_others(plan, lane)
 
 

@@ -44,7 +44,7 @@ class Lane:
         lengths += map(_num_attended, self.others)
         batch_size, num_each = call.batch_size, call.length
         self.tokens = NewTokens(
-            num_new=call.num_tokens,
+            num_tokens=call.num_tokens,
             num_at_once=step * batch_size if step else call.num_tokens,
             context=max(call.num_tokens, max(lengths, default=-num_each) + num_each),
             batch_size=batch_size,

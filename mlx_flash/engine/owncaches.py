@@ -41,7 +41,7 @@ class OwnCaches:
             step = max(step, new.num_at_once // new.batch_size)
             known = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
             layers += [entry.rows for entry in lane.own]
-            num_new += [new.num_new // new.batch_size] * num_layers
+            num_new += [new.num_tokens // new.batch_size] * num_layers
             row_bytes += known if new.batch_size == 1 else [each * new.batch_size for each in known]
         return Adding(layers, num_new, step, row_bytes)
 

@@ -69,12 +69,13 @@ class Session:
     ) -> None:
         self._prepared, self._config, self._name = prepared, config, name
         self._counters, self._kv, self._governor = counters, kv, governor
-        self._machine, self.chain = prepared.machine, prepared.chain
+        self.chain = prepared.chain
         self._has_started = False
         self._publisher: Publisher | None = None
         self.prefixes: PrefixCache | None = None
         self._reader = _reader(prepared, config)
-        experts = ExpertOptions(self._machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
+        exact_rows = prepared.machine.exact_tiles
+        experts = ExpertOptions(exact_rows, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
         self.engine = Engine(prepared.layout, prepared.plan, self._reader, kernel_alignment(), poison, experts)
 
@@ -85,7 +86,7 @@ class Session:
             progress: called with (bytes read, bytes to read) while pinned weights are loaded.
         """
         prepared, config, name, reader = self._prepared, self._config, self._name, self._reader
-        plan, machine, governor = prepared.plan, self._machine, self._governor
+        plan, governor = prepared.plan, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
         _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
@@ -96,7 +97,7 @@ class Session:
             self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
             if tuner is not None:
                 self.engine.stream.after_wait = self.meter.waited
-            self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
+            self.forecast = Forecast(prepared.sizes, config, prepared.machine, plan, self.meter)
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
@@ -132,7 +133,7 @@ class Session:
         if self.prefixes is not None:
             self.prefixes.close()
         if self._has_started:
-            self.meter.save(self._machine.speed_key, self._machine.speed)
+            self.meter.save(self._prepared.machine.speed_key, self._prepared.machine.speed)
         self._reader.close()
         end_limit(self)
 

@@ -121,14 +121,15 @@ class KVPool(Opaque):
             return self.usage
         files, stats, slot_bytes = self.files, self.stats, self.ring.nbytes
         files_used = {disk.file for disk in self.layers.on_disk.values()} if sums.num_on_disk else ()
-        sizes = {
-            "memory_bytes": self.memory_bytes if sums.num_on_disk or slot_bytes else sums.held,
-            "disk_bytes": sum([file.nbytes for file in files_used]) + files.draft_bytes,
-            "reserved_bytes": sums.held + slot_bytes,
-            "read_bytes": files.read_bytes,
-            "written_bytes": files.written_bytes,
-        }
-        self.usage = KVUsage(**sizes, num_offloaded=stats.num_offloaded, wait_seconds=stats.wait_seconds)
+        self.usage = KVUsage(
+            memory_bytes=self.memory_bytes if sums.num_on_disk or slot_bytes else sums.held,
+            disk_bytes=sum([file.nbytes for file in files_used]) + files.draft_bytes,
+            reserved_bytes=sums.held + slot_bytes,
+            read_bytes=files.read_bytes,
+            written_bytes=files.written_bytes,
+            num_offloaded=stats.num_offloaded,
+            wait_seconds=stats.wait_seconds,
+        )
         self._noted = None if sums.num_on_disk or slot_bytes else sums  # slots change without a layer
         return self.usage
 

@@ -175,7 +175,7 @@ class MemoryRows:
 def append_first(store: MemoryRows, options: KVOptions, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     """Add keys and values to a layer that never held a token, and that has room for them. Return all.
 
-    As :meth:`MemoryRows.append`, which asks what is there before. Called for each layer of each prompt.
+    This is :meth:`MemoryRows.append` without its questions about older tokens: each layer of each prompt begins here.
     """
     num_new = keys.shape[2]
     layout = RowLayout.of((keys, values), options.step)

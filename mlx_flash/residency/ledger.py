@@ -24,7 +24,7 @@ class NewTokens(NamedTuple):
     """New tokens of one prompt cache in a pass.
 
     Attributes:
-        num_new: how many, over all sequences.
+        num_tokens: how many, over all sequences.
         num_at_once: how many of them go through the model at a time.
         context: tokens that the newest one attends to, itself included.
         batch_size: sequences.
@@ -37,7 +37,7 @@ class NewTokens(NamedTuple):
             kernels for these copy what has room behind it: those of a whole layer, for each call.
     """
 
-    num_new: int
+    num_tokens: int
     num_at_once: int
     context: int
     batch_size: int = 1
@@ -147,13 +147,13 @@ class Ledger:
         if new.num_kept:
             logits = new.num_kept * self.activations.returned_per_token
         else:
-            logits = new.num_new * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
+            logits = new.num_tokens * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
         nbytes = self.activations.nbytes(new.num_at_once, new.context, all_logits=new.all_logits, fused=new.is_fused)
         return logits + nbytes + new.quantized_row * new.context
 
     def waiting(self, new: NewTokens) -> int:
         """Return the memory of intermediate results while others compute, and of the logits until they are used."""
-        num_rows = new.num_new if new.all_logits else 1
+        num_rows = new.num_tokens if new.all_logits else 1
         return self.activations.waiting_bytes(new.num_at_once) + 2 * num_rows * self.activations.logits_per_token
 
     def computed(self, together: Sequence[NewTokens]) -> int:
@@ -219,10 +219,15 @@ class Ledger:
         sizes, per_pair = self.activations, 0  # the kernels for a single token store no scores
         if not new.is_fused:
             per_pair = sizes.unfused_per_pair
-        elif new.num_new > new.batch_size or sizes.scores_per_pair >= sizes.unfused_per_pair:
+        elif new.num_tokens > new.batch_size or sizes.scores_per_pair >= sizes.unfused_per_pair:
             per_pair = sizes.scores_per_pair
         kept = new.num_kept * sizes.returned_per_token + new.quantized_row * new.context
         return kept + sizes.layer_bytes(new.num_at_once, new.context, per_pair)
+
+
+def recorded_bytes(ledger: Ledger, new: NewTokens, num_layers: int) -> int:
+    """Return the memory of intermediate results if MLX may record so many layers before they compute."""
+    return ledger.computed([new]) + max(0, num_layers - 1) * ledger.of_a_layer(new)
 
 
 def shares_on_disk(ledger: Ledger) -> bool:

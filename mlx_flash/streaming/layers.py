@@ -134,11 +134,10 @@ class ComputedModule(SwappedClass):
 
 
 def _ending(name: str) -> Callable[..., Any]:
-    """Return a method of dict's. For the weight, it makes a :class:`TransposedLinear` MLX's own layer again."""
+    """Return a method of dict's that makes a :class:`TransposedLinear` MLX's own layer again if it is for the weight."""
 
     def method(module: Any, *args: Any) -> Any:
-        is_for_another = bool(args) and isinstance(args[0], str) and args[0] != "weight"
-        if not is_for_another:
+        if not args or not isinstance(args[0], str) or args[0] == "weight":  # else it is for another key alone
             restore_class(module)
         return getattr(nn.Linear, name)(module, *args)
 

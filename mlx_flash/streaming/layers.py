@@ -134,7 +134,7 @@ class ComputedModule(SwappedClass):
 
 
 def _ending(name: str) -> Callable[..., Any]:
-    """Return a method of dict's that makes a :class:`TransposedLinear` MLX's own layer again if it is for the weight."""
+    """Return a method of dict's. Used on the weight, it makes a :class:`TransposedLinear` MLX's own layer again."""
 
     def method(module: Any, *args: Any) -> Any:
         if not args or not isinstance(args[0], str) or args[0] == "weight":  # else it is for another key alone

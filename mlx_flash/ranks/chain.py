@@ -9,17 +9,14 @@ compute other tokens unnoticed.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_map
 
 from mlx_flash.errors import StreamedWeightsError
@@ -36,6 +33,9 @@ _STATE = "_flash_rank"
 
 _ELSEWHERE = "_flash_is_elsewhere"
 """Attribute of a cache entry that is True if another rank has its keys and values."""
+
+_NO_VALUE = "without a primitive"
+"""In MLX's error about an array that has no value and is not computed from anything."""
 
 
 class RankLayer:
@@ -129,7 +129,7 @@ class Chain(Spread):
         try:
             yield
         except RuntimeError as error:
-            if "[read]" not in str(error):
+            if _NO_VALUE not in str(error):
                 raise
             raise StreamedWeightsError(
                 "the model uses the output of a layer in other places than the next layer, or looks at numbers within "
@@ -242,18 +242,25 @@ def _replaced(result: Any, arrays: Sequence[mx.array]) -> Any:
 
 
 @cache
-def _file_without_data() -> mx.array:
-    """Return a number that is read from a file when it is evaluated, and is not there."""
-    with tempfile.NamedTemporaryFile(suffix=".npy", delete=False) as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": ()})
-    found = cast(mx.array, mx.load(file.name))
-    Path(file.name).unlink()
-    return found
+def _placeholder() -> mx.array:
+    """Return a number without a value: what a function is called with while MLX compiles it.
+
+    MLX refuses it before it computes anything. An operation that fails while others run, such as reading a file that is
+    too short, would raise once only, and MLX 0.32 has crashed after it.
+    """
+    found: list[mx.array] = []
+
+    def note(number: mx.array) -> mx.array:
+        found.append(number)
+        return number + 1
+
+    mx.compile(note)(mx.zeros(()))
+    return found[0]
 
 
 def _trap(like: mx.array) -> mx.array:
-    """Return an array that raises when it is evaluated."""
-    return mx.broadcast_to(_file_without_data().astype(like.dtype), like.shape)
+    """Return an array that raises whenever it is evaluated."""
+    return mx.broadcast_to(_placeholder().astype(like.dtype), like.shape)
 
 
 def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> ModelLayout:

@@ -24,6 +24,7 @@ from mlx_flash import cli
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.sources import Sources
+from mlx_flash.ranks import chain
 from mlx_flash.ranks.shares import RankSpeed, runs, share_layers
 from mlx_flash.ranks.tensor import divide
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -125,6 +126,14 @@ def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
     """Its later layers use keys and values of an earlier one, which another rank may have."""
     done = run_ranks(2, PROGRAM, root, "afm7")
     assert any(status == "StreamedWeightsError" and "ranks" in text for _, _, status, text in lines_of(done)), done
+
+
+@pytest.mark.parametrize("evaluate", [mx.eval, mx.async_eval, mx.array.tolist])
+def test_what_another_rank_has_cannot_be_used_even_once(evaluate: Any) -> None:
+    for dtype in (mx.float32, mx.bfloat16) * 2:
+        used = mx.softmax(chain._trap(mx.zeros((2, 3), dtype))) + 1
+        with pytest.raises(RuntimeError, match=chain._NO_VALUE):
+            evaluate(used)
 
 
 @pytest.mark.parametrize(

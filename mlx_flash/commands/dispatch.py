@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -26,8 +27,8 @@ from mlx_flash.commands.flags import LOG
 from mlx_flash.commands.parser import EXIT_USAGE
 from mlx_flash.errors import FlashError
 
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 130, 141, 143
-"""The last three are what a shell reports for programs that the signals end."""
+EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 129, 130, 141, 143
+"""The last four are what a shell reports for programs that the signals end."""
 
 TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
 
@@ -50,13 +51,13 @@ def run_command(argv: Sequence[str]) -> int:
     if args.command != "exec":
         _set_encodings()
     try:
-        with _ended_by_sigterm(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
+        with _ended_by_signals(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
             with _sign_of_life(args), _ended_at_once():
                 run = _load_command(args.command)
             return run(args, out)
-    except _TerminatedError:
+    except _TerminatedError as error:
         print("mlx-flash: terminated", file=sys.stderr)
-        return EXIT_TERMINATED
+        return EXIT_HUNG_UP if error.number == signal.SIGHUP else EXIT_TERMINATED
     except KeyboardInterrupt:
         print("mlx-flash: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -142,7 +143,11 @@ def _set_encodings() -> None:
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM came."""
+    """SIGTERM or SIGHUP came: ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _handles_signals() -> bool:
@@ -152,25 +157,41 @@ def _handles_signals() -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise _TerminatedError
+    signal.signal(number, signal.SIG_DFL)
+    _leave_lost_terminal()
+    raise _TerminatedError(number)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TerminatedError
+    raise _TerminatedError(number)
+
+
+def _leave_lost_terminal() -> None:
+    """Replace standard streams whose terminal was closed: writing to it would fail in the middle of the end."""
+    for fd in range(3):
+        try:
+            termios.tcgetattr(fd)
+        except termios.error as error:
+            if error.args[0] in (errno.EIO, errno.ENXIO):  # others are no terminals
+                os.dup2(os.open(os.devnull, os.O_RDWR), fd)
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let the first SIGTERM end the command as Ctrl-C does, so that files are closed and removed."""
+def _ended_by_signals() -> Iterator[None]:
+    """Let the first SIGTERM, or a terminal that closes, end the command as Ctrl-C does: files are closed and removed.
+
+    A process that ignores SIGHUP, as ``nohup`` has it, goes on ignoring it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    numbers = [signal.SIGTERM, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -213,7 +234,7 @@ def _interrupts_repeated() -> Iterator[None]:
 
     def repeat(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, _TerminatedError):
-            _repeat(signal.SIGTERM, _terminate)
+            _repeat(found.exc_value.number, _terminate)
         elif isinstance(found.exc_value, KeyboardInterrupt):
             _repeat(signal.SIGINT, signal.getsignal(signal.SIGINT))
         else:

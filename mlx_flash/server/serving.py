@@ -81,10 +81,10 @@ class Server(uvicorn.Server):
         )
 
     def answer(self, listener: socket.socket) -> int:
-        """Answer requests until Ctrl-C or SIGTERM. Return the exit status: 1 if the generation thread died.
+        """Answer requests until Ctrl-C, SIGTERM or SIGHUP. Return the exit status: 1 if the generation thread died.
 
-        SIGTERM leaves :data:`DRAIN_SECONDS` to requests under way, Ctrl-C none. The second signal ends the process at
-        once.
+        SIGTERM leaves :data:`DRAIN_SECONDS` to requests under way, the others none. The second signal ends the process
+        at once.
         """
         _log.info("listening on %s:%d", *listener.getsockname()[:2])
         self.run(sockets=[listener])
@@ -97,9 +97,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let the first Ctrl-C or SIGTERM end the server.
+        """Let the first Ctrl-C, SIGTERM, or SIGHUP of a terminal that closes end the server.
 
-        A process that ignores SIGINT, as background jobs do, goes on ignoring it.
+        A process that ignores SIGINT or SIGHUP, as background jobs do, goes on ignoring it.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -107,7 +107,8 @@ class Server(uvicorn.Server):
                 signal.signal(each, signal.SIG_DFL)
             self.stop_by(number)
 
-        signals = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signals = [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
         if threading.current_thread() is threading.main_thread():
             for each in signals:
                 signal.signal(each, stop)

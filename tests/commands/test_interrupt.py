@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlx_flash.commands import dispatch
-from mlx_flash.commands.dispatch import EXIT_INTERRUPTED, EXIT_TERMINATED
+from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
 from terminals import ROOT, Shell
 
@@ -124,3 +124,21 @@ def test_the_second_ctrl_c_ends_the_program(seconds: float) -> None:
     shell.interrupt()
     assert shell.end(20) == EXIT_INTERRUPTED
     assert "Traceback" not in shell.text
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["signal", "terminal"])
+def test_a_terminal_that_closes_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    shell = Shell("-m", "mlx_flash", "run", TINY, "Hello", "--max-tokens", "-1")
+    shell.wait_for("computing the prompt")
+    assert any(path.is_file() for path in tmp_path.rglob("*"))  # the published state
+    if is_closed:
+        shell.close()
+    else:
+        shell.process.send_signal(signal.SIGHUP)
+    assert shell.process.wait(20) == EXIT_HUNG_UP
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    if not is_closed:
+        assert shell.end() == EXIT_HUNG_UP and "mlx-flash: terminated" in shell.text

@@ -64,6 +64,11 @@ class Shell:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def close(self) -> None:
+        """Close the terminal, as its window does, and tell the program."""
+        os.close(self.master)
+        self.process.send_signal(signal.SIGHUP)
+
     def end(self, seconds: float = 60) -> int:
         """Read the rest. Return the exit status."""
         end = time.monotonic() + seconds

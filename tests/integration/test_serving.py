@@ -252,7 +252,7 @@ runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: signal.Signals) -> None:
     """An answer of hours is under way; after SIGTERM it goes on a little."""
     command = ["-c", ENDS_SOON, "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
@@ -281,7 +281,7 @@ runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_server_while_it_loads(models: list[str], number: signal.Signals) -> None:
     flags = ["--model", models[0], "--ram-budget-gb", "0.4", "--port", str(free_port())]
     command = [sys.executable, "-c", SIGNALLED, str(int(number)), "serve", *flags]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.turns import Turns
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.prefixes.prefixcache import PrefixCache
@@ -69,11 +69,12 @@ class Lifecycle:
         self.unfinished: Callable[[], None] | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
-        self.kv = None if options is None else KVPool(options, self.governor.count)
+        turns = Turns()
+        self.kv = None if options is None else KVPool(options, self.governor.count, turns)
         self.counters = PassCounters()
         peers = None if prepared.chain is None else prepared.chain.peers
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
-        self._lock = threading.RLock()
+        self._lock = turns.lock
         self._is_owned: Callable[[], bool] = cast(Any, self._lock)._is_owned  # by this thread; threading asks, too
         self._pid = os.getpid()
         self._closed = self._has_ended = False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ from mlx_flash.errors import FlashError, NestedCallError
 from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import CacheGroup
+from mlx_flash.kv.turns import Turns
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.prefixcache import PrefixCache
@@ -59,6 +61,7 @@ class Passes:
         self._model = model
         self._session = session
         self._kv = kv
+        self._turns = Turns() if kv is None else kv.turns
         self._counters = counters
         self.under_way: dict[Row, Callable[[], None]] = {}
         self.grants = Grants(len(session.engine.pinned.modules))
@@ -84,6 +87,8 @@ class Passes:
             self.refuse_nested()
         if self._kv is not None:
             self._kv.in_turns = frozenset()
+        if self._turns.thread != (thread := get_ident()):
+            self._turns.pass_to(thread)
         if len(rows) == 1 and self._run_granted(plan, rows[0]):
             return
         for row in rows:
@@ -135,7 +140,8 @@ class Passes:
             self._counters.begin(call.num_tokens, call.batch_size, call.batch_size if call.is_decode else 0)
             try:
                 outcome: list[Any] | Exception = [self._model(*call.arguments, **call.keywords)]
-                if not call.is_decode:  # MLX counts no memory of arrays that are not begun
+                # MLX counts no memory of arrays that are not begun, and other threads could not begin them
+                if not call.is_decode or self._turns.are_shared:
                     mx.async_eval(arrays_of(call.cache or ()))
             except CALL_ERRORS as error:
                 outcome = error
@@ -189,6 +195,8 @@ class Passes:
                 self._end(row, calls, outcome)
             if self._kv is not None:
                 self._kv.note()  # not before a GPU has something to compute
+            if self._turns.are_shared:
+                mx.async_eval([array for row in lanes for array in arrays_of(row.whole.cache or ())])
             undo = self.under_way
             for row in [row for row in lanes if row.error is None]:
                 self.under_way = {row: undo[row]}  # what it raises takes nothing from the others

@@ -53,7 +53,8 @@ def admit(pool: KVPool, adding: Adding, limit: int) -> int:
         pool.ring.resize(way.num_slots)
         pool.files.limit_queue(way.num_slots)
     if adding.layers:
-        pool.free(lambda: pool.ledger(ledger.coming, adding.step).peak, adding.layers[0].group)
+        with pool.lock:
+            pool.free(lambda: pool.ledger(ledger.coming, adding.step).peak, adding.layers[0].group)
     pool.admission += 1
     if not way.num_slots:
         for rows, each in ledger.coming.items():

@@ -147,9 +147,12 @@ class PooledCache:
     def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
         key = (KVPool, id(self.pool))
         if key not in memo:  # caches that are copied together belong to one list
-            memo[key] = self.pool.new_group()
+            memo[key] = self.pool.new_group(), {}
+        group, copies = memo[key]
+        if self.rows not in copies:
+            copies |= self.pool.fork(self.rows.group, group)
         other = type(self).__new__(type(self))
-        other.rows = self.pool.fork(self.rows, memo[key])
+        other.rows = copies[self.rows]
         for name in self._form:
             setattr(other, name, getattr(self, name))
         pass_on(self, other)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import inf
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from mlx_flash.kv.layerrows import (
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
+from mlx_flash.kv.turns import Turns
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -56,10 +58,20 @@ class KVUsage:
 class KVPool(Opaque):
     """The caches of a model, their budget, and the order in which they are used.
 
-    :mod:`mlx_flash.kv.admit` prepares calls. ``count_written`` is called from another thread with the number of bytes.
+    :mod:`mlx_flash.kv.admit` prepares calls.
+
+    Args:
+        options: how the caches are stored.
+        count_written: called from another thread with the number of bytes.
+        turns: those of the model's threads. Copies wait for them.
     """
 
-    def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        options: KVOptions,
+        count_written: Callable[[int], None] = lambda _: None,
+        turns: Turns | None = None,
+    ) -> None:
         self.options = options
         self.budget_bytes = options.budget_bytes  # the most memory of all caches together; may be changed
         self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to offload a layer
@@ -71,6 +83,7 @@ class KVPool(Opaque):
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
+        self.turns = turns or Turns()
         self._numbers = count(1)  # of lists and layers
         # number of the last admission. Its layers have room: a sum over all, for each of them, takes milliseconds
         self.admission = 0
@@ -156,24 +169,30 @@ class KVPool(Opaque):
             coming = {rows: Coming(nbytes, num_new, length)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
-    def fork(self, rows: LayerRows, group: CacheGroup) -> LayerRows:
-        """Return a copy of a layer in another list of caches that shares the pages. Raises: as :meth:`make_room`."""
-        with self.lock:
+    def fork(self, original: CacheGroup, group: CacheGroup) -> dict[LayerRows, LayerRows]:
+        """Return copies of all layers of a list, for another list, that share the pages. Raises: as :meth:`make_room`.
+
+        They are copied together, between two passes: those of a list that is computed would differ in length.
+        """
+        with self.turns.lock, self.lock:
             if self.is_closed:
                 raise _closed()
-            other = self.new_rows(group, rows.index)
+            self.turns.pass_to(threading.get_ident())
             group.used_at = group.used_at or next(self._clock)
-            # this may send the layer to disk
-            self._make_fit(lambda: self.memory_bytes + copied_bytes(rows), group, rows, ())
-            if (disk := rows.disk) is not None:
-                other.replace(disk.fork())
-            else:
-                other.memory.hold(as_pages(rows), rows.memory.layout)
-                other.memory.num_forgotten = rows.memory.num_forgotten
-                other.stored = rows.stored
-            note_copy(rows, other, rows.length)
-            self._park_idle(rows)
-            return other
+            copies = dict[LayerRows, LayerRows]()
+            for rows in [rows for rows in self.layers if rows.group is original]:
+                copies[rows] = other = self.new_rows(group, rows.index)
+                # this may send the layer to disk
+                self._make_fit(partial(_with_copy, self, rows), group, rows, ())
+                if (disk := rows.disk) is not None:
+                    other.replace(disk.fork())
+                else:
+                    other.memory.hold(as_pages(rows), rows.memory.layout)
+                    other.memory.num_forgotten = rows.memory.num_forgotten
+                    other.stored = rows.stored
+                note_copy(rows, other, rows.length)
+                self._park_idle(rows)
+            return copies
 
     def begin(self, groups: Collection[CacheGroup]) -> None:
         """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
@@ -182,17 +201,20 @@ class KVPool(Opaque):
         groups = self.in_turns if self.in_turns.issuperset(groups) else groups
         if groups == self.computed:
             return
-        previous, self.computed = {group for group in self.computed if group.has_copies}, frozenset(groups)
-        for group in sorted(groups, key=lambda group: group.number):
-            group.used_at = next(self._clock)
-        if previous and sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
-            release_freed_memory()
+        with self.lock:
+            may_park, self.turns.may_park = self.turns.may_park, True
+            previous = {group for group in self.computed if group.has_copies and may_park}
+            self.computed = frozenset(groups)
+            for group in sorted(groups, key=lambda group: group.number):
+                group.used_at = next(self._clock)
+            if previous and sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
+                release_freed_memory()
 
     def _park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
         if rows.group in self.computed or not parking_pays(rows, self.options.step):
             return False
-        if self.memory_bytes + copied_bytes(rows) > self.limit:
+        if _with_copy(self, rows) > self.limit:
             return False
         park(rows)
         return True
@@ -241,6 +263,11 @@ class KVPool(Opaque):
             self.computed = frozenset()  # so that each use asks for room, and is refused
             self.ring.release()
             self.files.close()
+
+
+def _with_copy(pool: KVPool, rows: LayerRows) -> int:
+    """Return the bytes in memory with a copy of a layer."""
+    return pool.memory_bytes + copied_bytes(rows)
 
 
 def _closed() -> ClosedError:

@@ -27,6 +27,7 @@ from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.convert import derived
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.forks import THREAD_PREFIX
+from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.storage.ranges import RangeReader
 
 T = TypeVar("T")
@@ -148,6 +149,48 @@ def test_each_step_in_a_thread_of_its_own(kind: str, is_patched: bool, tmp_path:
             assert models.same_bits([in_thread(call, model, chunk, cache)], [logits])
         lazily = in_thread(model.close)
         assert models.same_bits(in_thread(models.run, lazily, CHUNKS), expected)
+
+
+@pytest.mark.parametrize("flash", [settings(), settings(4.0)], ids=["streamed", "in memory"])
+def test_threads_continue_copies_of_a_cache(tmp_path: Path, flash: FlashConfig) -> None:
+    """One parks the cache of the other before that has evaluated its logits."""
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
+    prompt, tokens = [*range(1, 301)], [[token] for token in range(7, 15)]
+    expected = models.run(models.stock(directory), [prompt, *tokens])[1:]
+    with mlx_flash.load_model(directory, flash)[0] as model, ThreadPoolExecutor(1) as other:
+        base = make_prompt_cache(model)
+        call(model, prompt, base)
+        mine, theirs = copy.deepcopy(base), copy.deepcopy(base)
+        for i in range(0, len(tokens), 4):
+            pending = other.submit(
+                lambda i: [model(mx.array([t]), cache=theirs) for t in tokens[i : i + 4]], i
+            ).result()
+            assert models.same_bits([call(model, t, mine) for t in tokens[i : i + 4]], expected[i : i + 4])
+            other.submit(mx.eval, pending).result()
+            assert models.same_bits(pending, expected[i : i + 4])
+
+
+def test_a_copy_in_another_thread_waits_for_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
+    add, copies = DiskKVCache.update_and_fetch, list[Any]()
+    with mlx_flash.load_model(directory, settings())[0] as model:
+        cache = make_prompt_cache(model)
+        call(model, CHUNKS[0], cache)
+        thread = threading.Thread(target=lambda: copies.append(copy.deepcopy(cache)))
+
+        def add_and_copy(entry: DiskKVCache, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+            found = add(entry, *arrays)
+            if entry is cache[0]:
+                thread.start()
+                thread.join(0.2)
+            return found
+
+        monkeypatch.setattr(DiskKVCache, "update_and_fetch", add_and_copy)
+        call(model, CHUNKS[1], cache)
+        thread.join()
+        assert [entry.offset for entry in copies[0]] == [len(CHUNKS[0]) + len(CHUNKS[1])] * len(cache)
+        monkeypatch.undo()
+        assert models.same_bits([call(model, CHUNKS[2], copies[0])], [call(model, CHUNKS[2], cache)])
 
 
 def test_adapters_may_be_applied_in_another_thread(tmp_path: Path) -> None:

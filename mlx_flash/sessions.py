@@ -28,6 +28,7 @@ class PrivateFolder:
     """
 
     def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
+        base = base.absolute()  # a program may change its folder
         made, descriptors = list[Path](), list[int]()
         self._end = finalize(self, _remove_made, made, descriptors)  # first, in case an interrupt ends what follows
         try:

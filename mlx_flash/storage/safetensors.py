@@ -242,7 +242,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         HeaderError: a shard is truncated, or its header breaks the format.
         CheckpointError: the folder or a file in it cannot be read.
     """
-    shards = tuple(read_shard(path) for path in find_shards(directory))
+    shards = tuple(read_shard(path.absolute()) for path in find_shards(directory))  # a program may change its folder
     tensors: dict[str, TensorRecord] = {}
     for shard in shards:
         tensors.update({record.name: record for record in shard.tensors})

@@ -28,6 +28,7 @@ from faulty import FailingDisk, open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, FlashLLM, FlashManager, apply_flash_patch, load_model
 from mlx_flash.errors import CheckpointError, FileChangedError, FlashError, ReadError, TruncatedFileError
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
+from streamed import streamed_on_disk
 from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -382,3 +383,16 @@ def test_a_clock_that_jumps(checkpoints: dict[str, Checkpoint], monkeypatch: pyt
     for kv in ("stock", "disk", "disk"):
         with streamed(checkpoints["dense"].directory, telemetry=True, kv_prefixes="exact", kv_cache=kv) as model:
             assert checkpoints["dense"].is_right(model)
+
+
+def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of the model and of its keys and values were given relative to the one before."""
+    expected = run(stock(save(tmp_path / "model", LLAMA)), PREFILL_AND_DECODE)
+    monkeypatch.chdir(tmp_path)
+    with streamed_on_disk(Path("model"), kv_directory="kv") as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert list((tmp_path / "kv").iterdir())
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+    assert not list((tmp_path / "kv").glob("mlx-flash-session-*")) and not list((tmp_path / "other").iterdir())

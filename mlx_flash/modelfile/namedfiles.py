@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.files import make_private, write_atomically
 from mlx_flash.folders import settings_file
 from mlx_flash.modelfile.parse import parse_modelfile, read_text
@@ -45,15 +45,20 @@ def create_model(name: str, source: Path) -> Path:
 
     Raises:
         ConfigError: the name or the Modelfile is wrong.
-        OSError: it cannot be written.
+        WriteError: it cannot be written.
     """
     check_model_name(name)
     text = read_text(source)
     parse_modelfile(text, source)
-    folder = models_folder()
-    make_private(folder)
-    path = folder / name
-    write_atomically(path, "\n".join(_absolute(text, source.absolute().parent)))
+    path = models_folder() / name
+    try:
+        make_private(path.parent)
+        write_atomically(path, "\n".join(_absolute(text, source.absolute().parent)))
+    except OSError as error:
+        raise WriteError(
+            f"cannot write the Modelfile {path}: {error.strerror or error}. Hint: make room there, check who may write "
+            "there, or set XDG_CONFIG_HOME to another folder."
+        ) from error
     return path
 
 

@@ -19,7 +19,7 @@ import children
 from hub import Hub, serving
 from mlx_flash import cli
 from mlx_flash.commands import modellist, named, run
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.modelfile.namedfiles import create_model, models_folder, named_models
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile, read_modelfile
 from models import LLAMA, save
@@ -225,3 +225,11 @@ def test_a_copy_of_a_modelfile_says_the_same(tmp_path_factory: pytest.TempPathFa
         path = create_model("x", source)
         assert contents(parse_modelfile(path.read_text(), "/elsewhere/Modelfile")) == contents(wanted)
         assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_modelfile_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "Modelfile").write_text(f"FROM {DRAFT}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    with pytest.raises(WriteError, match=r"cannot write the Modelfile .*/file/mlx-flash/models/mine: .* Hint: "):
+        create_model("mine", tmp_path / "Modelfile")

@@ -198,7 +198,7 @@ class KVFiles:
         """
         if self._disk is None or not self._disk.stored.has_room:
             return None
-        folder, reader, writer, stored = self._disk
+        folder, reader, writer, stored = self._with_folder(self._disk)
         if not are_on_one_disk(folder.path, beside):
             return None
         path = folder.path / f"draft-{next(self._numbers)}.kv"
@@ -216,11 +216,21 @@ class KVFiles:
         if self._disk is None:
             self._disk = self._opened()
             self.limit_queue(self._num_slots)
-        path = self._disk.folder.path / f"layer-{next(self._numbers)}.kv"
-        return DiskRows(LayerFile(path, layout, self._disk.reader, self._disk.writer, self._options.direct))
+        disk = self._with_folder(self._disk)
+        path = disk.folder.path / f"layer-{next(self._numbers)}.kv"
+        return DiskRows(LayerFile(path, layout, disk.reader, disk.writer, self._options.direct))
+
+    def _with_folder(self, disk: _Disk) -> _Disk:
+        """Return the disk, with a new folder if somebody removed the old one. New files go there."""
+        if not disk.folder.path.is_dir():
+            self._disk = disk = disk._replace(folder=self._new_folder())
+        return disk
+
+    def _new_folder(self) -> PrivateFolder:
+        return PrivateFolder(self._options.directory or sessions_directory())
 
     def _opened(self) -> _Disk:
-        folder, way = PrivateFolder(self._options.directory or sessions_directory()), way_of_reading()
+        folder, way = self._new_folder(), way_of_reading()
         direct = self._options.direct and way != "buffered"
         # Some pages are read to memory of the host, where the driver does not copy to.
         arrival: Arrival = "in place" if way == "in place" else "bounced"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import pytest
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
 
 import children
 from faulty import FailingDisk, open_in_the_end, open_things, unfinished
@@ -396,3 +397,17 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.chdir(tmp_path / "other")
         assert same_bits(run(model, PREFILL_AND_DECODE), expected)
     assert not list((tmp_path / "kv").glob("mlx-flash-session-*")) and not list((tmp_path / "other").iterdir())
+
+
+def test_a_folder_of_keys_and_values_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    """The error of the old cache says that a fresh one helps."""
+    expected = run(stock(save(tmp_path / "model", LLAMA)), PREFILL_AND_DECODE)
+    with streamed_on_disk(tmp_path / "model", kv_directory=tmp_path / "kv") as model:
+        cache = make_prompt_cache(model)
+        model(mx.array([[1, 2, 3, 4, 5]]), cache=cache)
+        shutil.rmtree(tmp_path / "kv")
+        with pytest.raises(FileChangedError, match="start again with a fresh prompt cache"):
+            model(mx.array([[6, 7, 8]]), cache=cache)
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert list((tmp_path / "kv").iterdir())
+    assert not list((tmp_path / "kv").iterdir())

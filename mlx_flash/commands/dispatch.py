@@ -167,26 +167,27 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave_lost_terminal() -> None:
-    """Replace standard streams whose terminal was closed: writing to it would fail in the middle of the end."""
-    for fd in range(3):
-        try:
-            termios.tcgetattr(fd)
-        except termios.error as error:
-            if error.args[0] in (errno.EIO, errno.ENXIO):  # others are no terminals
-                os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    """Replace standard streams whose terminal was closed. A write to it would fail, and interrupt the clean-up."""
+    with open(os.devnull, "r+b", buffering=0) as nothing:
+        for fd in range(3):
+            try:
+                termios.tcgetattr(fd)
+            except termios.error as error:
+                if error.args[0] in (errno.EIO, errno.ENXIO):  # others are no terminals
+                    os.dup2(nothing.fileno(), fd)
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Let the first SIGTERM, or a terminal that closes, end the command as Ctrl-C does: files are closed and removed.
 
-    A process that ignores SIGHUP, as ``nohup`` has it, goes on ignoring it.
+    A process that ignores one of them, as ``nohup`` has it ignore SIGHUP, goes on ignoring it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.SIGTERM, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
-    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    asked = (signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.signal(n, _interrupt) for n in asked if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
     finally:

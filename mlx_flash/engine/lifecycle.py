@@ -69,12 +69,12 @@ class Lifecycle:
         self.unfinished: Callable[[], None] | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
-        turns = Turns()
-        self.kv = None if options is None else KVPool(options, self.governor.count, turns)
+        self._turns = Turns()
+        self.kv = None if options is None else KVPool(options, self.governor.count, self._turns)
         self.counters = PassCounters()
         peers = None if prepared.chain is None else prepared.chain.peers
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
-        self._lock = turns.lock
+        self._lock = self._turns.lock
         self._is_owned: Callable[[], bool] = cast(Any, self._lock)._is_owned  # by this thread; threading asks, too
         self._pid = os.getpid()
         self._closed = self._has_ended = False
@@ -111,7 +111,7 @@ class Lifecycle:
         session.start(progress)
         self.layout, self.plan = prepared.layout, prepared.plan
         self.prefixes, self.forecast = session.prefixes, session.forecast
-        self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters)
+        self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters, self._turns)
         expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
         self.engine = session.engine

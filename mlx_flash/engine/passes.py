@@ -46,6 +46,7 @@ class Passes:
         session: its weights, and what counts beside them.
         kv: what its KV caches share; None where they are mlx-lm's own.
         counters: of its calls.
+        turns: of its threads.
 
     Attributes:
         group, sharing: the calls that share a pass, and their choice.
@@ -55,13 +56,13 @@ class Passes:
         begins_ahead: True if everything is in memory: a pass waits for nothing, and its outputs need not be known.
     """
 
-    def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
+    def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters, turns: Turns) -> None:
         self.group = CallGroup(session.engine, session.chain)
         self.sharing = Sharing(session, self.group)
         self._model = model
         self._session = session
         self._kv = kv
-        self._turns = Turns() if kv is None else kv.turns
+        self._turns = turns
         self._counters = counters
         self.under_way: dict[Row, Callable[[], None]] = {}
         self.grants = Grants(len(session.engine.pinned.modules))

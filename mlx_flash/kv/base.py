@@ -145,12 +145,12 @@ class PooledCache:
         return cache
 
     def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
-        key = (KVPool, id(self.pool))
+        key, is_alone = (KVPool, id(self.pool)), not memo  # else the list that it is in was noted first
         if key not in memo:  # caches that are copied together belong to one list
             memo[key] = self.pool.new_group(), {}
         group, copies = memo[key]
         if self.rows not in copies:
-            copies |= self.pool.fork(self.rows.group, group)
+            copies |= self.pool.fork(self.rows, group, is_alone=is_alone)
         other = type(self).__new__(type(self))
         other.rows = copies[self.rows]
         for name in self._form:

@@ -169,10 +169,18 @@ class KVPool(Opaque):
             coming = {rows: Coming(nbytes, num_new, length)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
-    def fork(self, original: CacheGroup, group: CacheGroup) -> dict[LayerRows, LayerRows]:
-        """Return copies of all layers of a list, for another list, that share the pages. Raises: as :meth:`make_room`.
+    def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
+        """Return copies that share the pages: of a layer, and unless it ``is_alone`` of all others of its list.
 
-        They are copied together, between two passes: those of a list that is computed would differ in length.
+        These are copied together, between two passes: those of a list that is computed would differ in length.
+
+        Args:
+            layer: the layer that is asked for.
+            group: the list that the copies are for.
+            is_alone: no other layer of its list is copied with it.
+
+        Raises:
+            BudgetError, WriteError: as :meth:`make_room`.
         """
         with self.turns.lock, self.lock:
             if self.is_closed:
@@ -180,7 +188,7 @@ class KVPool(Opaque):
             self.turns.pass_to(threading.get_ident())
             group.used_at = group.used_at or next(self._clock)
             copies = dict[LayerRows, LayerRows]()
-            for rows in [rows for rows in self.layers if rows.group is original]:
+            for rows in [layer] if is_alone else [rows for rows in self.layers if rows.group is layer.group]:
                 copies[rows] = other = self.new_rows(group, rows.index)
                 # this may send the layer to disk
                 self._make_fit(partial(_with_copy, self, rows), group, rows, ())

@@ -23,8 +23,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, Quantized
 
 from kv_rows import address, bits, equal, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
+from mlx_flash.kv import kvpool, ring
 from mlx_flash.kv import options as kv_options
-from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.memory import MemoryRows
@@ -777,3 +777,17 @@ def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callab
         feed(mine, theirs, 1, 1)
         feed(mine, theirs, 2, 1)
         assert mine[0].pool.memory_bytes <= least
+
+
+def test_a_cache_that_is_copied_alone_copies_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or copying the caches of a list one by one would copy each layer once for each of them."""
+    forked = list[Any]()
+    monkeypatch.setattr(kvpool, "note_copy", lambda *given: forked.append(given))
+    model = build(LLAMA)
+    cache = make_caches(make_prompt_cache(model), KVOptions())
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    copies = [copy.deepcopy(entry) for entry in cache]
+    assert len(forked) == len(copies) == len(cache)
+    assert len(copy.deepcopy(cache)) == len(cache) and len(forked) == 2 * len(cache)
+    expected = model(mx.array([[4]]), cache=copies)
+    assert mx.array_equal(model(mx.array([[4]]), cache=cache), expected)

@@ -129,7 +129,7 @@ def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("evaluate", [mx.eval, mx.async_eval, mx.array.tolist])
-def test_what_another_rank_has_cannot_be_used_even_once(evaluate: Any) -> None:
+def test_each_use_of_what_another_rank_has_raises(evaluate: Any) -> None:
     for dtype in (mx.float32, mx.bfloat16) * 2:
         used = mx.softmax(chain._trap(mx.zeros((2, 3), dtype))) + 1
         with pytest.raises(RuntimeError, match=chain._NO_VALUE):

@@ -97,7 +97,6 @@ EXEC = (flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such 
 PACK = (
     flag("source", help="model directory, or Hugging Face repository"),
     flag("target", help="directory to make"),
-    flag("--verify", action="store_true", help="read everything back and compare"),
     flag("--compress", action="store_true", help="compress what shrinks, if that is expected to pay on this machine"),
     flag("--compress-always", action="store_true", help="compress what shrinks"),
     JSON,

@@ -33,11 +33,11 @@ def pack(args: argparse.Namespace, out: TextIO) -> int:
     source, target = resolve(args.source), Path(args.target)
     decision = _Decision(source, target, args.compress_always) if args.compress or args.compress_always else None
     with progress_bar(args, "Packing", DownloadColumn()) as progress:
-        report = pack_checkpoint(source, target, verify=args.verify, progress=progress, compress=decision)
+        report = pack_checkpoint(source, target, progress=progress, compress=decision)
     if args.json:
         print_json({**asdict(report), "target": str(report.target), **(decision.facts() if decision else {})}, out)
     else:
-        print("\n".join([*_in_words(report, args.verify), *(decision.words(report) if decision else [])]), file=out)
+        print("\n".join([*_in_words(report), *(decision.words(report) if decision else [])]), file=out)
     return 0
 
 
@@ -82,7 +82,7 @@ class _Decision:
             yield "Hint: --compress-always"
 
 
-def _in_words(report: PackReport, verified: bool) -> list[str]:
+def _in_words(report: PackReport) -> list[str]:
     kind = "safetensors file" if report.ratio == 1 else "file"
     lines = [
         f"{report.target}: {report.num_tensors} tensors, {size(report.nbytes)} in "
@@ -91,7 +91,7 @@ def _in_words(report: PackReport, verified: bool) -> list[str]:
         f"one pass reads, packed: {_reads(report.after)}",
     ]
     lines += [f"resumed after {size(report.resumed_bytes)} of an interrupted run"] if report.resumed_bytes else []
-    return lines + ["every tensor was read back and is equal"] * verified
+    return [*lines, "every tensor was read back and is equal"]
 
 
 def _reads(pattern: ReadPattern) -> str:

@@ -38,7 +38,7 @@ from mlx_flash.convert.copies import (
     write_manifest,
 )
 from mlx_flash.convert.parameters import DerivedParameter, derived_parameters
-from mlx_flash.convert.rewrite import Progress, Rewrite, counting, plan_shards
+from mlx_flash.convert.rewrite import Progress, Rewrite, plan_shards
 from mlx_flash.convert.writer import TensorSpec, cut
 from mlx_flash.files import make_private
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
@@ -77,7 +77,7 @@ def adopt_derived(
         directory: the model directory.
         limit_gb: size of all copies together, in decimal GB; older ones are removed to keep it. None leaves a tenth of
             the disk free; 0 does nothing at all.
-        progress: called with (bytes written, bytes to write).
+        progress: called while they are written and read back.
         write: False, for a plan, writes and removes nothing: where there is no copy, parameters count as direct ones
             of the copy that would be made. The model must not be called then.
         share: name of the part that this is of a model that several ranks share.
@@ -157,7 +157,7 @@ class _Copying:
         missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
         arrays = {p.spec.name: p.array for p in derived_parameters(load()) if p.spec in missing}
         gc.collect()  # the rest of that model, which is in cycles
-        self._rewrite.write(lambda tensor: compute(tensor, arrays), counting(self._rewrite.nbytes, progress))
+        self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
         write_manifest(partial, {**manifest, "files": self._stamps(partial)})
         if self._folder.exists():
             discard(self._folder)  # damaged

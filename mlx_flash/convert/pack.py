@@ -17,18 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from mlx_flash.convert.compress import plan_files, worth_compressing
 from mlx_flash.convert.order import ReadPattern, UnitTensors, read_pattern, streaming_order
-from mlx_flash.convert.rewrite import STATE_NAME, PlannedFile, Progress, Rewrite, counting, plan_shards, write_text
+from mlx_flash.convert.rewrite import STATE_NAME, PlannedFile, Progress, Rewrite, plan_shards, write_text
 from mlx_flash.convert.writer import TensorSpec, copy_buffer, read_pieces, write_errors
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError, WriteError
 from mlx_flash.files import free_bytes
 from mlx_flash.layout.fingerprint import state_of
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
-from mlx_flash.storage.safetensors import INDEX_NAME, Checkpoint, read_checkpoint, read_shard
+from mlx_flash.storage.safetensors import INDEX_NAME, Checkpoint, read_checkpoint
 from mlx_flash.storage.shards import STOCK_PATTERN
 
 SHARD_BYTES = 5 * 10**9
@@ -58,7 +56,6 @@ def pack(
     target: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
-    verify: bool = False,
     progress: Progress | None = None,
     compress: Callable[[float], bool] | None = None,
 ) -> PackReport:
@@ -68,8 +65,7 @@ def pack(
         source: a model folder.
         target: the new folder; it must not exist, or be empty.
         shard_bytes: size of a shard at most, unless one unit is larger; shards are cut between units only.
-        verify: read everything back at the end and compare it with the source.
-        progress: called with (bytes done, bytes to do) of tensors; with ``verify`` every byte counts twice.
+        progress: called while tensors are written and read back.
         compress: called with the share of the bytes that a compressed copy is expected to take. True makes one, which
             stock mlx-lm does not load. None compresses nothing.
 
@@ -82,7 +78,7 @@ def pack(
     began = time.perf_counter()
     if shard_bytes <= 0:
         raise ConfigError(f"shard_bytes is {shard_bytes}, must be above 0")
-    target = Path(os.path.realpath(target))
+    target = Path(os.path.realpath(target.expanduser()))
     _check_target(source, target)
     checkpoint = read_checkpoint(source)
     state = state_of(checkpoint)
@@ -100,7 +96,7 @@ def pack(
         _check_unused(rewrite.partial)
         rewrite.clear()
         resumed = rewrite.nbytes - rewrite.missing_bytes
-        _fill(rewrite, checkpoint, verify, progress, ratio)
+        _fill(rewrite, checkpoint, progress, ratio)
         rewrite.finish()
     packed = read_checkpoint(target)
     return PackReport(
@@ -132,7 +128,7 @@ def _refuse(folder: Path) -> NoReturn:
 
 
 def _check_unused(folder: Path) -> None:
-    if not (folder / STATE_NAME).exists() and (found := sorted(entry.name for entry in folder.iterdir())):
+    if not any(folder.glob(f"{STATE_NAME}*")) and (found := sorted(entry.name for entry in folder.iterdir())):
         raise ConfigError(f"{folder} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away.")
 
 
@@ -160,34 +156,16 @@ def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_byt
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def _fill(rewrite: Rewrite, checkpoint: Checkpoint, verify: bool, progress: Progress | None, ratio: float) -> None:
+def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, ratio: float) -> None:
     """Write everything of the folder that an earlier run has not written."""
     folder, buffer = rewrite.partial, copy_buffer()
     others = list(_other_files(checkpoint, checkpoint.directory))
     _check_room(folder, round(rewrite.missing_bytes * ratio) + sum(path.stat().st_size for path in others))
-    count = counting(checkpoint.nbytes * (2 if verify else 1), progress)
-    rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), count)
-    for shard in rewrite.shards if verify else ():
-        _compare(folder / shard.name, checkpoint, count)
+    rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), progress)
     for path in others:
         _copy_file(path, folder / path.relative_to(checkpoint.directory))
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         write_text(folder / INDEX_NAME, _index(rewrite))
-
-
-def _compare(shard: Path, checkpoint: Checkpoint, count: Callable[[int], object]) -> None:
-    """Compare a shard with its source, byte for byte; one that differs is removed, so that the next run writes it."""
-    buffers = copy_buffer(), copy_buffer()
-    for written in read_shard(shard).tensors:
-        original = checkpoint.tensors[written.name]
-        for theirs, ours in zip(read_pieces(original, buffers[0]), read_pieces(written, buffers[1]), strict=True):
-            if not np.array_equal(np.frombuffer(theirs, np.uint8), np.frombuffer(ours, np.uint8)):
-                shard.unlink()
-                raise WriteError(
-                    f"{written.name!r} in {shard} is not what {original.extent.path} holds. "
-                    "Hint: check disk and memory of this machine, then start it again."
-                )
-            count(len(ours))
 
 
 def _other_files(checkpoint: Checkpoint, folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:

@@ -1,7 +1,8 @@
 """A checkpoint's tensors written again to another folder, whole or not at all.
 
-Everything is written to ``<target>.partial``, which its writer locks and renames at the end. A run that was interrupted
-is resumed at the first shard that is not complete, if the checkpoint's files are still the same.
+Everything is written to ``<target>.partial``, which its writer locks. At the end it is read back and compared with what
+was written, and renamed. A run that was interrupted is resumed at the first shard that is not complete, if the
+checkpoint's files are still the same.
 """
 
 from __future__ import annotations
@@ -9,21 +10,32 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from mlx_flash.convert.writer import Pieces, ShardPlan, TensorSpec, aligned_order, write_errors
-from mlx_flash.errors import FileChangedError
-from mlx_flash.files import PARTIAL_SUFFIX, open_locked, rename_durably
+from mlx_flash.convert.writer import (
+    Pieces,
+    ShardPlan,
+    TensorSpec,
+    aligned_order,
+    copy_buffer,
+    read_pieces,
+    write_errors,
+)
+from mlx_flash.errors import FileChangedError, FlashError, WriteError
+from mlx_flash.files import PARTIAL_SUFFIX, open_locked, rename_durably, write_atomically
 from mlx_flash.layout.fingerprint import State, state_of
-from mlx_flash.storage.safetensors import Checkpoint
+from mlx_flash.storage.safetensors import Checkpoint, read_shard
+from mlx_flash.storage.shards import weight_files
 
 STATE_NAME = ".mlx-flash-pack.json"
-"""In the partial folder: the files that its shards come from."""
+"""In the partial folder: the files that its shards come from, and checksums of the tensors written so far."""
 
 Progress = Callable[[int, int], object]
+"""Called with (bytes done, bytes to do). Each byte counts twice: when it is written, and when it is read back."""
 
 
 class PlannedFile(Protocol):
@@ -70,7 +82,7 @@ def plan_shards(
     return [ShardPlan(name, aligned_order(part), metadata) for name, part in zip(names, parts, strict=True)]
 
 
-def counting(total: int, progress: Progress | None) -> Callable[[int], None]:
+def _counting(total: int, progress: Progress | None) -> Callable[[int], None]:
     """Return a function that counts bytes, and reports the sum of all calls."""
     done = 0
 
@@ -81,6 +93,50 @@ def counting(total: int, progress: Progress | None) -> Callable[[int], None]:
             progress(done, total)
 
     return count
+
+
+def check_written(
+    folder: Path, shards: Sequence[PlannedFile], checksums: Mapping[str, int], count: Callable[[int], object]
+) -> None:
+    """Open the files of a copy as those of a model, and compare all tensors with what was written.
+
+    A file that differs is removed, so that the next run writes it again.
+
+    Args:
+        folder: the copy.
+        shards: its files, and no others.
+        checksums: of the bytes of each tensor that were written, by name.
+        count: called with the bytes of each piece that was read.
+
+    Raises:
+        WriteError: there are other files, or a tensor has another name, type, shape, or other bytes.
+    """
+    found, planned = [path.name for path in weight_files(folder)], sorted(shard.name for shard in shards)
+    if found != planned:
+        raise WriteError(f"{folder} holds the weights {found}, but {planned} were written. Hint: start it again.")
+    for shard in shards:
+        path = folder / shard.name
+        written = {(tensor.name, tensor.dtype, tensor.shape, checksums[tensor.name]) for tensor in shard.tensors}
+        try:
+            if wrong := written ^ {*_read_back(path, count)}:
+                raise WriteError(
+                    f"{min(wrong)[0]!r} in {path} is not what was written. "
+                    "Hint: check disk and memory of this machine, then start it again."
+                )
+        except FlashError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _read_back(path: Path, count: Callable[[int], object]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Yield name, type, shape and checksum of each tensor of a file."""
+    buffer = copy_buffer()
+    for record in read_shard(path).tensors:
+        checksum = 0
+        for piece in read_pieces(record, buffer):
+            checksum = zlib.crc32(piece, checksum)
+            count(len(piece))
+        yield record.name, record.dtype, record.shape, checksum
 
 
 class Rewrite:
@@ -108,6 +164,7 @@ class Rewrite:
         self.partial = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
         self.nbytes = sum(shard.nbytes for shard in shards)
         self._checkpoint, self._state = checkpoint, state
+        self._checksums: dict[str, int] = {}
         self._mode, self._hint = mode, hint
         self._is_renamed = False
 
@@ -138,17 +195,29 @@ class Rewrite:
 
     def clear(self) -> None:
         """Empty the partial folder, but for complete shards of an earlier run from the same source."""
-        note = self.partial / STATE_NAME
-        state = json.dumps(self._state, indent=1)
         with write_errors(f"cannot empty {self.partial}", self._hint):
-            is_same = note.exists() and note.read_text() == state
-            keep = {shard.name for shard in self.shards if is_same}
+            self._checksums = self._noted()
+            keep = {shard.name for shard in self.shards if all(t.name in self._checksums for t in shard.tensors)}
             for entry in self.partial.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
-                elif entry.name not in keep and entry != note:
+                elif entry.name not in keep and entry.name != STATE_NAME:
                     entry.unlink()
-        write_text(note, state)
+        self._take_note()
+
+    def _noted(self) -> dict[str, int]:
+        """Return the checksums of an earlier run from the same source."""
+        with suppress(FileNotFoundError, ValueError):
+            match json.loads((self.partial / STATE_NAME).read_bytes()):
+                case {"state": self._state, "checksums": dict(checksums)}:
+                    return checksums
+        return {}
+
+    def _take_note(self) -> None:
+        note = self.partial / STATE_NAME
+        with write_errors(f"cannot write {note}", self._hint):
+            text = json.dumps({"state": self._state, "checksums": self._checksums})
+            write_atomically(note, text, mode=0o666, durable=True)
 
     @property
     def missing(self) -> list[PlannedFile]:
@@ -160,11 +229,21 @@ class Rewrite:
         """Bytes that are still to be written."""
         return sum(shard.nbytes for shard in self.missing)
 
-    def write(self, pieces: Pieces, count: Callable[[int], object]) -> None:
+    def write(self, pieces: Pieces, progress: Progress | None) -> None:
         """Write the missing shards. Raise FileChangedError if the checkpoint's files are not those that were read."""
-        count(self.nbytes - self.missing_bytes)
+
+        def summed(tensor: TensorSpec) -> Iterator[memoryview]:
+            for piece in pieces(tensor):
+                self._checksums[tensor.name] = zlib.crc32(piece, self._checksums[tensor.name])
+                yield piece
+                del piece  # or its array stays while the next one is computed
+
+        self._count = _counting(2 * self.nbytes, progress)
+        self._count(self.nbytes - self.missing_bytes)
         for shard in self.missing:
-            shard.write(self.partial, pieces, count, self._check_source)
+            self._checksums.update((tensor.name, 0) for tensor in shard.tensors)
+            shard.write(self.partial, summed, self._count, self._check_source)
+            self._take_note()
 
     def _check_source(self) -> None:
         if state_of(self._checkpoint) != self._state:
@@ -173,7 +252,8 @@ class Rewrite:
             )
 
     def finish(self) -> None:
-        """Give the folder its name."""
+        """Check what was written, and give the folder its name."""
+        check_written(self.partial, self.shards, self._checksums, self._count)
         with write_errors(f"cannot rename {self.partial} to {self.target}", self._hint):
             rename_durably(self.partial, self.target)
             self._is_renamed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -164,7 +165,7 @@ def prepare(
         model_path: the model directory.
         config: how to stream.
         model_config: entries that replace those of ``config.json``.
-        progress: called with (bytes written, bytes to write) while large derived parameters are written to the cache.
+        progress: called with (bytes done, bytes to do) while large derived parameters are written to the cache.
         writes: whether they may be written; if not, the plan is that of when they are.
         group: the ranks that share the model's layers; None for a model of this process alone.
         probe: a file to probe the disk with; None takes the largest shard.
@@ -247,6 +248,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointNotFoundError: there is neither.
     """
+    path_or_hf_repo = os.path.expanduser(path_or_hf_repo)  # noqa: PTH111 - a repository must not become a path
     path = Path(path_or_hf_repo)
     _check_folder(path)
     if not path.exists() and (len(path.parts) > 2 or path_or_hf_repo.startswith(("/", ".", "~"))):

@@ -150,7 +150,7 @@ class Checkpoint:
     """The safetensors files of a model folder.
 
     Attributes:
-        directory: the folder.
+        directory: the folder, as an absolute path like those of its files.
         shards: its files in the order in which mlx-lm loads them.
         tensors: the tensors that mlx-lm ends up with, by name.
     """
@@ -242,7 +242,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         HeaderError: a shard is truncated, or its header breaks the format.
         CheckpointError: the folder or a file in it cannot be read.
     """
-    shards = tuple(read_shard(path.absolute()) for path in find_shards(directory))  # a program may change its folder
+    found = find_shards(directory)
+    directory = directory.absolute()  # a program may change its folder
+    shards = tuple(read_shard(directory / path.name) for path in found)
     tensors: dict[str, TensorRecord] = {}
     for shard in shards:
         tensors.update({record.name: record for record in shard.tensors})

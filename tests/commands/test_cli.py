@@ -253,7 +253,7 @@ def test_slow_speeds_are_seconds_per_token() -> None:
 
 
 def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
-    done = run("pack", model, tmp_path / "a", "--verify")
+    done = run("pack", model, tmp_path / "a")
     text = done.stdout.decode()
     assert done.returncode == 0 and "PackReport" not in text
     assert text.startswith(f"{tmp_path / 'a'}: 30 tensors, 299 kB in 1 safetensors file, packed in ")

@@ -182,8 +182,22 @@ def test_a_plan_writes_nothing_and_counts_them_as_streamed(directory: Path, comp
 def test_progress_ends_at_the_total(directory: Path) -> None:
     seen: list[tuple[int, int]] = []
     adopt(directory, progress=lambda done, total: seen.append((done, total)))
-    total = sum(p.spec.nbytes for p in derived_parameters(load(directory)[0]))
+    total = 2 * sum(p.spec.nbytes for p in derived_parameters(load(directory)[0]))  # written, and read back
     assert seen[0] == (0, total) and seen[-1] == (total, total) and seen == sorted(seen) and len(seen) > NUM_DERIVED
+
+
+def test_a_wrong_bit_of_a_copy_is_found(directory: Path) -> None:
+    damaged: list[Path] = []
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 2 and not damaged:  # all is written, the first tensor was read back
+            damaged.extend(derived_directory().glob("*.partial/*.safetensors"))
+            damage_data(damaged[-1])
+
+    with pytest.raises(WriteError, match="is not what was written"):
+        adopt(directory, progress=progress)
+    assert not [copy for copy in list_copies() if copy.is_complete]
+    assert same_bits(logits(adopt(directory).model), logits(stock(directory)))
 
 
 def test_writing_takes_the_memory_of_a_layer_or_two(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -35,10 +35,10 @@ _ENTRIES = ("model_type", "num_hidden_layers", "hidden_size", "max_position_embe
 def create(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash create``: write a Modelfile with a name."""
     check_model_name(args.name)
-    source = Path(args.file)
-    note_lines(read_modelfile(source))
+    modelfile = read_modelfile(args.file)
+    note_lines(modelfile)
     verb = "replaced" if args.name in named_models() else "created"
-    path = create_model(args.name, source)
+    path = create_model(args.name, modelfile)
     print(f"{verb} {args.name}: {path}", file=out)
     return 0
 
@@ -86,11 +86,10 @@ def look_at(name: str, config: FlashConfig) -> Json:
 
 
 def _describe(modelfile: Modelfile) -> Json:
-    parameters = {field.name: getattr(modelfile.parameters, field.name) for field in fields(modelfile.parameters)}
     return {
         "path": str(modelfile.path),
         "system": modelfile.system,
-        "parameters": {name: value for name, value in parameters.items() if value is not None},
+        "parameters": modelfile.parameters.given(),
         "stop": list(modelfile.stop),
         "settings": dict(modelfile.flash),
     }

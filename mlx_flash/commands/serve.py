@@ -125,9 +125,14 @@ def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Na
     if num_predict is not None and num_predict <= 0:
         note(f"{modelfile.path}: PARAMETER num_predict has no effect here: clients of the server set max_tokens")
     modelfile = replace(modelfile, parameters=replace(modelfile.parameters, num_predict=num_predict))
+
+    def describe(name: str, path: Path) -> Source:
+        found = read_modelfile(path)
+        return source_of(found, name, _checked_config(found, args, config), Defaults())
+
     source = source_of(modelfile, modelfile.base, config, Defaults())
     options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
-    return serve_catalog(Catalog([source], config), _endpoint(args), options)
+    return serve_catalog(Catalog([source], config, describe=describe), _endpoint(args), options)
 
 
 def _log_at(level: str) -> None:

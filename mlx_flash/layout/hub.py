@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from huggingface_hub.errors import (
+    DryRunError,
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
@@ -45,7 +46,8 @@ def check_name(name: str) -> None:
 
 def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
     """Return the error for a model that is no folder, and that Hugging Face does not give."""
-    kinds = [
+    found = error.__cause__ if isinstance(error, DryRunError) else error
+    kinds: list[tuple[type | tuple[type, ...], str]] = [
         (GatedRepoError, "its licence has to be accepted. Hint: accept it on the model's page, then: hf auth login"),
         (RevisionNotFoundError, "there is no such revision"),
         (
@@ -53,12 +55,13 @@ def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
             "there is no such repository, or it is private. Hint: names of repositories are NAMESPACE/NAME, such as "
             f"{_EXAMPLE}; for a private one: hf auth login",
         ),
+        (HfHubHTTPError, " ".join(str(found).split())),
         (OfflineModeIsEnabled, "HF_HUB_OFFLINE is set, and the model was not downloaded before"),
         (
-            LocalEntryNotFoundError,
+            (LocalEntryNotFoundError, HfHubHTTPError.__bases__[0]),  # the latter's other children: no connection
             "it was not downloaded before, and Hugging Face cannot be reached. Hint: check the name and the network "
             "(HF_HUB_OFFLINE, HF_ENDPOINT, proxies)",
         ),
     ]
-    words = next((words for kind, words in kinds if isinstance(error, kind)), " ".join(str(error).split()))
+    words = next((words for kind, words in kinds if isinstance(found, kind)), " ".join(str(error).split()))
     return CheckpointNotFoundError(f"there is no directory {name!r}, and Hugging Face has no such model here: {words}")

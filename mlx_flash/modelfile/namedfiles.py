@@ -9,8 +9,7 @@ from pathlib import Path
 from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.files import make_private, write_atomically
 from mlx_flash.folders import settings_file
-from mlx_flash.modelfile.parse import parse_modelfile, read_text
-from mlx_flash.modelfile.values import parse_base, parse_directory, unquote
+from mlx_flash.modelfile.parse import FLASH_INSTRUCTIONS, Modelfile
 
 _NAME = re.compile(r"\w[\w.:-]{0,99}", re.ASCII)
 
@@ -40,20 +39,18 @@ def check_model_name(name: str) -> None:
         )
 
 
-def create_model(name: str, source: Path) -> Path:
-    """Write a Modelfile with a name. Folders in it become absolute. Return its path.
+def create_model(name: str, modelfile: Modelfile) -> Path:
+    """Write the contents of a Modelfile with a name. Return its path. Comments and what has no effect are left out.
 
     Raises:
-        ConfigError: the name or the Modelfile is wrong.
+        ConfigError: the name is wrong, or a text cannot be quoted.
         WriteError: it cannot be written.
     """
     check_model_name(name)
-    text = read_text(source)
-    parse_modelfile(text, source)
     path = models_folder() / name
     try:
         make_private(path.parent)
-        write_atomically(path, "\n".join(_absolute(text, source.absolute().parent)))
+        write_atomically(path, "".join(f"{line}\n" for line in _lines(modelfile)))
     except OSError as error:
         raise WriteError(
             f"cannot write the Modelfile {path}: {error.strerror or error}. Hint: make room there, check who may write "
@@ -62,28 +59,33 @@ def create_model(name: str, source: Path) -> Path:
     return path
 
 
-def _absolute(text: str, folder: Path) -> Iterator[str]:
-    """Yield the lines of a correct Modelfile, with absolute folders in FROM and ADAPTER."""
-    lines = iter(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
-    for line in lines:
-        name, *rest = line.split(None, 1) or [""]
-        if name.startswith("#") or not rest:
-            yield line
-        elif name.upper() == "FROM":
-            yield f"FROM {parse_base(unquote(rest[0], lines), folder)}"
-        elif name.upper() == "ADAPTER":
-            yield f"ADAPTER {parse_directory(unquote(rest[0], lines), folder)}"
-        else:
-            yield line
-            if name.upper() in ("PARAMETER", "MESSAGE"):
-                rest = rest[0].split(None, 1)[1:]
-            taken: list[str] = []
-            if rest:
-                unquote(rest[0], _noting(lines, taken))
-            yield from taken
+def _lines(modelfile: Modelfile) -> Iterator[str]:
+    """Yield the lines of a Modelfile with these contents."""
+    yield f"FROM {modelfile.base}"
+    if modelfile.adapter is not None:
+        yield f"ADAPTER {modelfile.adapter}"
+    for key, value in modelfile.parameters.given().items():
+        yield f"PARAMETER {key} {value}"
+    texts = [("SYSTEM", modelfile.system), ("TEMPLATE", modelfile.template)]
+    texts += [("PARAMETER stop", stop) for stop in modelfile.stop]
+    texts += [(f"MESSAGE {message.role}", message.content) for message in modelfile.messages]
+    texts += [("LICENSE", text) for text in modelfile.licenses]
+    yield from (f"{key} {quoted(text)}" for key, text in texts if text is not None)
+    num_ctx = ("context_length", str(modelfile.parameters.num_ctx))  # which sets this, too
+    for key, name in FLASH_INSTRUCTIONS.items():
+        if name in modelfile.flash and (name, modelfile.flash[name]) != num_ctx:
+            yield f"{key} {modelfile.flash[name]}"
 
 
-def _noting(lines: Iterator[str], taken: list[str]) -> Iterator[str]:
-    for line in lines:
-        taken.append(line)
-        yield line
+def quoted(text: str) -> str:
+    """Return a text as a Modelfile has it.
+
+    Raises:
+        ConfigError: no quotes can hold it.
+    """
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    if len(lines) == 1 and not text.startswith('"'):
+        return f'"{text}"'
+    if any(line.rstrip().endswith('"""') for line in lines):
+        raise ConfigError(f'a line of a text ends with """, which ends a text in a Modelfile: {text[:50]!r}')
+    return '"""' + "\n".join(lines) + '"""'

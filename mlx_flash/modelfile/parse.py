@@ -12,7 +12,7 @@ becomes a :class:`Note`. A wrong one raises a ConfigError with file and line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ class Parameters:
     seed: int | None = None
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
+
+    def given(self) -> dict[str, int | float]:
+        """Return those that are set."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
         """Return mlx-lm's ``max_tokens`` for a prompt of this length: -1 sets no limit, None is unset."""
@@ -175,17 +180,18 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: the Modelfile is not text: {error}") from error
 
 
-def parse_modelfile(text: str, path: Path | str) -> Modelfile:
+def parse_modelfile(text: str, path: Path | str, find_base: Callable[[str, Path], str] = parse_base) -> Modelfile:
     """Parse the text of a Modelfile.
 
     Args:
         text: the text.
         path: the file of the text. Paths in it are relative to the file's directory.
+        find_base: returns the model of a FROM, given its value and that directory.
 
     Raises:
         ConfigError: a line is wrong; the message has its number.
     """
-    draft = _Draft(Path(path))
+    draft = _Draft(Path(path), find_base)
     lines = enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1)
     for number, line in lines:
         try:
@@ -205,8 +211,8 @@ def _own_instruction(alias: str, rest: list[str]) -> tuple[str, list[str]]:
 class _Draft:
     """A Modelfile that is being read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, find_base: Callable[[str, Path], str]) -> None:
+        self._path, self._find_base = path, find_base
         self._values: dict[str, Any] = {}  # by instruction; of repeatable ones, the last
         self._lines: dict[str, int] = {}
         self._stop: list[str] = []
@@ -252,7 +258,7 @@ class _Draft:
         if name in ("FROM", "ADAPTER") and not value:
             raise ConfigError(f"{name} is empty")
         if name == "FROM":
-            return parse_base(value, self._path.parent)
+            return self._find_base(value, self._path.parent)
         if name == "ADAPTER":
             return parse_directory(value, self._path.parent)
         if name in FLASH_INSTRUCTIONS:

@@ -32,10 +32,12 @@ class Access:
     Attributes:
         api_key: the key that each request must bring; None asks for none.
         origins: origins of web pages that may ask, as browsers name them; ``*`` is any.
+        is_open: other machines may ask without a key. They may not change which models this machine has.
     """
 
     api_key: str | None = None
     origins: Sequence[str] = ()
+    is_open: bool = False
 
     def check_origin(self, origin: str | None, host: str | None) -> None:
         """Check that a request comes from a program, from the server's own page, or from a page that may ask.
@@ -133,7 +135,7 @@ def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_ope
             f"--host {host}: other machines could use this server without a key. Hint: put a key in a file and name it "
             f"with --api-key-file, or set {API_KEY_VARIABLE}, or say --no-auth."
         )
-    return Access(key, tuple(origins))
+    return Access(key, tuple(origins), is_open=key is None and is_open and not _is_loopback(host))
 
 
 def _read_key(path: Path) -> str:

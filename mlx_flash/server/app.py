@@ -49,7 +49,7 @@ def make_app(service: Service, access: Access) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(access.origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
             )
         )
@@ -59,7 +59,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         Route("/metrics", show_metrics),
         *page_routes(service),
         *openai_routes(service),
-        *ollama_routes(service),
+        *ollama_routes(service, may_manage=not access.is_open),
         *anthropic_routes(service),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})

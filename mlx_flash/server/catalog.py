@@ -13,6 +13,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.modelfile.namedfiles import named_models
+from mlx_flash.modelfile.parse import Modelfile
 from mlx_flash.server.sampling import Defaults
 
 DEFAULT_NAME = "default_model"
@@ -36,6 +37,7 @@ class Source:
         first_messages: those that every conversation begins with. A request's own system prompt wins.
         config: how to stream.
         vision: load it with mlx-vlm if it sees; None only where mlx-lm does not know it.
+        modelfile: that it comes from; None for none.
         created: seconds since 1970, for listings.
     """
 
@@ -48,7 +50,8 @@ class Source:
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = field(default_factory=Defaults)
     first_messages: tuple[dict[str, str], ...] = ()
-    created: int = field(default_factory=lambda: int(time.time()))
+    modelfile: Modelfile | None = None
+    created: int = field(default_factory=lambda: int(time.time()), compare=False)
 
 
 class Catalog:
@@ -82,6 +85,10 @@ class Catalog:
         self._config, self._defaults = config, defaults or Defaults()
         self._tokenizer_settings = tokenizer_settings or {}
         self._vision, self.image_folder, self._describe = vision, image_folder, describe
+
+    def is_given(self, name: str) -> bool:
+        """Return whether the command line gave a name, which keeps its meaning until the server ends."""
+        return name in self._named or name == DEFAULT_NAME
 
     @property
     def default(self) -> Source | None:

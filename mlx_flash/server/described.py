@@ -35,6 +35,7 @@ def source_of(
         tokenizer_settings={**(settings or {}), **template},
         defaults=_defaults(modelfile, defaults),
         first_messages=tuple(first_messages(modelfile)),
+        modelfile=modelfile,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.answer import Answer
@@ -31,7 +31,7 @@ class Job:
         leader: the request for whose prompt it waits, or waited; None for none.
         text: the text so far. There from the beginning of the computation.
         num_cached: tokens of the prompt that a kept cache had; once it is done, and those that the prefix cache had.
-        num_tokens: tokens of the answer so far.
+        tokens: of the answer so far.
         is_over: nothing is sent any more.
     """
 
@@ -47,7 +47,7 @@ class Job:
     leader: Job | None = None
     text: TextStream | None = None
     num_cached: int = 0
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     is_over: bool = False
     load_seconds: float = 0.0
     _began: float = 0.0
@@ -62,10 +62,10 @@ class Job:
         """Note that its prompt is computed from now on."""
         self._began = time.perf_counter()
 
-    def count_token(self) -> None:
-        """Count a token of the answer."""
-        self.num_tokens += 1
-        if self.num_tokens == 1:
+    def note_token(self, token: int) -> None:
+        """Note a token of the answer."""
+        self.tokens.append(token)
+        if len(self.tokens) == 1:
             self._first = time.perf_counter()
 
     def send(self, event: Event) -> None:
@@ -78,14 +78,15 @@ class Job:
         assert self.prompt is not None and self.text is not None
         reason = "tool_calls" if reason == "stop" and self.text.num_calls else reason
         stop, now = self.text.stop, time.perf_counter()
-        counts = len(self.prompt.tokens), self.num_cached, self.num_tokens
-        self.send(End(reason, stop, *counts, self.load_seconds, self._first - self._began, now - self._first))
+        counts = len(self.prompt.tokens), self.num_cached, len(self.tokens)
+        tokens = (*self.prompt.tokens, *self.tokens) if self.request.tells_tokens else ()
+        self.send(End(reason, stop, *counts, tokens, self.load_seconds, self._first - self._began, now - self._first))
         self.is_over = True
 
     def end_without_answer(self) -> None:
         """Send the end of a request that asks for no answer."""
         num_prompt = 0 if self.prompt is None else len(self.prompt.tokens)
-        self.send(End("stop", None, num_prompt, 0, 0, self.load_seconds))
+        self.send(End("stop", None, num_prompt, 0, 0, load_seconds=self.load_seconds))
         self.is_over = True
 
     def fail(self, error: RefusedError) -> None:

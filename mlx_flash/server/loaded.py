@@ -207,7 +207,7 @@ class LoadedModel:
 
     def _fail(self, job: Job, error: RefusedError) -> None:
         """End a request that could not be computed. If memory was short, kept caches leave, and it begins once more."""
-        if isinstance(error.__cause__, BudgetError) and len(self.kept) and not job.num_tokens:
+        if isinstance(error.__cause__, BudgetError) and len(self.kept) and not job.tokens:
             self.kept.trim_to(n_sequences=0)
             job.uid, job.is_prompt_done = None, False
             with ends_alone(job.fail):
@@ -263,7 +263,7 @@ class LoadedModel:
     def _take_token(self, job: Job, response: Any) -> None:
         """Send what a token completes, and end the answer with its last one."""
         assert job.text is not None
-        job.count_token()
+        job.note_token(response.token)
         reason = response.finish_reason
         parts = job.text.add(response.token) if reason != "stop" else []
         if reason is not None:
@@ -302,8 +302,8 @@ def _counted_in_pieces() -> Iterator[None]:
 
 
 def _opened(source: Source, request: GenerationRequest) -> GenerationRequest:
-    """Return a request with the messages that every conversation with a model begins with."""
-    if request.messages is None or not source.first_messages:
+    """Return a request with the messages that every conversation with a model begins with, if it begins now."""
+    if request.messages is None or request.context or not source.first_messages:
         return request
     return replace(request, messages=opened_with(source.first_messages, request.messages))
 

@@ -56,8 +56,9 @@ class Models:
         return iter(list(self._loaded.values()))
 
     def get(self, source: Source) -> LoadedModel | None:
-        """Return a model if it is in memory."""
-        return self._loaded.get(source.name)
+        """Return a model if it is in memory, with these settings: its Modelfile may have been replaced."""
+        found = self._loaded.get(source.name)
+        return found if found is not None and found.source == source else None
 
     def load(self, source: Source, progress: Progress) -> LoadedModel | None:
         """Load a model. Return None if it has to wait until others have answered their requests.
@@ -72,6 +73,10 @@ class Models:
         if source.name in self._alone and any(model.jobs for model in self._loaded.values()):
             return None
         self._alone.discard(source.name)
+        if (replaced := self._loaded.get(source.name)) is not None:
+            if replaced.jobs:
+                return None
+            self.unload(replaced)
         began = time.perf_counter()
         path = resolve(source.base)
         while True:

@@ -116,13 +116,20 @@ def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str
         found = _of_messages(request, tokenizer, options)
     else:
         found = whole(list(tokenizer.encode(_plain_chat(request.messages))))
+    if request.context:
+        found = whole(after(request.context, found.tokens, tokenizer), found.state)
     check_tokens(found.tokens, vocab_size, request)
     return found
 
 
+def after(context: Sequence[int], tokens: list[int], tokenizer: Any) -> list[int]:
+    """Return the tokens of an earlier conversation, then others without the token that begins a text."""
+    return [*context, *tokens[tokens[:1] == [tokenizer.bos_token_id] :]]
+
+
 def check_tokens(tokens: Sequence[int], vocab_size: int, request: GenerationRequest) -> None:
     """Check that a model can read the tokens of a request's prompt. Raises: RefusedError: it cannot."""
-    field = "messages" if request.messages is not None else "prompt"
+    field = "context" if request.context else "messages" if request.messages is not None else "prompt"
     if not tokens:
         raise RefusedError("the prompt has no tokens.", 400, field)
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)

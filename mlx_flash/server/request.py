@@ -68,6 +68,8 @@ class GenerationRequest:
         pictures: files of the pictures whose places messages mark with ``{"type": "image"}`` parts, as base64.
         prompt: text that the model goes on with.
         tokens: the same as numbers.
+        context: tokens of an earlier conversation, with its answer, that the messages go on from.
+        tells_tokens: the end of the answer has the tokens of prompt and answer, to go on from.
         tools: JSON descriptions of functions, for the chat template.
         template_options: further variables of the chat template.
         sampling: the choice of tokens.
@@ -88,6 +90,8 @@ class GenerationRequest:
     pictures: Sequence[str] = ()
     prompt: str | None = None
     tokens: Sequence[int] | None = None
+    context: Sequence[int] = ()
+    tells_tokens: bool = False
     tools: Sequence[dict[str, Any]] | None = None
     template_options: dict[str, Any] | None = None
     sampling: Sampling = Sampling()

@@ -13,7 +13,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
 from mlx_flash.residency.admission import room_bytes
 from mlx_flash.server.lone import LoneRows
-from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
+from mlx_flash.server.prompts import Prompt, after, check_tokens, checked_options, state_of, whole
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import decoded
 from mlx_flash.vision.flashvlm import FlashVLM
@@ -106,7 +106,7 @@ class Sight:
             options["tools"] = list(request.tools)
         messages: Any = request.prompt if request.messages is None else request.messages
         try:
-            return make_prompt(
+            found = make_prompt(
                 self.model,
                 self._processor,
                 messages,
@@ -116,6 +116,7 @@ class Sight:
             )
         except (PictureError, BudgetError) as error:
             raise RefusedError(str(error), 400, "messages") from error
+        return of_tokens(after(request.context, found.tokens, self._tokenizer)) if request.context else found
 
     def _decode(self, pictures: Sequence[str]) -> list[Any]:
         """Return pictures of a request, once there is room for all of them in the processor."""

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_flash.errors import RefusedError
+from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.server.answer import Answer
 from mlx_flash.server.body import Bodies, Checked, read_body
 from mlx_flash.server.catalog import Catalog
@@ -76,8 +76,9 @@ class Service:
             try:
                 with self._one_more(), self._bodies.one_more() as count:
                     return await answer(self, request, await read_body(request, kind, count))
-            except RefusedError as error:
-                return JSONResponse(errors(error), error.status)
+            except FlashError as error:
+                found = error if isinstance(error, RefusedError) else RefusedError(str(error), 400)
+                return JSONResponse(errors(found), found.status)
             except (ClientLeftError, ClientDisconnect):
                 return Response(status_code=499)  # nobody reads it
 

@@ -9,13 +9,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
+from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.server.access import Access
 from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source
+from mlx_flash.server.described import source_of
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port
@@ -97,7 +100,7 @@ def live(
     access: Access | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
-    """Run a server of some models."""
+    """Run a server of some models, and of Modelfiles with names."""
     config = FlashConfig(**({"ram_budget_gb": 2.0, "telemetry": False} | settings))
     sources = [
         Source(name=model, base=model, config=config, defaults=defaults or Defaults())
@@ -105,7 +108,11 @@ def live(
         else model
         for model in models
     ]
-    room = EngineRoom(Catalog(sources, config, defaults), options, keep_alive)
+
+    def describe(name: str, path: Path) -> Source:
+        return source_of(read_modelfile(path), name, config, defaults or Defaults())
+
+    room = EngineRoom(Catalog(sources, config, defaults, describe=describe), options, keep_alive)
     room.start()
     running = Live(room, access)
     try:

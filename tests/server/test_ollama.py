@@ -117,6 +117,18 @@ def test_generate(server: Live, client: Any) -> None:
     assert found == client.chat("sea", system, options={"num_predict": 6}).message.content
 
 
+def test_generate_goes_on_from_a_context(server: Live, client: Any) -> None:
+    first = client.generate("sea", "Hello", options={"num_predict": 5})
+    assert len(first.context) == first.prompt_eval_count + first.eval_count
+    *_, last = client.generate("sea", "And then", context=first.context, options={"num_predict": 4}, stream=True)
+    assert list(last.context[: len(first.context)]) == list(first.context)
+    whole = {"prompt": list(last.context)[: last.prompt_eval_count], "max_tokens": 4}
+    text = server.post("/v1/completions", whole)[1]["choices"][0]["text"]
+    again = client.generate("sea", "And then", context=first.context, options={"num_predict": 4})
+    assert again.response == text and again.context == last.context
+    assert client.generate("sea", "Hello", raw=True, options={"num_predict": 1}).context is None
+
+
 def test_answers_follow_a_schema(client: Any) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
     schema |= {"required": ["age"], "additionalProperties": False}
@@ -141,6 +153,7 @@ def test_models_are_listed_shown_and_running(server: Live, client: Any, folder: 
         math.prod(tensor.shape) for tensor in read_checkpoint(folder).tensors.values()
     )
     assert shown.details.parameter_size == model.details.parameter_size == "0.24M"
+    assert (shown.modelinfo["general.basename"], shown.modelinfo["llama.context_length"]) == ("sea", 32768)
     assert shown.modelinfo["llama.block_count"] == 3 and "num_predict 512" in shown.parameters
     empty = {"system": "", "template": "", "verbose": False, "options": None}  # as Ollama's own command sends them
     for names in ({"model": "sea", "name": ""}, {"model": "", "name": "sea"}):
@@ -229,7 +242,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
     ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
     ("generate", {"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
-    ("generate", {"prompt": "x", "context": [1, 2]}, "context"),
+    ("generate", {"prompt": "x", "context": [1, 2], "raw": True}, "context"),
+    ("generate", {"prompt": "x", "context": [1, 100_000]}, "context"),
+    ("generate", {"prompt": "x", "context": "x"}, "context"),
     ("generate", {"prompt": "x", "images": ["aGk="]}, "images"),
     ("generate", {"prompt": "x", "model": "lake"}, "lake"),
 ]

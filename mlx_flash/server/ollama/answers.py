@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammars import schema_grammar
-from mlx_flash.server.ollama.common import counts_of, error_body, known_name, line, logprob_of, now
+from mlx_flash.server.ollama.common import counts_of, error_body, known, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
 from mlx_flash.server.pace import paced
 from mlx_flash.server.replies import Stream, collect_all, opened
@@ -45,7 +46,10 @@ async def generate(service: Service, request: Request, body: GenerateRequest) ->
     elif body.prompt:
         system = [{"role": "system", "content": body.system}] if body.system else []
         content = _content(body.prompt, body.images, "")
-        asked = GenerationRequest(model=body.model, messages=[*system, {"role": "user", "content": content}])
+        messages: list[dict[str, Any]] = [*system, {"role": "user", "content": content}]
+        asked = GenerationRequest(
+            model=body.model, messages=messages, context=body.context or (), tells_tokens=not body.images
+        )
     return await _answer(service, request, body, asked)
 
 
@@ -56,7 +60,7 @@ async def _answer(service: Service, request: Request, body: Asked, asked: Genera
         asked: the conversation or the text; None loads the model, or unloads it.
     """
     began = time.perf_counter_ns()
-    name = await known_name(service.catalog, body.model)
+    name = (await asyncio.to_thread(known, service.catalog, body.model)).name
     keep_alive = None if body.keep_alive is None else float(body.keep_alive)
     if asked is None:
         work = GenerationRequest(model=name, work="unload" if keep_alive == 0 else "load", keep_alive=keep_alive)
@@ -111,7 +115,8 @@ class _Form:
         if self._work.work != "answer":
             return {"done": True, "done_reason": self._work.work}
         reason = "length" if end.reason == "length" else "stop"
-        return {"done": True, "done_reason": reason, **counts_of(end, time.perf_counter_ns() - self._began)}
+        context = {"context": end.tokens} if end.tokens else {}
+        return {"done": True, "done_reason": reason, **context, **counts_of(end, time.perf_counter_ns() - self._began)}
 
 
 async def _lines(form: _Form, events: AsyncIterator[Event]) -> AsyncIterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -10,7 +9,7 @@ from typing import Any
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import error_text
-from mlx_flash.server.catalog import Catalog
+from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import End, TokenChance, TokenDetail
 
 LATEST = ":latest"
@@ -31,18 +30,18 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
-async def known_name(catalog: Catalog, name: str) -> str:
-    """Return a name of the catalog for one of Ollama, whose names may end with ``:latest``.
+def known(catalog: Catalog, name: str) -> Source:
+    """Return the model of a name of Ollama, which may end with ``:latest``.
 
     Raises:
         RefusedError: there is no such model.
     """
-    if not name.endswith(LATEST):
-        return (await asyncio.to_thread(catalog.find, name)).name
     try:
-        return (await asyncio.to_thread(catalog.find, name)).name
+        return catalog.find(name)
     except RefusedError:
-        return (await asyncio.to_thread(catalog.find, name.removesuffix(LATEST))).name
+        if not name.endswith(LATEST):
+            raise
+        return catalog.find(name.removesuffix(LATEST))
 
 
 def tagged(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -13,20 +14,32 @@ from starlette.routing import BaseRoute, Route
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
+from mlx_flash.server.body import Checked
 from mlx_flash.server.ollama.answers import chat, generate
-from mlx_flash.server.ollama.common import error_body, known_name
+from mlx_flash.server.ollama.common import error_body, known
+from mlx_flash.server.ollama.management import (
+    CopyRequest,
+    CreateRequest,
+    Management,
+    NamedRequest,
+)
 from mlx_flash.server.ollama.schemas import ChatRequest, GenerateRequest, ShowRequest
 from mlx_flash.server.ollama.shown import listed, running, shown
-from mlx_flash.server.service import Service
+from mlx_flash.server.service import Endpoint, Service
 
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
 
-_MISSING = ("pull", "push", "create", "copy", "embed", "embeddings", "blobs/{digest:path}")
+_MISSING = ("push", "embed", "embeddings")
 
 
-def ollama_routes(service: Service) -> list[BaseRoute]:
-    """Return the paths of Ollama's dialect."""
+def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
+    """Return the paths of Ollama's dialect.
+
+    Args:
+        service: the server.
+        may_manage: requests may change which models this machine has.
+    """
 
     async def tags(request: Request) -> Response:
         def found() -> list[dict[str, Any]]:
@@ -55,12 +68,21 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
         return JSONResponse({"version": API_VERSION, "mlx_flash": __version__})
 
     async def show(service: Service, request: Request, body: ShowRequest) -> Response:
-        name = await known_name(service.catalog, body.model or body.name)
-        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(name))))
+        return JSONResponse(await asyncio.to_thread(lambda: shown(known(service.catalog, body.model or body.name))))
 
     async def missing(request: Request) -> Response:
-        error = RefusedError(f"this server has no {request.url.path}: models come with its command line.", 501)
+        error = RefusedError(f"this server has no {request.url.path}.", 501)
+        if "/blobs/" in request.url.path and request.method == "HEAD":
+            error = RefusedError("there are no blobs here.", 404)
         return JSONResponse(error_body(error), error.status)
+
+    def managed(kind: type[Checked], answer: Callable[[Service, Request, Checked], Awaitable[Response]]) -> Endpoint:
+        async def refused(service: Service, request: Request, body: Checked) -> Response:
+            raise RefusedError("models are not managed with --no-auth. Hint: give the server an API key.", 403)
+
+        return service.endpoint(kind, answer if may_manage else refused, error_body)
+
+    models = Management(service.catalog)
 
     return [
         Route("/api/chat", service.endpoint(ChatRequest, chat, error_body), methods=["POST"]),
@@ -69,6 +91,10 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
         Route("/api/tags", tags),
         Route("/api/ps", ps),
         Route("/api/version", version),
+        Route("/api/pull", managed(NamedRequest, models.pull), methods=["POST"]),
+        Route("/api/create", managed(CreateRequest, models.create), methods=["POST"]),
+        Route("/api/copy", managed(CopyRequest, models.copy), methods=["POST"]),
+        Route("/api/delete", managed(NamedRequest, models.delete), methods=["DELETE"]),
         *(Route(f"/api/{name}", missing, methods=["POST"]) for name in _MISSING),
-        Route("/api/delete", missing, methods=["DELETE"]),
+        Route("/api/blobs/{digest:path}", missing, methods=["HEAD", "POST"]),
     ]

@@ -14,9 +14,6 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, 
 _DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 
-NoValue = Annotated[Many[Any], Field(max_length=0)]
-"""A list that must be empty, because what it could hold is not supported."""
-
 
 def seconds_of(value: float | str) -> float:
     """Return a duration of Go, such as ``1h30m``, in seconds. Numbers are seconds.
@@ -173,13 +170,15 @@ class GenerateRequest(Asked):
     raw: bool | None = None
     template: Literal[""] | None = None
     suffix: Literal[""] | None = None
-    context: NoValue | None = None
+    context: Many[int] | None = None
     images: Many[str] | None = None
 
     @model_validator(mode="after")
     def _has_places(self) -> GenerateRequest:
         if self.images and (self.raw or not self.prompt):
             raise ValueError("images belong to a prompt that is not raw")
+        if self.context and (self.raw or self.images):
+            raise ValueError("context belongs to a prompt that is not raw, without images")
         return self
 
 

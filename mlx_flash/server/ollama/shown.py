@@ -23,6 +23,14 @@ _FOR_EVER = timedelta(days=36_500)
 """The time for which a model stays that never leaves. Clients show "for ever" from some decades on."""
 
 
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+}
+"""Sizes of a model: Ollama's names, and the entries of ``config.json``."""
+
+
 def folder_of(source: Source) -> Path | None:
     """Return the folder of a model on this machine; None if it is not downloaded."""
     folder = Path(source.base)
@@ -122,14 +130,13 @@ def shown(source: Source) -> dict[str, Any]:
     lines += [f"stop {json.dumps(text, ensure_ascii=False)}" for text in defaults.stop]
     entry = listed(source)
     family = str(config.get("model_type", ""))
-    info: dict[str, Any] = {"general.architecture": family}
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": source.name}
+    text = {**config, **(config["text_config"] if isinstance(config.get("text_config"), dict) else {})}
     if folder is not None:
         info["general.parameter_count"] = _num_parameters(folder, entry["digest"])
-    for name, key in (("context_length", "max_position_embeddings"), ("embedding_length", "hidden_size")):
-        if isinstance(config.get(key), int):
-            info[f"{family}.{name}"] = config[key]
-    if isinstance(config.get("num_hidden_layers"), int):
-        info[f"{family}.block_count"] = config["num_hidden_layers"]
+    for name, key in _SIZES.items():
+        if isinstance(text.get(key), int):
+            info[f"{family}.{name}"] = text[key]
     capabilities = ["completion"]
     capabilities += ["tools"] if "tools" in template else []
     capabilities += ["vision"] if folder is not None and source.vision and is_installed() and sees(folder) else []

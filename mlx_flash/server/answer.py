@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.events import CallArguments, End, Event, Failed, Piece, Progress
 
 MAX_EVENTS = 256
 """Events that may wait for a client. Further pieces of text are joined to the last one, so that none is lost."""
@@ -53,6 +55,14 @@ class Answer:
             self.is_over = True
             self._on_leave()
 
+    async def refusal(self, seconds: float) -> RefusedError | None:
+        """Wait for the first event, at most so long. Return its error, if it is one."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), seconds)
+        with self._lock:
+            first = self._events[0] if self._events else None
+        return first.error if isinstance(first, Failed) else None
+
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yield the events. Whoever stops early calls :meth:`leave`."""
         while not self.is_over:
@@ -75,4 +85,6 @@ def _joined(last: Event, event: Event) -> Event | None:
         return event
     if isinstance(last, Piece) and isinstance(event, Piece) and last.kind == event.kind:
         return Piece(last.text + event.text, last.kind, last.tokens + event.tokens)
+    if isinstance(last, CallArguments) and isinstance(event, CallArguments):
+        return CallArguments(last.text + event.text)
     return None

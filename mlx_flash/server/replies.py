@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,11 +16,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_flash.server.answer import Answer
-from mlx_flash.server.events import End, Event, Failed, Piece, TokenDetail, ToolCall
+from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 
 _log = logging.getLogger("mlx_flash")
 
 T = TypeVar("T")
+
+BEAT_SECONDS = 10.0
+"""The longest time without an event in a stream, and before it begins."""
+
+PROGRESS_SECONDS = 0.5
+"""The least time between two reports of the same work."""
+
+COMMENT = b":"
+"""The beginning of a part that is no event to clients."""
 
 
 class ClientLeftError(ConnectionError):
@@ -78,51 +90,80 @@ async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole
             answer.leave()
 
 
-async def opened(request: Request, answer: Answer) -> AsyncIterator[Event]:
-    """Return the events of an answer once the first one is there, before a stream of them begins.
+class Writer(ABC):
+    """The form of a stream in a dialect.
+
+    Attributes:
+        media_type: of the stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def begin(self) -> Iterable[bytes]:
+        """Return the parts before the first event."""
+        return ()
+
+    @abstractmethod
+    def write(self, number: int, event: Event) -> Iterable[bytes]:
+        """Return the parts for an event.
+
+        Args:
+            number: of the answer, if the stream has several.
+            event: what the generation thread has sent.
+        """
+
+    @abstractmethod
+    def beat(self) -> bytes:
+        """Return a part that changes nothing, and that clients count as an event."""
+
+
+async def stream(request: Request, answers: Sequence[Answer], writer: Writer) -> Response:
+    """Return the reply that sends answers as they grow.
+
+    It waits :data:`BEAT_SECONDS` for the first event of each answer, so that the reply to a request that is refused
+    at once has the status of its error. Later errors are part of the stream.
 
     Raises:
-        RefusedError: the request was refused: the reply can have its status.
+        RefusedError: the request is refused.
         ClientLeftError: the client has left.
     """
-    events = aiter(answer)
     try:
-        first = await while_connected(request.receive, anext(events))
-        if isinstance(first, Failed):
-            raise first.error
-    except BaseException:
-        answer.leave()
-        raise
-    return _after(first, events)
-
-
-async def opened_all(request: Request, answers: Sequence[Answer]) -> list[AsyncIterator[Event]]:
-    """Return the events of several answers once the first one of each is there.
-
-    Raises:
-        RefusedError, ClientLeftError: as :func:`opened`. All answers are ended.
-    """
-    try:
-        return [await opened(request, answer) for answer in answers]
+        refusals = asyncio.gather(*(answer.refusal(BEAT_SECONDS) for answer in answers))
+        for error in await while_connected(request.receive, refusals):
+            if error is not None:
+                raise error
     except BaseException:
         for answer in answers:
             answer.leave()
         raise
+    return Stream(_parts(writer, answers), answers, writer.media_type, writer.beat)
 
 
-async def _after(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    yield first
-    async for event in events:
-        yield event
+async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+    """Yield the parts of a stream. Of two reports of the same work in a short time there is the first."""
+    for part in writer.begin():
+        yield part
+    stage, sent = None, 0.0
+    async for number, event in merged(answers):
+        if isinstance(event, Progress):
+            now = time.monotonic()
+            if event.stage == stage and now - sent < PROGRESS_SECONDS:
+                continue
+            stage, sent = event.stage, now
+        for part in writer.write(number, event):
+            yield part
+        if isinstance(event, Failed):
+            return
 
 
-async def merged(answers: Sequence[AsyncIterator[Event]]) -> AsyncIterator[tuple[int, Event]]:
+async def merged(answers: Sequence[AsyncIterable[Event]]) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of several answers as they come, each with the number of its answer."""
+    streams = [aiter(answer) for answer in answers]
     if len(answers) == 1:  # most requests: no task for each event
-        async for event in answers[0]:
+        async for event in streams[0]:
             yield 0, event
         return
-    tasks = {asyncio.ensure_future(anext(events)): (i, events) for i, events in enumerate(answers)}
+    tasks = {asyncio.ensure_future(anext(events)): (i, events) for i, events in enumerate(streams)}
     try:
         while tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -145,13 +186,20 @@ class Stream(Response):
         parts: the parts.
         answers: what they are made from; left when the stream ends in any way.
         media_type: of the whole.
+        beat: returns a part to send when there was none for :data:`BEAT_SECONDS`; None sends none.
     """
 
-    def __init__(self, parts: AsyncIterator[bytes], answers: Sequence[Answer], media_type: str) -> None:
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        answers: Sequence[Answer],
+        media_type: str,
+        beat: Callable[[], bytes] | None = None,
+    ) -> None:
         super().__init__(status_code=200, media_type=media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._parts = parts
-        self._answers = answers
+        self._parts, self._answers, self._beat = parts, answers, beat
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts."""
@@ -165,9 +213,30 @@ class Stream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        self._sent_at = time.monotonic()
+        beating = asyncio.ensure_future(self._send_beats(send))
+        try:
+            async for part in self._parts:
+                await self._send_part(send, part)
+        finally:
+            beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await beating
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_part(self, send: Send, part: bytes) -> None:
+        if not part.startswith(COMMENT):
+            self._sent_at = time.monotonic()
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def _send_beats(self, send: Send) -> None:
+        """Send a part whenever the last one was sent long ago, by the clock: a pass may take minutes."""
+        while self._beat is not None:
+            left = self._sent_at + BEAT_SECONDS - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self._send_part(send, self._beat())
 
 
 async def while_connected(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:

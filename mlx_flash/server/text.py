@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import Piece, ToolCall
+from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
+
+Part: TypeAlias = Piece | CallBegun | CallArguments | ToolCall
+"""A part of an answer that a token completes."""
 
 
 class StopTexts:
@@ -77,23 +80,23 @@ class TextStream:
         """The stop text that ended the answer; None if none has yet."""
         return self._stops.found
 
-    def add(self, token: int) -> list[Piece | ToolCall]:
+    def add(self, token: int) -> list[Part]:
         """Return what a token completes."""
         self._detokenizer.add_token(token)
         return self._advance(self._stops.add(self._detokenizer.last_segment), ends=self._stops.found is not None)
 
-    def end(self) -> list[Piece | ToolCall]:
+    def end(self) -> list[Part]:
         """Return what is left when the answer ends."""
         self._detokenizer.finalize()
         text = self._stops.add(self._detokenizer.last_segment)
         return self._advance(text + self._stops.end(), ends=True)
 
-    def _advance(self, text: str, *, ends: bool) -> list[Piece | ToolCall]:
+    def _advance(self, text: str, *, ends: bool) -> list[Part]:
         self._state, segments = TextStateMachine.split(self._state, text)
         if ends:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
-        found: list[Piece | ToolCall] = []
+        found: list[Part] = []
         for state, part in segments:
             if state == "tool":
                 self._call += part
@@ -107,7 +110,7 @@ class TextStream:
             self._before = "normal"
         return found
 
-    def _calls(self) -> list[Piece | ToolCall]:
+    def _calls(self) -> list[Part]:
         """Return the calls in the text between the model's own marks; text that is no call stays text."""
         text, self._call = self._call, ""
         try:
@@ -116,7 +119,15 @@ class TextStream:
         except (ValueError, LookupError, TypeError, AttributeError, SyntaxError):  # cut off, or not well-formed
             return [Piece(text)] if text else []
         self.num_calls += len(calls)
-        return [*calls]
+        return [
+            event
+            for call in calls
+            for event in (
+                CallBegun(call.name, call.id),
+                CallArguments(json.dumps(call.arguments, ensure_ascii=False)),
+                call,
+            )
+        ]
 
 
 def _tool_call(call: dict[str, Any]) -> ToolCall:

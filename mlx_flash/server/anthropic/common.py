@@ -26,6 +26,6 @@ def error_body(error: RefusedError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": error_text(error)}}
 
 
-def event(value: Mapping[str, Any]) -> bytes:
+def sent(value: Mapping[str, Any]) -> bytes:
     """Return a part of a stream, which is named after its type."""
     return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")

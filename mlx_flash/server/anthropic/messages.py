@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_flash.server.anthropic.common import error_body, event
+from mlx_flash.server.anthropic.common import error_body, sent
 from mlx_flash.server.anthropic.conversation import generation_request
 from mlx_flash.server.anthropic.schemas import CountRequest, MessagesRequest
-from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress, ToolCall
-from mlx_flash.server.pace import paced
-from mlx_flash.server.replies import Stream, Whole, collect_all, opened
+from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
+from mlx_flash.server.replies import Whole, Writer, collect_all, stream
 from mlx_flash.server.request import Sampling
 from mlx_flash.server.service import Service
 
@@ -33,7 +31,7 @@ async def answer_messages(service: Service, request: Request, body: MessagesRequ
     )
     (answer,) = service.submit(asked)
     if body.stream:
-        return Stream(_events(body, await opened(request, answer)), [answer], "text/event-stream")
+        return await stream(request, [answer], _Writer(body))
     (whole,) = await collect_all(request, [answer])
     found = {**_head(body), "content": _blocks(whole), **_ending(body, whole.end)}
     return JSONResponse({**found, "usage": _usage(whole.end, whole.end.num_tokens)})
@@ -59,7 +57,7 @@ def _blocks(whole: Whole) -> list[dict[str, Any]]:
     return found + [{**_call(call), "input": call.arguments} for call in whole.calls]
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: CallBegun | ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
 
 
@@ -78,67 +76,56 @@ def _usage(prompt: Begun | End, num_tokens: int) -> dict[str, int]:
     }
 
 
-class _Blocks:
-    """The blocks of a stream: text of one kind in a row is one block, and so is each call."""
+class _Writer(Writer):
+    """A stream of blocks: text of one kind in a row is one block, and so is each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: MessagesRequest) -> None:
+        self._body = body
         self._number = 0
         self._kind: str | None = None
 
-    def add(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the events for a part of the text."""
-        if not piece.text:
-            return
+    def write(self, number: int, event: Event) -> Iterator[bytes]:
+        """Yield the parts for an event."""
+        if isinstance(event, Begun):
+            message = {**_head(self._body), "content": [], "stop_reason": None, "stop_sequence": None}
+            yield sent({"type": "message_start", "message": {**message, "usage": _usage(event, 0)}})
+        elif isinstance(event, Piece) and event.text:
+            yield from self._write_text(event)
+        elif isinstance(event, CallBegun):
+            yield from self._start("tool_use", _call(event))
+        elif isinstance(event, CallArguments):
+            yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+        elif isinstance(event, ToolCall):
+            yield from self._stop()
+        elif isinstance(event, End):
+            yield from self._stop()
+            usage = _usage(event, event.num_tokens)
+            yield sent({"type": "message_delta", "delta": _ending(self._body, event), "usage": usage})
+            yield sent({"type": "message_stop"})
+        elif isinstance(event, Failed):
+            yield sent(error_body(event.error))
+
+    def beat(self) -> bytes:
+        """Return an event that clients skip."""
+        return sent({"type": "ping"})
+
+    def _write_text(self, piece: Piece) -> Iterator[bytes]:
         kind = "text" if piece.kind == "text" else "thinking"
         if kind != self._kind:
-            yield from self.end()
-            signature = {"signature": ""} if kind == "thinking" else {}
-            yield self._start({"type": kind, kind: "", **signature})
-            self._kind = kind
+            yield from self._start(kind, {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
         yield self._delta({"type": f"{kind}_delta", kind: piece.text})
 
-    def add_call(self, call: ToolCall) -> Iterator[bytes]:
-        """Yield the events for a call."""
-        yield from self.end()
-        yield self._start(_call(call))
-        self._kind = "tool_use"
-        text = json.dumps(call.arguments, ensure_ascii=False)
-        yield self._delta({"type": "input_json_delta", "partial_json": text})
-        yield from self.end()
-
-    def end(self) -> Iterator[bytes]:
-        """Yield the event that ends the last block, if it is open."""
-        if self._kind is not None:
-            yield event({"type": "content_block_stop", "index": self._number})
-            self._number += 1
-            self._kind = None
-
-    def _start(self, block: dict[str, Any]) -> bytes:
-        return event({"type": "content_block_start", "index": self._number, "content_block": block})
+    def _start(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._stop()
+        self._kind = kind
+        yield sent({"type": "content_block_start", "index": self._number, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return event({"type": "content_block_delta", "index": self._number, "delta": delta})
+        return sent({"type": "content_block_delta", "index": self._number, "delta": delta})
 
-
-async def _events(body: MessagesRequest, events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Yield the parts of a stream."""
-    blocks = _Blocks()
-    async for each in paced(events):
-        if isinstance(each, Progress):
-            yield event({"type": "ping"})
-        elif isinstance(each, Begun):
-            message = {**_head(body), "content": [], "stop_reason": None, "stop_sequence": None}
-            yield event({"type": "message_start", "message": {**message, "usage": _usage(each, 0)}})
-        elif isinstance(each, Piece):
-            for part in blocks.add(each):
-                yield part
-        elif isinstance(each, ToolCall):
-            for part in blocks.add_call(each):
-                yield part
-        elif isinstance(each, End):
-            for part in blocks.end():
-                yield part
-            yield event({"type": "message_delta", "delta": _ending(body, each), "usage": _usage(each, each.num_tokens)})
-            yield event({"type": "message_stop"})
-        elif isinstance(each, Failed):
-            yield event(error_body(each.error))
+    def _stop(self) -> Iterator[bytes]:
+        """Yield the event that ends the last block, if it is open."""
+        if self._kind is not None:
+            yield sent({"type": "content_block_stop", "index": self._number})
+            self._number += 1
+            self._kind = None

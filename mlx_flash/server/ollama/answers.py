@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDe
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.ollama.common import counts_of, error_body, known, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
-from mlx_flash.server.pace import paced
-from mlx_flash.server.replies import Stream, collect_all, opened
+from mlx_flash.server.replies import Writer, collect_all, stream
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
@@ -69,7 +68,7 @@ async def _answer(service: Service, request: Request, body: Asked, asked: Genera
     (answer,) = service.submit(work)
     form = _Form(body, began, work)
     if body.streams:
-        return Stream(_lines(form, await opened(request, answer)), [answer], "application/x-ndjson")
+        return await stream(request, [answer], _Lines(form))
     (whole,) = await collect_all(request, [answer])
     parts = form.part(whole.text, whole.reasoning, whole.calls, whole.tokens)
     return JSONResponse({**parts, **form.end(whole.end)})
@@ -119,9 +118,17 @@ class _Form:
         return {"done": True, "done_reason": reason, **context, **counts_of(end, time.perf_counter_ns() - self._began)}
 
 
-async def _lines(form: _Form, events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Yield the parts of a stream."""
-    async for event in paced(events):
+class _Lines(Writer):
+    """A stream of lines."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, form: _Form) -> None:
+        self._form = form
+
+    def write(self, number: int, event: Event) -> Iterator[bytes]:
+        """Yield the line for an event."""
+        form = self._form
         if isinstance(event, Progress):
             yield line({**form.part(), "status": event.stage, "completed": event.done, "total": event.total})
         elif isinstance(event, Piece):
@@ -133,6 +140,10 @@ async def _lines(form: _Form, events: AsyncIterator[Event]) -> AsyncIterator[byt
             yield line({**form.part(), **form.end(event)})
         elif isinstance(event, Failed):
             yield line(error_body(event.error))
+
+    def beat(self) -> bytes:
+        """Return a line without text."""
+        return line(self._form.part())
 
 
 def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenChance, TokenDetail, ToolCall
+from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Piece, TokenChance, TokenDetail, ToolCall
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.common import (
-    DONE,
-    comment,
-    error_body,
-    event,
+    Chunks,
     head,
     sampling_of,
     stop_of,
     usage_of,
-    wants_usage,
 )
 from mlx_flash.server.openai.schemas import ChatRequest, FunctionChoice, Message, Part
-from mlx_flash.server.replies import Stream, Whole, collect_all, merged, opened_all
+from mlx_flash.server.replies import Whole, collect_all, stream
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
@@ -40,8 +36,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         choices = [_choice(i, whole) for i, whole in enumerate(wholes)]
         usage = usage_of([whole.end for whole in wholes])
         return JSONResponse({**head("chatcmpl", "chat.completion", body.model), "choices": choices, "usage": usage})
-    events = await opened_all(request, answers)
-    return Stream(_chunks(body, events), answers, "text/event-stream")
+    return await stream(request, answers, _Chunks(body, len(answers)))
 
 
 def generation_requests(body: ChatRequest) -> list[GenerationRequest]:
@@ -144,15 +139,15 @@ def _choice(index: int, whole: Whole) -> dict[str, Any]:
     if whole.reasoning:
         message["reasoning"] = whole.reasoning
     if whole.calls:
-        message["tool_calls"] = [_call(call) for call in whole.calls]
+        message["tool_calls"] = [_call(call, json.dumps(call.arguments, ensure_ascii=False)) for call in whole.calls]
     elif message["content"] is None:
         message["content"] = ""
     return {"index": index, "message": message, "logprobs": _logprobs(whole.tokens), "finish_reason": whole.end.reason}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:
     """Return a call as a client reads it."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    function = {"name": call.name, "arguments": arguments}
     return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
@@ -169,36 +164,36 @@ def _logprobs(tokens: Sequence[TokenDetail]) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-async def _chunks(body: ChatRequest, events: Sequence[AsyncIterator[Event]]) -> AsyncIterator[bytes]:
-    """Yield the parts of a stream."""
-    first = head("chatcmpl", "chat.completion.chunk", body.model)
-    if wants_usage(body):
-        first["usage"] = None
-    ends: list[End] = []
-    num_calls = [0] * len(events)
+class _Chunks(Chunks):
+    """A stream of messages."""
 
-    def chunk(
-        index: int, delta: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": _logprobs(tokens), "finish_reason": reason}
-        return event({**first, "choices": [choice]})
+    def __init__(self, body: ChatRequest, num_answers: int) -> None:
+        super().__init__(body, head("chatcmpl", "chat.completion.chunk", body.model), num_answers)
+        self._num_calls = [0] * num_answers
 
-    for index in range(len(events)):
-        yield chunk(index, {"role": "assistant", "content": ""})
-    async for index, each in merged(events):
-        if isinstance(each, Progress):
-            yield comment(each)
-        elif isinstance(each, Piece):
-            yield chunk(index, {"content" if each.kind == "text" else "reasoning": each.text}, each.tokens)
-        elif isinstance(each, ToolCall):
-            yield chunk(index, {"tool_calls": [{"index": num_calls[index], **_call(each)}]})
-            num_calls[index] += 1
-        elif isinstance(each, End):
-            ends.append(each)
-            yield chunk(index, {}, reason=each.reason)
-        elif isinstance(each, Failed):
-            yield event(error_body(each.error))
-            return
-    if wants_usage(body):
-        yield event({**first, "choices": [], "usage": usage_of(ends)})
-    yield DONE
+    def begin(self) -> Iterator[bytes]:
+        """Yield the beginning of each message."""
+        for number in range(len(self._num_calls)):
+            yield self.chunk(_delta(number, {"role": "assistant", "content": ""}))
+
+    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of a message for an event."""
+        if isinstance(event, Piece):
+            return _delta(number, {"content" if event.kind == "text" else "reasoning": event.text}, event.tokens)
+        if isinstance(event, CallBegun):
+            self._num_calls[number] += 1
+            return self._call_delta(number, _call(event, ""))
+        if isinstance(event, CallArguments):
+            return self._call_delta(number, {"function": {"arguments": event.text}})
+        if isinstance(event, End):
+            return _delta(number, {}, reason=event.reason)
+        return _delta(number, {}) if event is None else None
+
+    def _call_delta(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        return _delta(number, {"tool_calls": [{"index": self._num_calls[number] - 1, **call}]})
+
+
+def _delta(
+    number: int, delta: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": _logprobs(tokens), "finish_reason": reason}

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import End, Progress
+from mlx_flash.server.events import End, Event, Failed, Progress
 from mlx_flash.server.openai.schemas import SamplingFields
+from mlx_flash.server.replies import Writer
 from mlx_flash.server.request import Sampling
 
 FINGERPRINT = f"mlx-flash-{__version__}"
-DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
@@ -25,14 +26,9 @@ def error_body(error: RefusedError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}
 
 
-def event(value: Mapping[str, Any]) -> bytes:
+def sent(value: Mapping[str, Any]) -> bytes:
     """Return a part of a stream."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
-
-
-def comment(progress: Progress) -> bytes:
-    """Return a part of a stream that clients skip: it shows that the server works."""
-    return f": {progress.stage} {progress.done}/{progress.total}\n\n".encode()
 
 
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -44,6 +40,54 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
         "model": model,
         "system_fingerprint": FINGERPRINT,
     }
+
+
+class Chunks(Writer):
+    """A stream of chunks, each with a part of one answer.
+
+    Args:
+        body: the request.
+        head: the fields that all chunks begin with.
+        num_answers: of the stream.
+        num_prompts: several answers to one prompt count it once.
+    """
+
+    def __init__(self, body: SamplingFields, head: dict[str, Any], num_answers: int, num_prompts: int = 1) -> None:
+        self._wants_usage = wants_usage(body)
+        self._head = {**head, "usage": None} if self._wants_usage else head
+        self._num_answers, self._num_prompts = num_answers, num_prompts
+        self._ends: dict[int, End] = {}
+
+    @abstractmethod
+    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of an answer for an event, an empty one for None; None for events that have no part."""
+
+    def write(self, number: int, event: Event) -> Iterable[bytes]:
+        """Yield the parts for an event. A comment shows how far the work before the next token is."""
+        if isinstance(event, Progress):
+            yield f": {event.stage} {event.done}/{event.total}\n\n".encode()
+        elif isinstance(event, Failed):
+            yield sent(error_body(event.error))
+        elif (choice := self.choice(number, event)) is not None:
+            yield self.chunk(choice)
+        if isinstance(event, End):
+            self._ends[number] = event
+            if len(self._ends) == self._num_answers:
+                yield from self._close()
+
+    def beat(self) -> bytes:
+        """Return a chunk whose choice has nothing new."""
+        return self.chunk(self.choice(0, None) or {})
+
+    def chunk(self, *choices: dict[str, Any]) -> bytes:
+        """Return a chunk."""
+        return sent({**self._head, "choices": choices})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._wants_usage:
+            ends = [self._ends[number] for number in sorted(self._ends)]
+            yield sent({**self._head, "choices": [], "usage": usage_of(ends, self._num_prompts)})
+        yield b"data: [DONE]\n\n"
 
 
 def sampling_of(body: SamplingFields, choice: int) -> Sampling:

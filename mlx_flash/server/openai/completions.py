@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail
+from mlx_flash.server.events import End, Event, Piece, TokenDetail
 from mlx_flash.server.openai.common import (
-    DONE,
-    comment,
-    error_body,
-    event,
+    Chunks,
     head,
     sampling_of,
     stop_of,
     usage_of,
-    wants_usage,
 )
 from mlx_flash.server.openai.schemas import CompletionRequest
-from mlx_flash.server.replies import Stream, collect_all, merged, opened_all
+from mlx_flash.server.replies import collect_all, stream
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Service
 
@@ -36,8 +32,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         choices = [_choice(index, whole.text, whole.tokens, 0, whole.end.reason) for index, whole in enumerate(wholes)]
         usage = usage_of([whole.end for whole in wholes], len(prompts))
         return JSONResponse({**head("cmpl", "text_completion", body.model), "choices": choices, "usage": usage})
-    events = await opened_all(request, answers)
-    return Stream(_chunks(body, events, len(prompts)), answers, "text/event-stream")
+    return await stream(request, answers, _Chunks(body, len(answers), len(prompts)))
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -84,27 +79,19 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def _chunks(
-    body: CompletionRequest, events: Sequence[AsyncIterator[Event]], num_prompts: int
-) -> AsyncIterator[bytes]:
-    """Yield the parts of a stream."""
-    first = head("cmpl", "text_completion", body.model)
-    if wants_usage(body):
-        first["usage"] = None
-    ends: dict[int, End] = {}
-    offsets = [0] * len(events)
-    async for index, each in merged(events):
-        if isinstance(each, Progress):
-            yield comment(each)
-        elif isinstance(each, Piece):
-            yield event({**first, "choices": [_choice(index, each.text, each.tokens, offsets[index])]})
-            offsets[index] += len(each.text)
-        elif isinstance(each, End):
-            ends[index] = each
-            yield event({**first, "choices": [_choice(index, "", (), offsets[index], each.reason)]})
-        elif isinstance(each, Failed):
-            yield event(error_body(each.error))
-            return
-    if wants_usage(body):
-        yield event({**first, "choices": [], "usage": usage_of([ends[i] for i in sorted(ends)], num_prompts)})
-    yield DONE
+class _Chunks(Chunks):
+    """A stream of texts."""
+
+    def __init__(self, body: CompletionRequest, num_answers: int, num_prompts: int) -> None:
+        super().__init__(body, head("cmpl", "text_completion", body.model), num_answers, num_prompts)
+        self._offsets = [0] * num_answers
+
+    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of a text for an event."""
+        offset = self._offsets[number]
+        if isinstance(event, Piece):
+            self._offsets[number] += len(event.text)
+            return _choice(number, event.text, event.tokens, offset)
+        if isinstance(event, End):
+            return _choice(number, "", (), offset, event.reason)
+        return _choice(number, "", (), offset) if event is None else None

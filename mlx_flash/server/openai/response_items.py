@@ -6,7 +6,7 @@ import json
 import uuid
 from typing import Any
 
-from mlx_flash.server.events import End, ToolCall
+from mlx_flash.server.events import CallBegun, End, ToolCall
 from mlx_flash.server.openai.response_schemas import ResponseRequest
 from mlx_flash.server.replies import Whole
 
@@ -43,19 +43,28 @@ def items_of(whole: Whole) -> list[dict[str, Any]]:
     if whole.reasoning:
         items.append(reasoning_item(whole.reasoning))
     if whole.text or not whole.calls:
-        items.append(message_item(f"msg_{uuid.uuid4().hex}", whole.text, status))
-    return items + [call_item(call) for call in whole.calls]
+        items.append(message_item(whole.text, status))
+    return items + [
+        {**call_item(call), "status": "completed", "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        for call in whole.calls
+    ]
 
 
 def reasoning_item(text: str) -> dict[str, Any]:
-    """Return an item of reasoning."""
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
+    """Return an item of reasoning; without text, one that begins. Programs show the summary: it is the whole."""
+    summary, content = ([summary_part(text)], [{"type": "reasoning_text", "text": text}]) if text else ([], [])
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": summary, "content": content}
 
 
-def message_item(name: str, text: str, status: str) -> dict[str, Any]:
+def summary_part(text: str) -> dict[str, Any]:
+    """Return the summary of an item of reasoning."""
+    return {"type": "summary_text", "text": text}
+
+
+def message_item(text: str, status: str) -> dict[str, Any]:
     """Return an item of text."""
     content = [text_part(text)] if status != "in_progress" else []
+    name = f"msg_{uuid.uuid4().hex}"
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
@@ -64,15 +73,15 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def call_item(call: ToolCall) -> dict[str, Any]:
-    """Return an item that asks for a call."""
+def call_item(call: CallBegun | ToolCall) -> dict[str, Any]:
+    """Return an item that asks for a call, without arguments yet."""
     return {
         "id": f"fc_{uuid.uuid4().hex}",
         "type": "function_call",
-        "status": "completed",
+        "status": "in_progress",
         "call_id": call.id or f"call_{uuid.uuid4().hex}",
         "name": call.name,
-        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+        "arguments": "",
     }
 
 

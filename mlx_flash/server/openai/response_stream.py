@@ -3,122 +3,118 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress, ToolCall
-from mlx_flash.server.openai.common import comment
-from mlx_flash.server.openai.response_items import call_item, message_item, reasoning_item, response_of, text_part
+from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
+from mlx_flash.server.openai.response_items import (
+    call_item,
+    message_item,
+    reasoning_item,
+    response_of,
+    summary_part,
+    text_part,
+)
 from mlx_flash.server.openai.response_schemas import ResponseRequest
-from mlx_flash.server.replies import Whole
+from mlx_flash.server.replies import Whole, Writer
 
 
-class _Writer:
-    """Numbers the events, and keeps the items that are complete.
-
-    Attributes:
-        items: the complete items.
-    """
-
-    def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._number = 0
-        self._message: dict[str, Any] | None = None
-        self._text = ""
-        self._thoughts = ""
-
-    def event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event."""
-        value = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
-
-    def think(self, text: str) -> None:
-        """Take a piece of the reasoning, which is sent whole."""
-        self._thoughts += text
-
-    def write(self, text: str) -> Iterator[bytes]:
-        """Yield the events of a piece of text."""
-        yield from self._end_thoughts()
-        if self._message is None:
-            self._message = message_item(f"msg_{uuid.uuid4().hex}", "", "in_progress")
-            yield self.event("response.output_item.added", output_index=len(self.items), item=self._message)
-            yield self.event("response.content_part.added", **self._place, part=text_part(""))
-        self._text += text
-        yield self.event("response.output_text.delta", **self._place, delta=text, logprobs=[])
-
-    def call(self, call: ToolCall) -> Iterator[bytes]:
-        """Yield the events of a call."""
-        yield from self.end("completed")
-        item = call_item(call)
-        place = {"item_id": item["id"], "output_index": len(self.items)}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        arguments = item["arguments"]
-        yield self.event("response.output_item.added", output_index=len(self.items), item=begun)
-        yield self.event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self.event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments)
-        yield self._done(item)
-
-    def end(self, status: str) -> Iterator[bytes]:
-        """Yield the events that end an item of text or reasoning, if one has begun."""
-        yield from self._end_thoughts()
-        if self._message is not None:
-            yield self.event("response.output_text.done", **self._place, text=self._text, logprobs=[])
-            yield self.event("response.content_part.done", **self._place, part=text_part(self._text))
-            item = message_item(self._message["id"], self._text, status)
-            self._message, self._text = None, ""
-            yield self._done(item)
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        assert self._message is not None
-        return {"item_id": self._message["id"], "output_index": len(self.items), "content_index": 0}
-
-    def _end_thoughts(self) -> Iterator[bytes]:
-        if self._thoughts:
-            item, self._thoughts = reasoning_item(self._thoughts), ""
-            yield self.event("response.output_item.added", output_index=len(self.items), item=item)
-            yield self._done(item)
-
-    def _done(self, item: dict[str, Any]) -> bytes:
-        done = self.event("response.output_item.done", output_index=len(self.items), item=item)
-        self.items.append(item)
-        return done
-
-
-async def stream_of(body: ResponseRequest, head: dict[str, Any], events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Yield the parts of a stream.
+class ResponseWriter(Writer):
+    """A stream of items: text of one kind in a row is one item, and so is each call.
 
     Args:
         body: the request.
         head: the fields that the response begins with.
-        events: of the answer.
     """
-    writer = _Writer()
-    begun = response_of(body, head, None)
-    yield writer.event("response.created", response=begun)
-    yield writer.event("response.in_progress", response=begun)
-    async for each in events:
-        if isinstance(each, Progress):
-            yield comment(each)
-        elif isinstance(each, Piece) and each.kind == "reasoning":
-            writer.think(each.text)
-        elif isinstance(each, Piece):
-            for part in writer.write(each.text):
-                yield part
-        elif isinstance(each, ToolCall):
-            for part in writer.call(each):
-                yield part
-        elif isinstance(each, End):
-            for part in writer.end("incomplete" if each.reason == "length" else "completed"):
-                yield part
-            ended = {**response_of(body, head, Whole(each)), "output": writer.items}
-            yield writer.event(f"response.{ended['status']}", response=ended)
-        elif isinstance(each, Failed):
-            yield writer.event("error", **_error(each.error))
 
+    def __init__(self, body: ResponseRequest, head: dict[str, Any]) -> None:
+        self._body, self._head = body, head
+        self._items: list[dict[str, Any]] = []
+        self._number = 0
+        self._item: dict[str, Any] | None = None
+        self._text = ""
 
-def _error(error: RefusedError) -> dict[str, Any]:
-    return {"code": "server_error", "message": str(error), "param": error.field}
+    def begin(self) -> Iterator[bytes]:
+        """Yield the events before the first item."""
+        yield self._event("response.created", response=response_of(self._body, self._head, None))
+        yield self.beat()
+
+    def beat(self) -> bytes:
+        """Return an event that says that the response is being made."""
+        return self._event("response.in_progress", response=response_of(self._body, self._head, None))
+
+    def write(self, number: int, event: Event) -> Iterator[bytes]:
+        """Yield the parts for an event."""
+        if isinstance(event, Piece) and event.text:
+            yield from (self._reason if event.kind == "reasoning" else self._say)(event.text)
+        elif isinstance(event, CallBegun):
+            yield from self._begin_item(call_item(event))
+        elif isinstance(event, CallArguments):
+            self._text += event.text
+            yield self._event("response.function_call_arguments.delta", **self._place, delta=event.text)
+        elif isinstance(event, ToolCall):
+            yield self._event(
+                "response.function_call_arguments.done", **self._place, name=event.name, arguments=self._text
+            )
+            yield from self._end_item("completed")
+        elif isinstance(event, End):
+            yield from self._end_item("incomplete" if event.reason == "length" else "completed")
+            ended = {**response_of(self._body, self._head, Whole(event)), "output": self._items}
+            yield self._event(f"response.{ended['status']}", response=ended)
+        elif isinstance(event, Failed):
+            error = event.error
+            yield self._event("error", code="server_error", message=str(error), param=error.field)
+
+    def _say(self, text: str) -> Iterator[bytes]:
+        if self._item is None or self._item["type"] != "message":
+            yield from self._begin_item(message_item("", "in_progress"))
+            yield self._event("response.content_part.added", **self._place, content_index=0, part=text_part(""))
+        self._text += text
+        yield self._event("response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=[])
+
+    def _reason(self, text: str) -> Iterator[bytes]:
+        if self._item is None or self._item["type"] != "reasoning":
+            yield from self._begin_item(reasoning_item(""))
+            part = summary_part("")
+            yield self._event("response.reasoning_summary_part.added", **self._place, summary_index=0, part=part)
+        self._text += text
+        yield self._event("response.reasoning_summary_text.delta", **self._place, summary_index=0, delta=text)
+
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._end_item()
+        self._item, self._text = item, ""
+        yield self._event("response.output_item.added", output_index=len(self._items), item=item)
+
+    def _end_item(self, status: str | None = None) -> Iterator[bytes]:
+        """Yield the events that end the last item, if it is open.
+
+        Args:
+            status: of the item; None for one that others follow. A call ends with its own: one that is broken is
+                incomplete.
+        """
+        if self._item is None:
+            return
+        begun, text, name = self._item, self._text, self._item["id"]
+        if begun["type"] == "message":
+            item = {**message_item(text, status or "completed"), "id": name}
+            yield self._event("response.output_text.done", **self._place, content_index=0, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._place, content_index=0, part=text_part(text))
+        elif begun["type"] == "reasoning":
+            item, part = {**reasoning_item(text), "id": name}, summary_part(text)
+            yield self._event("response.reasoning_summary_text.done", **self._place, summary_index=0, text=text)
+            yield self._event("response.reasoning_summary_part.done", **self._place, summary_index=0, part=part)
+        else:
+            item = {**begun, "status": status or "incomplete", "arguments": text}
+        yield self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._item = None
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._items)}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")

@@ -14,8 +14,8 @@ from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.response_items import response_of
 from mlx_flash.server.openai.response_schemas import FunctionChoice, InputPart, ResponseRequest
-from mlx_flash.server.openai.response_stream import stream_of
-from mlx_flash.server.replies import Stream, collect_all, opened
+from mlx_flash.server.openai.response_stream import ResponseWriter
+from mlx_flash.server.replies import collect_all, stream
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
@@ -28,8 +28,7 @@ async def respond(service: Service, request: Request, body: ResponseRequest) -> 
     if not body.stream:
         (whole,) = await collect_all(request, answers)
         return JSONResponse(response_of(body, _head(), whole))
-    events = await opened(request, answers[0])
-    return Stream(stream_of(body, _head(), events), answers, "text/event-stream")
+    return await stream(request, answers, ResponseWriter(body, _head()))
 
 
 def _generation_request(body: ResponseRequest) -> GenerationRequest:

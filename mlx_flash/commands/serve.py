@@ -43,6 +43,7 @@ class Endpoint:
         origins: origins of web pages that may ask.
         key_file: has the API key that requests must bring.
         is_open: other machines may connect without a key.
+        is_strict: refuse unknown fields of requests.
     """
 
     host: str
@@ -50,6 +51,7 @@ class Endpoint:
     origins: Sequence[str] = ()
     key_file: Path | None = None
     is_open: bool = False
+    is_strict: bool = False
 
 
 def serve(args: argparse.Namespace, out: TextIO) -> int:
@@ -92,8 +94,18 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     ]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
-    catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder, describe=describe)
-    return serve_catalog(catalog, _endpoint(args, args.allowed_origins), _batch_options(args), args.keep_alive)
+    catalog = Catalog(
+        sources,
+        config,
+        defaults,
+        settings,
+        vision=vision,
+        image_folder=folder,
+        describe=describe,
+        any_name=args.any_model_name,
+    )
+    endpoint = replace(_endpoint(args, args.allowed_origins), is_strict=args.strict)
+    return serve_catalog(catalog, endpoint, _batch_options(args), args.keep_alive)
 
 
 def _batch_options(args: argparse.Namespace) -> BatchOptions:
@@ -190,7 +202,7 @@ def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, k
         plan = room.start()
         if plan is not None:
             _note_plan(plan, options)
-        return Server(room, access).answer(listener)
+        return Server(room, access, is_strict=endpoint.is_strict).answer(listener)
 
 
 def _note_plan(plan: ResidencyPlan, options: BatchOptions) -> None:

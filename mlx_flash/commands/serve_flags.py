@@ -34,8 +34,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Add all other flags."""
     add = parser.add_argument
-    words = "most tokens of an answer, where a request names none (default: 512)"
-    add("--max-tokens", type=count, default=512, metavar="N", help=words)
+    words = "most tokens of an answer, where a request names none (default: 4096)"
+    add("--max-tokens", type=count, default=4096, metavar="N", help=words)
+    words = "let the first model answer requests for unknown names (default: if it is the only one)"
+    add("--any-model-name", action=argparse.BooleanOptionalAction, default=None, help=words)
+    add("--strict", action="store_true", help="refuse requests with unknown fields (default: ignore and list them)")
     words = "origins of web pages that may ask, with commas between them; * is any (default: none)"
     add("--allowed-origins", type=_words, default=[], metavar="ORIGINS", help=words)
     add("--chat-template-args", type=json_object, default={}, metavar="JSON", help="variables of the chat template")

@@ -40,7 +40,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def show_metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(metrics.metrics, service.num_requests)
+        text = await asyncio.to_thread(metrics.metrics, service.num_requests, dict(service.ignored))
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     middleware = [Middleware(AccessMiddleware, access=access)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from mlx_flash.errors import RefusedError
@@ -61,27 +61,60 @@ class Bodies:
 MAX_ERRORS = 1000
 """The most wrong fields of a request that are described: a million descriptions take a GB."""
 
+MAX_IGNORED = 32
+"""The most names of fields without effect that are listed for a request."""
+
+_PRINTABLE = re.compile(r"[A-Za-z0-9_.:()/ -]{1,100}")
+"""Names that logs and headers show as they are; the others are a client's own words."""
+
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list of which only the first wrong item is reported."""
 
 
 class Body(BaseModel):
-    """A request of a client. Types are not converted, and a field that is not known is an error."""
+    """A request of a client. Types are not converted. Unknown fields are ignored and listed, and so are hints:
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    known fields of type ``Any``, which have no effect on the answer.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
+    _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that have no effect, such as ``messages.cache_control``; each is there once."""
+        return list(self._ignored)
+
+    def ignore(self, name: str) -> None:
+        """List a part of the request that has no effect."""
+        if len(self._ignored) < MAX_IGNORED:
+            self._ignored[name if _PRINTABLE.fullmatch(name) else "?"] = None
+
+
+class Asking(Body):
+    """A request that a model answers. `Service.endpoint` puts the model's own name in the place of an unknown one."""
+
+    model: str
+
+
+class Lenient(Body):
+    """A part of a request whose unknown fields are ignored by a strict server too: clients send replies back."""
 
 
 Checked = TypeVar("Checked", bound=Body)
 
 
-async def read_body(request: Request, kind: type[Checked], count: Callable[[int], None]) -> Checked:
+async def read_body(
+    request: Request, kind: type[Checked], count: Callable[[int], None], *, is_strict: bool = False
+) -> Checked:
     """Return the checked body of a request. Nothing of it gets into logs.
 
     Args:
         request: of a client.
         kind: of the body.
         count: from :meth:`Bodies.one_more`.
+        is_strict: refuse unknown fields.
 
     Raises:
         RefusedError: it is too long, no JSON object, or has a wrong field; or too many bytes wait.
@@ -97,8 +130,8 @@ async def read_body(request: Request, kind: type[Checked], count: Callable[[int]
         if len(body) > MAX_BODY_BYTES:
             raise RefusedError(f"the request is too long: {MAX_BODY_BYTES} bytes are allowed.", 413)
     if len(body) < 1 << 16:
-        return checked(parse(body), kind)
-    return await asyncio.to_thread(lambda: checked(parse(body), kind))
+        return checked(parse(body), kind, is_strict=is_strict)
+    return await asyncio.to_thread(lambda: checked(parse(body), kind, is_strict=is_strict))
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
@@ -128,24 +161,52 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
-    """Return a JSON object as a request of some kind.
+def checked(value: dict[str, Any], kind: type[Checked], *, is_strict: bool = False) -> Checked:
+    """Return a JSON object as a request of some kind, which lists the fields that have no effect.
 
     Raises:
-        RefusedError: a field is wrong; it names one.
+        RefusedError: a field is wrong, or unknown to a strict server; it names one.
     """
     try:
-        return kind.model_validate(value)
+        found = kind.model_validate(value)
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:
-            raise RefusedError(f"{error.error_count()} fields are wrong, unknown or not supported.", 400) from None
+            raise RefusedError(f"{error.error_count()} fields are wrong.", 400) from None
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = max(errors, key=_accepted)  # of a union, the kind that fits best
         field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
         field = ".".join(part for part in field.split(".") if part not in _UNIONS)
-        known = first["type"] != "extra_forbidden"
-        message = first["msg"] if known else "this field is not known or not supported"
-        raise RefusedError(f"{field or 'the request'}: {message}", 400, field or None) from None
+        raise RefusedError(f"{field or 'the request'}: {first['msg']}", 400, field or None) from None
+    for name, is_unknown in _without_effect(value, found):
+        if is_strict and is_unknown:
+            raise RefusedError(f"{name}: this field is not known or not supported", 400, name)
+        found.ignore(name)
+    return found
+
+
+def _without_effect(value: Any, found: Any, place: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the names of fields that have no effect, and whether a strict server refuses them.
+
+    Args:
+        value: JSON of a request, or of a part of it.
+        found: the same, checked.
+        place: name of the part, with a dot behind it.
+    """
+    if isinstance(found, list):
+        for part, checked_part in zip(value, found, strict=True):
+            if isinstance(checked_part, Body | list):
+                yield from _without_effect(part, checked_part, place)
+    elif isinstance(found, Body) and isinstance(value, dict):
+        fields = {field.alias or name: (name, field) for name, field in type(found).model_fields.items()}
+        for name, given in value.items():
+            if name not in fields:
+                if given is not None or not isinstance(found, Lenient):
+                    yield place + name, not isinstance(found, Lenient)
+            elif fields[name][1].annotation is Any:
+                if given is not None:
+                    yield place + name, False
+            else:
+                yield from _without_effect(given, getattr(found, fields[name][0]), f"{place}{name}.")
 
 
 def _accepted(error: Any) -> tuple[int, bool, int]:
@@ -203,5 +264,5 @@ def _text_length(value: Any) -> int:
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_UNIONS = {"str", "list", "dict", "int", "float", "bool"}
+_UNIONS = {"str", "list", "dict", "int", "float", "bool", "known"}
 """Names that pydantic puts in the place of a field for the kinds of a union; they are no fields."""

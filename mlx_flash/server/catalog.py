@@ -19,6 +19,9 @@ from mlx_flash.server.sampling import Defaults
 DEFAULT_NAME = "default_model"
 """The name that always means the first model of the command line, as in mlx-lm's server."""
 
+LATEST = ":latest"
+"""The end of names that Ollama's clients may add."""
+
 _FILES = {"config.json", "tokenizer_config.json"}
 """Files of a repository in Hugging Face's cache folder that make it a model."""
 
@@ -63,6 +66,7 @@ class Catalog:
         config, defaults, tokenizer_settings, vision: of models that a request names by folder or repository.
         image_folder: the only folder whose files requests may name as pictures; None for none.
         describe: returns the model of a Modelfile with a name; None leaves these out.
+        any_name: the default model answers requests for unknown names; None where it is the only one.
 
     Attributes:
         image_folder: as given.
@@ -78,6 +82,7 @@ class Catalog:
         vision: bool | None = None,
         image_folder: Path | None = None,
         describe: Callable[[str, Path], Source] | None = None,
+        any_name: bool | None = None,
     ) -> None:
         self._named = {source.name: source for source in sources}
         if len(self._named) < len(sources):
@@ -85,6 +90,7 @@ class Catalog:
         self._config, self._defaults = config, defaults or Defaults()
         self._tokenizer_settings = tokenizer_settings or {}
         self._vision, self.image_folder, self._describe = vision, image_folder, describe
+        self._any_name = len(sources) == 1 if any_name is None else any_name
 
     def is_given(self, name: str) -> bool:
         """Return whether the command line gave a name, which keeps its meaning until the server ends."""
@@ -95,12 +101,42 @@ class Catalog:
         """The model of requests that name none; None if there is none."""
         return next(iter(self._named.values()), None)
 
-    def find(self, name: str) -> Source:
-        """Return the model of a name: nothing is downloaded.
+    def known(self, name: str) -> str:
+        """Return the name of the model that answers requests for a name, if any name will do; else this name."""
+        if not self._any_name or self.default is None:
+            return name
+        try:
+            self.find(name)
+        except RefusedError as error:
+            return self.default.name if error.status == 404 else name
+        return name
+
+    def find(self, name: str, adapter: str | None = None) -> Source:
+        """Return the model of a name, which may end with ``:latest``: nothing is downloaded.
+
+        Args:
+            name: of the model.
+            adapter: path, or last part of the path, of the adapter that the model has to have; None for any.
 
         Raises:
             RefusedError: there is none on this machine, or its Modelfile cannot be used.
         """
+        found = self._find(name)
+        if adapter is None or _is_adapter(found, adapter):
+            return found
+        others = [each for each in self._named.values() if each.base == found.base]
+        same = next((each for each in others if _is_adapter(each, adapter)), None)
+        if same is None:
+            names = ", ".join(repr(each.adapter) for each in others if each.adapter is not None)
+            raise RefusedError(
+                f"{found.name} was not started with the adapter {adapter!r}, but with {names or 'none'}. "
+                "Hint: start the server with --adapter-path, or with a Modelfile that has ADAPTER.",
+                404,
+                "adapters",
+            )
+        return same
+
+    def _find(self, name: str) -> Source:
         if name == DEFAULT_NAME and self.default is not None:
             return self.default
         if name in self._named:
@@ -123,6 +159,8 @@ class Catalog:
                 return self._describe(name, path)
             except ConfigError as error:
                 raise RefusedError(str(error), 400, "model") from error
+        if name.endswith(LATEST):
+            return self._find(name.removesuffix(LATEST))
         names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
         raise RefusedError(f"there is no model {name!r} here. Hint: this server has {names or 'none'}.", 404, "model")
 
@@ -135,6 +173,10 @@ class Catalog:
         found = [r.repo_id for r in repos if "main" in r.refs and _FILES <= {f.file_name for f in r.refs["main"].files}]
         created = named_models() if self._describe is not None else ()
         return list(dict.fromkeys([*first, *self._named, *created, *sorted(found)]))
+
+
+def _is_adapter(source: Source, name: str) -> bool:
+    return source.adapter is not None and name in (source.adapter, Path(source.adapter).name)
 
 
 def _is_folder(base: str, name: str) -> bool:

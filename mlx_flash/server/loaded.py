@@ -36,6 +36,10 @@ if TYPE_CHECKING:  # an extra
     from mlx_flash.server.seeing import Sight
 
 
+LEAST_ANSWER = 256
+"""Tokens of an answer that a request has room for, or the most that it asks for: otherwise it is refused."""
+
+
 class LoadedModel:
     """A model in memory. Belongs to the generation thread.
 
@@ -102,12 +106,38 @@ class LoadedModel:
         with refused("prompt" if request.messages is None else "messages"):
             if num_prompt := least_tokens(request, self.tokenizer):
                 with _counted_in_pieces():
-                    self._decide(job, [], num_prompt)
+                    self._shorten(job, num_prompt)
             job.prompt = self._make_prompt(request, defaults.template_options or {})
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, defaults, self.vocab_size)
         if request.work == "answer":
-            self._decide(job, [], len(job.prompt.tokens))
+            self._shorten(job, len(job.prompt.tokens))
+
+    def _shorten(self, job: Job, num_prompt: int) -> None:
+        """Shorten the longest answer to a request to what has room when nothing else runs: its end says so.
+
+        Raises:
+            RefusedError: there is no room for an answer of :data:`LEAST_ANSWER` tokens.
+        """
+        most, has_room = job.max_tokens, partial(self._has_room, job, num_prompt)
+        if has_room(most):
+            return
+        least = min(LEAST_ANSWER, most)
+        if not has_room(least):
+            job.max_tokens = most
+            self._decide(job, [], num_prompt)
+        while most - least >= LEAST_ANSWER:
+            middle = (least + most) // 2
+            least, most = (middle, most) if has_room(middle) else (least, middle)
+        job.max_tokens = least
+
+    def _has_room(self, job: Job, num_prompt: int, num_answer: int) -> bool:
+        job.max_tokens = num_answer
+        try:
+            self._decide(job, [], num_prompt)
+        except RefusedError:
+            return False
+        return True
 
     def admits(self, job: Job) -> bool:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""

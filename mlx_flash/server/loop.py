@@ -103,7 +103,7 @@ class Loop:
         answer = self._inbox.answer(number)
         with ends_alone(partial(_refuse, answer)):
             request = GenerationRequest.from_json(text)
-            job = Job(number, request, self._catalog.find(request.model), answer)
+            job = Job(number, request, self._catalog.find(request.model, request.adapter), answer)
             model = self._models.get(job.source)
             if model is not None and request.has_prompt:
                 model.prepare(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,14 +20,20 @@ class _Collector:
 
     Args:
         num_requests: requests that run or wait.
+        ignored: requests by names of fields that had no effect.
     """
 
-    def __init__(self, num_requests: int) -> None:
-        self._num_requests = num_requests
+    def __init__(self, num_requests: int, ignored: Mapping[str, int]) -> None:
+        self._num_requests, self._ignored = num_requests, ignored
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that have a value."""
         yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", self._num_requests)
+        words = "Requests with a field that had no effect"
+        ignored = CounterMetricFamily("mlx_flash_ignored_fields", words, labels=["field"])
+        for name, number in self._ignored.items():
+            ignored.add_metric([name], number)
+        yield ignored
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for engine in find():
             for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():
@@ -38,12 +44,13 @@ class _Collector:
         yield from families.values()
 
 
-def metrics(num_requests: int) -> bytes:
+def metrics(num_requests: int, ignored: Mapping[str, int]) -> bytes:
     """Return the metrics of this process.
 
     Args:
         num_requests: requests that run or wait.
+        ignored: requests by names of fields that had no effect.
     """
     registry = CollectorRegistry()
-    registry.register(_Collector(num_requests))
+    registry.register(_Collector(num_requests, ignored))
     return generate_latest(registry)

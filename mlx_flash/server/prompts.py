@@ -159,16 +159,20 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
     if request.has_form and tokenizer.has_thinking:
         options = {**options, "enable_thinking": False}
 
-    def render(part: Sequence[dict[str, Any]], *, generates: bool) -> list[int]:
+    def render(part: Sequence[dict[str, Any]], *, generates: bool, **more: Any) -> list[int]:
         tools = None if request.tools is None else list(request.tools)
-        try:
-            return list(
-                tokenizer.apply_chat_template(list(part), tools=tools, add_generation_prompt=generates, **options)
-            )
-        except jinja2.TemplateError as error:  # templates refuse conversations with it, too
-            raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
+        given = {**options, **more}
+        return list(tokenizer.apply_chat_template(list(part), tools=tools, add_generation_prompt=generates, **given))
 
-    tokens = render(messages, generates=True)
+    more = {"continue_final_message": True} if request.continues else {}
+    try:
+        tokens = render(messages, generates=not more, **more)
+    except jinja2.TemplateError as error:  # templates refuse conversations with it, too
+        messages = folded(messages)
+        try:
+            tokens = render(messages, generates=not more, **more)
+        except jinja2.TemplateError:
+            raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
     state = state_of(tokenizer, tokens)
     if request.has_form and state == "reasoning":
         field = "tool_choice" if request.must_call else "response_format"
@@ -188,6 +192,30 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
     borders = [(0, system_end, "system"), (system_end, tail, "user"), (max(tail, system_end), len(tokens), "assistant")]
     parts = [(tokens[start:stop], kind) for start, stop, kind in borders if start < stop]
     return Prompt(tokens, [part for part, _ in parts], [kind for _, kind in parts], state)
+
+
+def folded(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation for templates that want one system message at most, and user and assistant in turn.
+
+    Later messages of the system become the user's, and messages in a row with one role become one message.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        is_first = all(other["role"] == "system" for other in found)
+        role = "user" if message["role"] == "system" and not is_first else message["role"]
+        if found and found[-1]["role"] == role and role in ("system", "user"):
+            found[-1]["content"] = _joined(found[-1]["content"], message["content"])
+        else:
+            found.append({**message, "role": role})
+    return found
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Return the contents of two messages as one: text, or parts if one has pictures."""
+    if isinstance(first, str) and isinstance(second, str):
+        return "\n\n".join(text for text in (first, second) if text)
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [*parts[0], *parts[1]]
 
 
 def state_of(tokenizer: Any, tokens: Sequence[int]) -> str:

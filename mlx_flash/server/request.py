@@ -56,6 +56,38 @@ class Sampling:
     drawn_seed: int = 0
 
 
+def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return texts that end an answer. Empty ones are none."""
+    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
+
+
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""The nearest levels of effort that chat templates know."""
+
+
+def thinking_options(thinks: bool | None, effort: str | None = None) -> dict[str, Any]:
+    """Return the variables of chat templates that say how much to reason.
+
+    Args:
+        thinks: reason first or not; None for what follows from the effort, or is the template's default.
+        effort: ``"none"``, ``"minimal"``, ``"low"``, ``"medium"``, ``"high"``, ``"xhigh"`` or ``"max"``.
+    """
+    found: dict[str, Any] = {}
+    if thinks is None and effort is not None:
+        thinks = effort != "none"
+    if thinks is not None:
+        found["enable_thinking"] = thinks
+    if effort not in (None, "none"):
+        found["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    return found
+
+
+def continues(messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a conversation ends with text of the assistant, from which an answer may go on."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One answer to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is set, unless a model is loaded
@@ -63,6 +95,7 @@ class GenerationRequest:
 
     Attributes:
         model: name of the model, as the client gave it.
+        adapter: name of the adapter that the model was started with, where the client gives one.
         work: the work: an answer, counting the tokens of its prompt, or loading or unloading the model.
         messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
         pictures: files of the pictures whose places messages mark with ``{"type": "image"}`` parts, as base64.
@@ -80,11 +113,13 @@ class GenerationRequest:
         must_call: names of functions, one of which the answer has to call; none if it may be text.
         strict_tools: names of functions whose arguments follow their schema.
         one_call: end the answer after the first tool call.
+        continues: the answer goes on from the last message, which is the assistant's.
         keep_alive: seconds that the model stays in memory after its last request; None takes the server's default,
             a negative number means for ever.
     """
 
     model: str
+    adapter: str | None = None
     work: Literal["answer", "count", "load", "unload"] = "answer"
     messages: Sequence[dict[str, Any]] | None = None
     pictures: Sequence[str] = ()
@@ -102,6 +137,7 @@ class GenerationRequest:
     must_call: Sequence[str] = ()
     strict_tools: Sequence[str] = ()
     one_call: bool = False
+    continues: bool = False
     keep_alive: float | None = None
 
     @property

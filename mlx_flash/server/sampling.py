@@ -23,7 +23,7 @@ LEAST_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """The settings of requests that leave them out, with mlx-lm's values.
+    """The settings of requests that leave them out, with mlx-lm's values but for the length of answers.
 
     Attributes:
         temperature, top_p, top_k, min_p, repetition_penalty, repetition_context_size, seed: as of `Sampling`.
@@ -39,7 +39,7 @@ class Defaults:
     repetition_penalty: float = 0.0
     repetition_context_size: int = 20
     seed: int | None = None
-    max_tokens: int = 512
+    max_tokens: int = 4096
     stop: Sequence[str] = ()
     template_options: Mapping[str, Any] | None = None
 
@@ -76,21 +76,15 @@ class SeededSampler:
 
 
 def sampler_of(sampling: Sampling, defaults: Defaults, tokenizer: Any, vocab_size: int) -> Sampler:
-    """Return what chooses tokens.
-
-    Raises:
-        RefusedError: a setting does not suit the model.
-    """
+    """Return what chooses tokens."""
     temperature = _first(sampling.temperature, defaults.temperature)
     top_k = _first(sampling.top_k, defaults.top_k)
-    if top_k >= vocab_size:
-        raise RefusedError(f"top_k is {top_k}: the model has {vocab_size} tokens, and it must be below.", 400, "top_k")
     if temperature < LEAST_TEMPERATURE:
         return greedy
     sampler = make_sampler(
         temperature,
         top_p=_first(sampling.top_p, defaults.top_p),
-        top_k=top_k,
+        top_k=top_k if top_k < vocab_size else 0,  # all of them
         min_p=_first(sampling.min_p, defaults.min_p),
         xtc_probability=sampling.xtc_probability,
         xtc_threshold=sampling.xtc_threshold,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.server.answer import Answer
-from mlx_flash.server.body import Bodies, Checked, read_body
+from mlx_flash.server.body import Asking, Bodies, Checked, read_body
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.replies import ClientLeftError
@@ -22,6 +25,14 @@ from mlx_flash.server.room import EngineRoom
 MAX_REQUESTS = 128
 """The most answers that are computed or wait."""
 
+MAX_IGNORED_NAMES = 256
+"""The most names of fields without effect that are counted apart."""
+
+IGNORED_HEADER = "x-mlx-flash-ignored"
+"""The header of a reply that lists the fields of its request that had no effect."""
+
+_log = logging.getLogger("mlx_flash")
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 ErrorBody = Callable[[RefusedError], Any]
 
@@ -31,15 +42,19 @@ class Service:
 
     Args:
         room: the generation thread.
+        is_strict: refuse unknown fields of requests.
 
     Attributes:
         room: as given.
         num_requests: requests that are answered or wait.
+        ignored: requests by names of fields that had no effect on their answers.
     """
 
-    def __init__(self, room: EngineRoom) -> None:
+    def __init__(self, room: EngineRoom, *, is_strict: bool = False) -> None:
         self.room = room
         self.num_requests = 0
+        self.ignored: Counter[str] = Counter()
+        self._is_strict = is_strict
         self._bodies = Bodies()
 
     @property
@@ -75,7 +90,14 @@ class Service:
         async def reply(request: Request) -> Response:
             try:
                 with self._one_more(), self._bodies.one_more() as count:
-                    return await answer(self, request, await read_body(request, kind, count))
+                    body = await read_body(request, kind, count, is_strict=self._is_strict)
+                    if isinstance(body, Asking):
+                        body.model = await self._known(body.model)
+                    response = await answer(self, request, body)
+                    if body.ignored:
+                        self._note_ignored(request.url.path, body.ignored)
+                        response.headers[IGNORED_HEADER] = ", ".join(body.ignored)
+                    return response
             except FlashError as error:
                 found = error if isinstance(error, RefusedError) else RefusedError(str(error), 400)
                 return JSONResponse(errors(found), found.status)
@@ -83,6 +105,20 @@ class Service:
                 return Response(status_code=499)  # nobody reads it
 
         return reply
+
+    async def _known(self, name: str) -> str:
+        """Return the name of the model that answers requests for a name."""
+        if self.catalog.is_given(name):  # most requests: no other thread looks for folders
+            return name
+        return await asyncio.to_thread(self.catalog.known, name)
+
+    def _note_ignored(self, path: str, names: list[str]) -> None:
+        """Count fields without effect, and log each the first time."""
+        for name in names:
+            name = name if name in self.ignored or len(self.ignored) < MAX_IGNORED_NAMES else "others"
+            if name not in self.ignored:
+                _log.info("%s: %s has no effect here", path, name)
+            self.ignored[name] += 1
 
     @contextmanager
     def _one_more(self) -> Iterator[None]:

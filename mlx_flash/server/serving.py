@@ -59,11 +59,12 @@ class Server(uvicorn.Server):
     Args:
         room: the generation thread.
         access: who may ask.
+        is_strict: refuse unknown fields of requests.
     """
 
-    def __init__(self, room: EngineRoom, access: Access) -> None:
+    def __init__(self, room: EngineRoom, access: Access, *, is_strict: bool = False) -> None:
         self._room = room
-        self._service = Service(room)
+        self._service = Service(room, is_strict=is_strict)
         self._number: int | None = None
         self._is_dead = False
         super().__init__(

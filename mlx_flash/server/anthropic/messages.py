@@ -15,7 +15,7 @@ from mlx_flash.server.anthropic.conversation import generation_request
 from mlx_flash.server.anthropic.schemas import CountRequest, MessagesRequest
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
 from mlx_flash.server.replies import Whole, Writer, collect_all, stream
-from mlx_flash.server.request import Sampling
+from mlx_flash.server.request import Sampling, stop_texts
 from mlx_flash.server.service import Service
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -25,9 +25,11 @@ async def answer_messages(service: Service, request: Request, body: MessagesRequ
     """Answer a request for the next message of a conversation."""
     asked = replace(
         generation_request(body),
-        sampling=Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        sampling=Sampling(
+            temperature=body.temperature, top_p=body.top_p, top_k=None if body.top_k is None else max(0, body.top_k)
+        ),
         max_tokens=body.max_tokens,
-        stop=tuple(body.stop_sequences or ()),
+        stop=stop_texts(body.stop_sequences),
     )
     (answer,) = service.submit(asked)
     if body.stream:

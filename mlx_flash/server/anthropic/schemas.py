@@ -1,23 +1,34 @@
-"""Requests in Anthropic's dialect. A field that would change the answer and is not supported is an error."""
+"""Requests in Anthropic's dialect. A field that would change the answer unseen, and is not supported, is an error."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from mlx_flash.server.body import Body, Many
-from mlx_flash.server.openai.schemas import Count, FunctionName, Name, Share, StopText, Temperature, TopK
+from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.openai.schemas import (
+    Count,
+    Effort,
+    FunctionName,
+    ModelName,
+    Share,
+    StopText,
+    Temperature,
+    Thinking,
+    TopK,
+)
 
 
-class TextBlock(Body, extra="ignore"):
+class TextBlock(Lenient):
     """A text."""
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
 
 
-class ImageSource(Body):
+class ImageSource(Lenient):
     """A picture: its data, or an URL."""
 
     type: Literal["base64", "url"]
@@ -32,67 +43,143 @@ class ImageSource(Body):
         return self
 
 
-class ImageBlock(Body, extra="ignore"):
+class ImageBlock(Lenient):
     """A picture."""
 
     type: Literal["image"]
     source: ImageSource
+    cache_control: Any = None
 
 
-class ThinkingBlock(Body, extra="ignore"):
+class DocumentSource(Lenient):
+    """A document: text, or blocks. Other forms are not supported."""
+
+    type: Literal["text", "content"]
+    data: str | None = None
+    content: str | Many[TextBlock | ImageBlock] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> DocumentSource:
+        if (self.data if self.type == "text" else self.content) is None:
+            raise ValueError("a source of type text has data, and one of type content has content")
+        return self
+
+
+class DocumentBlock(Lenient):
+    """A document."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    cache_control: Any = None
+
+
+class SearchBlock(Lenient):
+    """A result of a search that the client made."""
+
+    type: Literal["search_result"]
+    source: str = ""
+    title: str = ""
+    content: Many[TextBlock]
+    cache_control: Any = None
+
+
+class ThinkingBlock(Lenient):
     """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Body, extra="ignore"):
+class ToolUseBlock(Lenient):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    cache_control: Any = None
 
 
-class ToolResultBlock(Body, extra="ignore"):
+class ToolReferenceBlock(Lenient):
+    """The name of a tool that a search found. This server shows all tools to the model."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class OtherBlock(Lenient):
+    """A part of an earlier answer that only Anthropic's servers make or read."""
+
+    type: str
+
+
+Shown = TextBlock | ImageBlock | DocumentBlock | SearchBlock | ToolReferenceBlock
+
+
+class ToolResultBlock(Lenient):
     """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[TextBlock] | None = None
+    content: str | Many[Annotated[Shown, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
+    cache_control: Any = None
 
 
-Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-"""A part of a message. Documents are not supported."""
+Known = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+_KNOWN = {"text", "image", "document", "search_result", "tool_reference", "thinking", "tool_use", "tool_result"}
+
+Block = Annotated[
+    Annotated[Known, Tag("known")] | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda value: "known" if _type_of(value) in _KNOWN else "other"),
+]
+"""A part of a message."""
 
 
-class Message(Body):
+def _type_of(value: Any) -> object:
+    found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return found if isinstance(found, str) else None
+
+
+class Message(Lenient):
     """A message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
     @model_validator(mode="after")
     def _suits_role(self) -> Message:
-        allowed = ("text", "image", "tool_result") if self.role == "user" else ("text", "thinking", "tool_use")
+        own = ("text", "thinking", "tool_use") if self.role == "assistant" else ("thinking", "tool_use")
         for block in self.content if isinstance(self.content, list) else ():
-            if block.type not in allowed:
-                raise ValueError(f"a message of the {self.role} has no {block.type} blocks")
+            if self.role == "assistant" and block.type in _KNOWN and block.type not in own:
+                raise ValueError(f"a message of the assistant has no {block.type} blocks")
+            if self.role != "assistant" and (block.type in own or block.type not in _KNOWN):
+                raise ValueError(f"blocks of type {block.type} in a message of the {self.role} are not supported")
         return self
 
 
-class Tool(Body):
-    """A function that the model may call."""
+class Tool(Lenient):
+    """A function that the model may call, or a tool that this server does not know."""
 
-    type: Literal["custom"] | None = None
+    type: str | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: dict[str, Any]
-    cache_control: Any = None
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Any = None
     eager_input_streaming: Any = None
+    defer_loading: Any = None
+    input_examples: Any = None
+    allowed_callers: Any = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Tool:
+        if self.type in (None, "custom") and self.input_schema is None:
+            raise ValueError("a tool has an input_schema")
+        return self
 
 
 class ToolChoice(Body):
@@ -109,14 +196,6 @@ class ToolChoice(Body):
         return self
 
 
-class Thinking(Body):
-    """The choice to reason first. The chat template decides how long."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Any = None
-    display: Any = None
-
-
 class JsonFormat(Body):
     """The form of the answer."""
 
@@ -128,26 +207,26 @@ class OutputConfig(Body):
     """The form of the answer, and how much work it is worth."""
 
     format: JsonFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
+    task_budget: Any = None
 
 
-class Conversation(Body):
+class Conversation(Asking):
     """A conversation."""
 
-    model: Name
+    model: ModelName
     messages: Annotated[Many[Message], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
     cache_control: Any = None
-
-    @model_validator(mode="after")
-    def _ends_with_user(self) -> Conversation:
-        if self.messages[-1].role != "user":
-            raise ValueError("the last of the messages must be the user's: answers cannot be continued")
-        return self
+    context_management: Any = None
+    container: Any = None
+    mcp_servers: Any = None
+    betas: Any = None
 
 
 class CountRequest(Conversation):
@@ -158,7 +237,7 @@ class MessagesRequest(Conversation):
     """A request for the next message of a conversation."""
 
     max_tokens: Count
-    stop_sequences: Annotated[Many[StopText], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[Many[StopText], Field(max_length=64)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -166,10 +245,4 @@ class MessagesRequest(Conversation):
     metadata: Any = None
     service_tier: Any = None
     inference_geo: Any = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> MessagesRequest:
-        has_tools = self.tools and (self.tool_choice is None or self.tool_choice.type != "none")
-        if has_tools and self.output_config is not None and self.output_config.format is not None:
-            raise ValueError("tools and output_config.format cannot be used together")
-        return self
+    speed: Any = None

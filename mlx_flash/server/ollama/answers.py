@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammars import schema_grammar
-from mlx_flash.server.ollama.common import counts_of, error_body, known, line, logprob_of, now
+from mlx_flash.server.ollama.common import counts_of, error_body, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
+from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.replies import Writer, collect_all, stream
-from mlx_flash.server.request import GenerationRequest, Sampling
+from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
 from mlx_flash.server.toolchoice import called
@@ -29,9 +29,11 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     """Answer a request for the next message of a conversation."""
     asked = None
     if body.messages:
+        messages = [_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
         asked = GenerationRequest(
             model=body.model,
-            messages=[_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
+            messages=messages,
+            continues=continues(messages),
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
         )
     return await _answer(service, request, body, asked)
@@ -59,12 +61,11 @@ async def _answer(service: Service, request: Request, body: Asked, asked: Genera
         asked: the conversation or the text; None loads the model, or unloads it.
     """
     began = time.perf_counter_ns()
-    name = (await asyncio.to_thread(known, service.catalog, body.model)).name
     keep_alive = None if body.keep_alive is None else float(body.keep_alive)
     if asked is None:
-        work = GenerationRequest(model=name, work="unload" if keep_alive == 0 else "load", keep_alive=keep_alive)
+        work = GenerationRequest(model=body.model, work="unload" if keep_alive == 0 else "load", keep_alive=keep_alive)
     else:
-        work = replace(_with_settings(asked, body), model=name, keep_alive=keep_alive)
+        work = replace(_with_settings(asked, body), model=body.model, keep_alive=keep_alive)
     (answer,) = service.submit(work)
     form = _Form(body, began, work)
     if body.streams:
@@ -156,10 +157,12 @@ def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:
     limit = options.num_predict
     return replace(
         asked,
-        template_options=_template_options(body.think),
+        template_options=thinking_options(None, body.think)
+        if isinstance(body.think, str)
+        else thinking_options(body.think),
         sampling=_sampling(options),
         max_tokens=limit if limit is not None and limit > 0 else None,
-        stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
+        stop=stop_texts(options.stop),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=_grammar(body.format),
     )
@@ -180,18 +183,11 @@ def _sampling(options: Options) -> Sampling:
     return Sampling(
         temperature=options.temperature,
         top_p=options.top_p,
-        top_k=options.top_k,
+        top_k=None if options.top_k is None else max(0, options.top_k),
         min_p=options.min_p,
         seed=options.seed,
         **(penalties if has_penalties else {"repetition_penalty": 0.0}),
     )
-
-
-def _template_options(think: bool | str | None) -> dict[str, Any] | None:
-    """Return the variables of chat templates that say how much to reason."""
-    if isinstance(think, str):
-        return {"enable_thinking": True, "reasoning_effort": think}
-    return None if think is None else {"enable_thinking": think}
 
 
 def _grammar(form: str | dict[str, Any] | None) -> str | None:
@@ -225,5 +221,8 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     found |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
         calls = message.tool_calls
-        found["tool_calls"] = [called(call.id, call.function.name, call.function.arguments) for call in calls]
+        found["tool_calls"] = [
+            called(call.id, call.function.name, arguments_of(call.function.arguments, f"{field}.tool_calls.{i}"))
+            for i, call in enumerate(calls)
+        ]
     return found

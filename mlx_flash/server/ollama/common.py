@@ -9,10 +9,8 @@ from typing import Any
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import error_text
-from mlx_flash.server.catalog import Catalog, Source
+from mlx_flash.server.catalog import LATEST
 from mlx_flash.server.events import End, TokenChance, TokenDetail
-
-LATEST = ":latest"
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
@@ -28,20 +26,6 @@ def line(value: Mapping[str, Any]) -> bytes:
 def now() -> str:
     """Return the time as replies have it."""
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-
-
-def known(catalog: Catalog, name: str) -> Source:
-    """Return the model of a name of Ollama, which may end with ``:latest``.
-
-    Raises:
-        RefusedError: there is no such model.
-    """
-    try:
-        return catalog.find(name)
-    except RefusedError:
-        if not name.endswith(LATEST):
-            raise
-        return catalog.find(name.removesuffix(LATEST))
 
 
 def tagged(name: str) -> str:

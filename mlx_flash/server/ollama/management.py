@@ -26,9 +26,9 @@ from mlx_flash.errors import ConfigError, FlashError, RefusedError
 from mlx_flash.layout.download import is_downloaded
 from mlx_flash.modelfile.namedfiles import create_model, named_models, quoted
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
-from mlx_flash.server.body import Body, Many
-from mlx_flash.server.catalog import Catalog
-from mlx_flash.server.ollama.common import LATEST, known, line
+from mlx_flash.server.body import Lenient, Many
+from mlx_flash.server.catalog import LATEST, Catalog
+from mlx_flash.server.ollama.common import line
 from mlx_flash.server.ollama.schemas import Message, ShowRequest
 from mlx_flash.server.openai.schemas import Name
 from mlx_flash.server.replies import Stream, collect, while_connected
@@ -50,7 +50,7 @@ Status = Mapping[str, Any]
 Text = Annotated[str, Field(max_length=1 << 20)]
 
 
-class NamedRequest(ShowRequest, extra="ignore"):
+class NamedRequest(ShowRequest):
     """A request about a model. Older clients say ``name`` for ``model``."""
 
     stream: bool | None = None
@@ -83,7 +83,7 @@ class CreateRequest(NamedRequest):
         return value
 
 
-class CopyRequest(Body, extra="ignore"):
+class CopyRequest(Lenient):
     """A request to give a model a second name."""
 
     source: Name
@@ -124,7 +124,7 @@ class Management:
     async def copy(self, service: Service, request: Request, body: CopyRequest) -> Response:
         """Write a Modelfile with the settings of a model."""
         name = self._free_name(body.destination)
-        source = await asyncio.to_thread(known, self._catalog, body.source)
+        source = await asyncio.to_thread(self._catalog.find, body.source)
         create_model(name, _settings_of(self._catalog, source.name))
         return Response()
 
@@ -133,7 +133,7 @@ class Management:
         created = named_models()
         name = self._free_name(body.asked)
         if name not in created:
-            await asyncio.to_thread(known, self._catalog, name)
+            await asyncio.to_thread(self._catalog.find, name)
             raise RefusedError(
                 f"create did not give the name {name}, and weights stay. Hint: mlx-flash rm", 403, "model"
             )
@@ -223,7 +223,7 @@ def _settings_of(catalog: Catalog, name: str) -> Modelfile:
         RefusedError: its Modelfile has an error.
     """
     try:
-        source = known(catalog, name)
+        source = catalog.find(name)
     except RefusedError as error:
         if error.status != 404:
             raise

@@ -16,7 +16,7 @@ from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Checked
 from mlx_flash.server.ollama.answers import chat, generate
-from mlx_flash.server.ollama.common import error_body, known
+from mlx_flash.server.ollama.common import error_body
 from mlx_flash.server.ollama.management import (
     CopyRequest,
     CreateRequest,
@@ -68,7 +68,8 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         return JSONResponse({"version": API_VERSION, "mlx_flash": __version__})
 
     async def show(service: Service, request: Request, body: ShowRequest) -> Response:
-        return JSONResponse(await asyncio.to_thread(lambda: shown(known(service.catalog, body.model or body.name))))
+        name = body.model or body.name
+        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(name))))
 
     async def missing(request: Request) -> Response:
         error = RefusedError(f"this server has no {request.url.path}.", 501)

@@ -1,4 +1,4 @@
-"""Requests in Ollama's dialect. A field that would change the answer and is not supported is an error."""
+"""Requests in Ollama's dialect. A field that would change the answer unseen, and is not supported, is an error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlx_flash.server.body import Body, Many
-from mlx_flash.server.openai.schemas import Name, NumLikeliest, Penalty, Share, Stop, Temperature, TopK
+from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.openai.schemas import (
+    Effort,
+    FunctionName,
+    Name,
+    NumLikeliest,
+    Penalty,
+    Seed,
+    Share,
+    Stop,
+    Temperature,
+    TopK,
+)
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
@@ -32,52 +43,23 @@ def seconds_of(value: float | str) -> float:
     return -seconds if text.startswith("-") else seconds
 
 
-class Options(Body):
-    """Settings of an answer. Those of resources have no effect: the server's plan decides."""
+class Options(Lenient):
+    """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
 
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: Share | None = None
     min_p: Share | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    seed: Seed | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     stop: Stop | None = None
     repeat_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # Settings that are not supported, with the values that change nothing
-    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=0)] | None = None
-    mirostat_tau: Any = None
-    mirostat_eta: Any = None
-    penalize_newline: Literal[True] | None = None
-    # Settings of resources
-    numa: Any = None
-    num_keep: Any = None
-    num_ctx: Any = None
-    num_batch: Any = None
-    num_gpu: Any = None
-    main_gpu: Any = None
-    num_thread: Any = None
-    low_vram: Any = None
-    f16_kv: Any = None
-    logits_all: Any = None
-    vocab_only: Any = None
-    use_mmap: Any = None
-    use_mlock: Any = None
-    embedding_only: Any = None
-
-    @field_validator("num_predict")
-    @classmethod
-    def _is_some(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("num_predict is at least 1, or negative for the server's own limit")
-        return value
 
 
-class Asked(Body):
+class Asked(Asking):
     """Fields of requests for text."""
 
     model: Name
@@ -85,7 +67,7 @@ class Asked(Body):
     options: Options | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     keep_alive: float | str | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Effort | None = None
     logprobs: bool | None = None
     top_logprobs: NumLikeliest | None = None
     truncate: Any = None
@@ -108,21 +90,21 @@ class Asked(Body):
         return self.stream is not False
 
 
-class CalledFunction(Body, extra="ignore"):
+class CalledFunction(Lenient):
     """The function of a call."""
 
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
 
 
-class MessageCall(Body, extra="ignore"):
+class MessageCall(Lenient):
     """A call that the model asked for in an earlier message."""
 
     id: str | None = None
     function: CalledFunction
 
 
-class Message(Body, extra="ignore"):
+class Message(Lenient):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -134,15 +116,15 @@ class Message(Body, extra="ignore"):
     tool_call_id: str | None = None
 
 
-class Function(Body, extra="ignore"):
+class Function(Lenient):
     """The description of a function."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Body, extra="ignore"):
+class Tool(Lenient):
     """A function that the model may call."""
 
     type: Literal["function"] = "function"
@@ -154,12 +136,6 @@ class ChatRequest(Asked):
 
     messages: Many[Message] | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> ChatRequest:
-        if self.tools and self.format:
-            raise ValueError("tools and format cannot be used together")
-        return self
 
 
 class GenerateRequest(Asked):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,15 +17,24 @@ from mlx_flash.server.openai.common import (
     Chunks,
     head,
     sampling_of,
-    stop_of,
     usage_of,
 )
-from mlx_flash.server.openai.schemas import ChatRequest, FunctionChoice, Message, Part
+from mlx_flash.server.openai.schemas import (
+    AllowedChoice,
+    ChatRequest,
+    FunctionChoice,
+    Message,
+    MessageCall,
+    Part,
+    Thinking,
+)
 from mlx_flash.server.replies import Whole, collect_all, stream
-from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.request import GenerationRequest, stop_texts, thinking_options
 from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
-from mlx_flash.server.toolchoice import called, tool_fields
+from mlx_flash.server.toolchoice import TEXT, called, function, text_function, tool_fields
+
+T = TypeVar("T")
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -46,24 +55,57 @@ def generation_requests(body: ChatRequest) -> list[GenerationRequest]:
         RefusedError: a field is wrong.
     """
     messages = [message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
-    name = body.tool_choice.function.name if isinstance(body.tool_choice, FunctionChoice) else None
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return [
         GenerationRequest(
             model=body.model,
+            adapter=body.adapters,
             messages=messages,
-            **tool_fields(tools, must_call=body.tool_choice == "required" or name is not None, name=name),
-            template_options=body.chat_template_kwargs,
+            **_tool_fields(body),
+            template_options=_template_options(body),
             sampling=sampling_of(body, number),
-            max_tokens=most,
-            stop=stop_of(body),
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            stop=stop_texts(body.stop),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=_grammar(body),
             one_call=body.parallel_tool_calls is False,
+            continues=bool(body.continue_final_message),
         )
         for number in range(body.n or 1)
     ]
+
+
+def _tool_fields(body: ChatRequest) -> dict[str, Any]:
+    """Return the fields of a request about functions. A tool that this server cannot run is ignored."""
+    tools = []
+    for tool in body.tools or () if body.tool_choice != "none" else ():
+        if tool.function is not None:
+            given = tool.function
+            tools.append(function(given.name, given.description, given.parameters, is_strict=given.strict))
+        elif tool.custom is not None:
+            tools.append(text_function(tool.custom.name, tool.custom.description))
+        else:
+            body.ignore(f"tools ({tool.type})")
+    choice = body.tool_choice
+    if isinstance(choice, AllowedChoice):
+        allowed = choice.allowed_tools
+        return tool_fields(tools, must_call=allowed.mode == "required", allowed=[each.name for each in allowed.tools])
+    if isinstance(choice, FunctionChoice):
+        return tool_fields(tools, must_call=True, allowed=[choice.name])
+    return tool_fields(tools, must_call=choice in ("required", "any"))
+
+
+def _template_options(body: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the chat template: how much to reason, in the ways that programs say it."""
+    asked = [each for each in (body.thinking, body.reasoning) if isinstance(each, Thinking)]
+    thinks = [body.enable_thinking, body.thinking if isinstance(body.thinking, bool) else None]
+    thinks += [each.thinks for each in asked]
+    efforts = [body.reasoning_effort, *(each.effort for each in asked)]
+    found = thinking_options(_first(thinks), _first(efforts))
+    return found | (body.chat_template_kwargs or {})
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
 
 
 def message_of(message: Message, field: str) -> dict[str, Any]:
@@ -90,14 +132,17 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
         found.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
         found["tool_calls"] = [
-            called(
-                call.id,
-                call.function.name,
-                arguments_of(call.function.arguments, f"{field}.tool_calls.{i}.function.arguments"),
-            )
-            for i, call in enumerate(message.tool_calls)
+            _called(call, f"{field}.tool_calls.{i}.function.arguments") for i, call in enumerate(message.tool_calls)
         ]
     return found
+
+
+def _called(call: MessageCall, field: str) -> dict[str, Any]:
+    """Return a call of an earlier message as chat templates take it."""
+    if call.custom is not None:
+        return called(call.id, call.custom.name, {TEXT: call.custom.input})
+    assert call.function is not None
+    return called(call.id, call.function.name, arguments_of(call.function.arguments, field))
 
 
 def _part(part: Part, field: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from mlx_flash import __version__
@@ -97,34 +98,15 @@ def sampling_of(body: SamplingFields, choice: int) -> Sampling:
         body: the request.
         choice: number of the answer, if several are asked for.
     """
-    bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        xtc_probability=body.xtc_probability,
-        xtc_threshold=body.xtc_threshold,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_context_size=body.repetition_context_size,
-        presence_context_size=body.presence_context_size,
-        frequency_context_size=body.frequency_context_size,
-        logit_bias=bias,
-        seed=body.seed,
-        choice=choice,
-    )
-
-
-def stop_of(body: SamplingFields) -> tuple[str, ...]:
-    """Return the texts that end an answer."""
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    names = (field.name for field in fields(Sampling))
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    given["logit_bias"] = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
+    return Sampling(**{**given, "top_k": None if body.top_k is None else max(0, body.top_k), "choice": choice})
 
 
 def wants_usage(body: SamplingFields) -> bool:
     """Return whether a stream ends with the number of tokens."""
-    return body.stream_options is not None and body.stream_options.include_usage
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:

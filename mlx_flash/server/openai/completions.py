@@ -14,12 +14,11 @@ from mlx_flash.server.openai.common import (
     Chunks,
     head,
     sampling_of,
-    stop_of,
     usage_of,
 )
 from mlx_flash.server.openai.schemas import CompletionRequest
 from mlx_flash.server.replies import collect_all, stream
-from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.request import GenerationRequest, stop_texts
 from mlx_flash.server.service import Service
 
 
@@ -46,7 +45,11 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _generation_requests(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[GenerationRequest]:
     plain = GenerationRequest(
-        model=body.model, max_tokens=body.max_tokens, stop=stop_of(body), top_logprobs=body.logprobs
+        model=body.model,
+        adapter=body.adapters,
+        max_tokens=body.max_tokens,
+        stop=stop_texts(body.stop),
+        top_logprobs=body.logprobs,
     )
     found = []
     for prompt in prompts:

@@ -1,9 +1,10 @@
-"""``/v1/responses``, without state: each request brings its whole conversation."""
+"""``/v1/responses``: a request brings its whole conversation, or goes on from an earlier response."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,38 +14,47 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.response_items import response_of
-from mlx_flash.server.openai.response_schemas import FunctionChoice, InputPart, ResponseRequest
+from mlx_flash.server.openai.response_schemas import (
+    AllowedChoice,
+    FunctionChoice,
+    InputItem,
+    InputPart,
+    ResponseRequest,
+)
 from mlx_flash.server.openai.response_stream import ResponseWriter
 from mlx_flash.server.replies import collect_all, stream
-from mlx_flash.server.request import GenerationRequest, Sampling
+from mlx_flash.server.request import GenerationRequest, Sampling, thinking_options
 from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
-from mlx_flash.server.toolchoice import called, tool_fields
+from mlx_flash.server.toolchoice import TEXT, called, function, text_function, tool_fields
 
 
 async def respond(service: Service, request: Request, body: ResponseRequest) -> Response:
     """Answer a request for the next items of a conversation."""
-    answers = service.submit(_generation_request(body))
+    answers = service.submit(_generation_request(body, ()))
     if not body.stream:
         (whole,) = await collect_all(request, answers)
         return JSONResponse(response_of(body, _head(), whole))
     return await stream(request, answers, ResponseWriter(body, _head()))
 
 
-def _generation_request(body: ResponseRequest) -> GenerationRequest:
-    tools = [
-        {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
-        for tool in body.tools or ()
-    ]
-    name = body.tool_choice.name if isinstance(body.tool_choice, FunctionChoice) else None
+def _generation_request(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> GenerationRequest:
+    tools = [] if body.tool_choice == "none" else functions_of(body)
+    choice = body.tool_choice
+    if isinstance(choice, AllowedChoice):
+        allowed = [each.name for each in choice.tools]
+        about_tools = tool_fields(tools, must_call=choice.mode == "required", allowed=allowed)
+    elif isinstance(choice, FunctionChoice):
+        about_tools = tool_fields(tools, must_call=True, allowed=[choice.name])
+    else:
+        about_tools = tool_fields(tools, must_call=choice == "required")
     return GenerationRequest(
         model=body.model,
-        messages=_messages(body),
-        **tool_fields(
-            [] if body.tool_choice == "none" else tools,
-            must_call=body.tool_choice == "required" or name is not None,
-            name=name,
-        ),
+        messages=_messages(body, earlier),
+        **about_tools,
+        template_options=None
+        if body.reasoning is None
+        else thinking_options(body.reasoning.thinks, body.reasoning.effort),
         sampling=Sampling(temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         grammar=_grammar(body),
@@ -52,36 +62,114 @@ def _generation_request(body: ResponseRequest) -> GenerationRequest:
     )
 
 
-def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Return the conversation as chat templates take it."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
+def functions_of(body: ResponseRequest) -> list[dict[str, Any]]:
+    """Return the functions that the model may call, in OpenAI's older form. Other tools are ignored."""
+    found = []
+    items = body.input if isinstance(body.input, list) else ()
+    more = [tool for item in items if item.type == "additional_tools" for tool in item.tools or ()]
+    for tool in (*(body.tools or ()), *more):
+        for namespace, each in [(tool.name, part) for part in tool.tools or ()] or [(None, tool)]:
+            name = flat_name(namespace, each.name or "")
+            if each.type == "function":
+                found.append(function(name, each.description, each.parameters, is_strict=each.strict))
+            elif each.type == "custom":
+                found.append(text_function(name, each.description))
+            else:
+                body.ignore(f"tools ({each.type})")
+    return found
+
+
+def _messages(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation as chat templates take it.
+
+    Args:
+        body: the request.
+        earlier: messages of the response that it goes on from, without its instructions.
+    """
+    messages = _Messages(body)
+    messages.found += earlier
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    for number, item in enumerate(body.input):
-        field = f"input.{number}"
-        if item.type == "function_call":
-            call = called(item.call_id, item.name or "", arguments_of(item.arguments or "", f"{field}.arguments"))
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif item.type == "function_call_output":
-            messages.append({"role": "tool", "content": item.output or "", "tool_call_id": item.call_id})
-        elif item.type == "message":
+        messages.found.append({"role": "user", "content": body.input})
+    else:
+        for number, item in enumerate(body.input):
+            messages.add(item, f"input.{number}")
+    if not messages.found:
+        raise RefusedError("input has no messages.", 400, "input")
+    opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return [*opening, *messages.found]
+
+
+class _Messages:
+    """Items of a conversation as messages: what the model wrote in one answer is one message, as templates want it.
+
+    Args:
+        body: the request.
+
+    Attributes:
+        found: the messages.
+    """
+
+    def __init__(self, body: ResponseRequest) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._body = body
+
+    def add(self, item: InputItem, field: str) -> None:
+        """Add an item.
+
+        Raises:
+            RefusedError: a part of it is missing, or cannot be used.
+        """
+        if item.type == "message":
             if item.role is None:
                 raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
-            content: Any = item.content or ""
-            if not isinstance(content, str):
-                content = content_of([_part(part, f"{field}.content.{i}") for i, part in enumerate(content)])
-            messages.append({"role": "system" if item.role == "developer" else item.role, "content": content})
-    if not messages:
-        raise RefusedError("input has no messages.", 400, "input")
-    return messages
+            content = _content(item.content, f"{field}.content")
+            if item.role == "assistant":
+                self._answer()["content"] += content if isinstance(content, str) else ""
+            else:
+                role = "system" if item.role == "developer" else item.role
+                self.found.append({"role": role, "content": content})
+        elif item.type == "reasoning":
+            parts = item.content if isinstance(item.content, list) else item.summary
+            if text := "".join(part.text for part in parts or ()):
+                answer = self._answer()
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+        elif item.type in ("function_call", "custom_tool_call"):
+            given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else None
+            given = arguments_of(item.arguments or "", f"{field}.arguments") if given is None else given
+            calls = self._answer().setdefault("tool_calls", [])
+            calls.append(called(item.call_id, flat_name(item.namespace, item.name or ""), given))
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
+            content = _content(item.output, f"{field}.output")
+            pictures = [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+            texts = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            self.found.append({"role": "tool", "content": texts, "tool_call_id": item.call_id})
+            if pictures:  # templates show pictures in messages of the user
+                self.found.append({"role": "user", "content": pictures})
+        elif item.type != "additional_tools":
+            self._body.ignore(f"input ({item.type})")
+
+    def _answer(self) -> dict[str, Any]:
+        """Return the message of the model that goes on; a new one after other messages."""
+        if not self.found or self.found[-1]["role"] != "assistant":
+            self.found.append({"role": "assistant", "content": ""})
+        return self.found[-1]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the one name that the model knows a function by."""
+    return name if not namespace else f"{namespace}__{name}"
+
+
+def _content(content: str | Sequence[InputPart] | None, field: str) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return content_of([_part(part, f"{field}.{i}") for i, part in enumerate(content)])
 
 
 def _part(part: InputPart, field: str) -> dict[str, str]:
     if part.image_url is not None:
         return picture_part(part.image_url, f"{field}.image_url")
-    return {"type": "text", "text": part.text}
+    return {"type": "text", "text": part.text or part.refusal or ""}
 
 
 def _grammar(body: ResponseRequest) -> str | None:

@@ -38,11 +38,11 @@ class Live:
         port: its port.
     """
 
-    def __init__(self, room: EngineRoom, access: Access | None = None) -> None:
+    def __init__(self, room: EngineRoom, access: Access | None = None, *, is_strict: bool = False) -> None:
         self.room = room
         self._socket = take_port("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
-        self.server = Server(room, access or Access())
+        self.server = Server(room, access or Access(), is_strict=is_strict)
         self._thread = threading.Thread(target=self.server.answer, args=(self._socket,))
         self._thread.start()
         while not self.server.started:
@@ -98,6 +98,8 @@ def live(
     defaults: Defaults | None = None,
     keep_alive: float | None = None,
     access: Access | None = None,
+    any_name: bool | None = None,
+    is_strict: bool = False,
     **settings: Any,
 ) -> Iterator[Live]:
     """Run a server of some models, and of Modelfiles with names."""
@@ -112,9 +114,9 @@ def live(
     def describe(name: str, path: Path) -> Source:
         return source_of(read_modelfile(path), name, config, defaults or Defaults())
 
-    room = EngineRoom(Catalog(sources, config, defaults, describe=describe), options, keep_alive)
+    room = EngineRoom(Catalog(sources, config, defaults, describe=describe, any_name=any_name), options, keep_alive)
     room.start()
-    running = Live(room, access)
+    running = Live(room, access, is_strict=is_strict)
     try:
         yield running
     finally:

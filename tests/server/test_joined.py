@@ -527,6 +527,7 @@ def test_caches_of_every_kind(tmp_path: Path, sizes: list[int], name: str) -> No
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and max(sizes) == 4
 
 
-def test_refusals_name_the_memory(served: Served) -> None:
-    with pytest.raises(RefusedError, match="the budget is"):
-        served.ask(*turn("Hi " * 400_000), max_tokens=1)
+def test_refusals_name_the_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded, "LEAST_ANSWER", 10**7)
+    with pytest.raises(RefusedError, match=r"answer of at most 10000000.*the budget is"):
+        served.ask(*turn("Hi"), max_tokens=10**7)

@@ -252,7 +252,7 @@ class Thinking(Body):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether to reason; None lets the template choose."""
+        """True to reason first, False not to; None lets the template choose."""
         return self.enabled if self.type is None else self.type != "disabled"
 
 

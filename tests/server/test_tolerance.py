@@ -1,0 +1,183 @@
+"""Requests of real programs: fields without effect are ignored and listed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from live import Live, live
+from mlx_flash.server.sampling import Defaults
+from scripted import make_scripted_model, saying
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+TOOL = {"name": "mcp:files/read", "description": "Read", "parameters": {"type": "object", "properties": {}}}
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_scripted_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Live]:
+    with live(str(folder), defaults=Defaults(max_tokens=20)) as running:
+        yield running
+
+
+def post(server: Live, path: str, body: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return a reply, and the fields that it says had no effect."""
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        listed = reply.headers["x-mlx-flash-ignored"]
+        return json.loads(reply.read()), listed.split(", ") if listed else []
+
+
+ANSWERED: list[tuple[str, dict[str, Any], list[str]]] = [
+    (CHAT, {"messages": HELLO}, []),
+    (CHAT, {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "store": False}, ["user", "metadata", "store"]),
+    (CHAT, {"messages": HELLO, "temprature": 1, "logit_bias": None, "n": None}, ["temprature"]),
+    (CHAT, {"messages": HELLO, "verbosity": "low", "prediction": {"type": "content"}}, ["verbosity", "prediction"]),
+    (CHAT, {"messages": HELLO, "model": "gpt-4o", "max_tokens": -1, "seed": -1, "top_k": -1, "stop": ""}, []),
+    (CHAT, {"messages": HELLO, "model": None, "stop": ["", "x"], "functions": None, "tools": []}, []),
+    (CHAT, {"messages": HELLO, "temperature": 1, "top_k": 100_000, "xtc_probability": None}, []),
+    (CHAT, {"messages": HELLO, "reasoning_effort": "minimal", "thinking": {"type": "enabled", "budget_tokens": 9}},
+     ["thinking.budget_tokens"]),
+    (CHAT, {"messages": HELLO, "reasoning": {"effort": "high", "exclude": True}}, ["reasoning.exclude"]),
+    (CHAT, {"messages": HELLO, "enable_thinking": False, "chat_template_kwargs": {"levels": [1]}}, []),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}]},
+     ["messages.content.cache_control"]),
+    (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": None, "refusal": None, "audio": {"id": "x"}}]},
+     ["messages.audio"]),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": TOOL, "cache_control": {}}]},
+     ["tools.cache_control"]),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "web_search_preview"}], "parallel_tool_calls": True},
+     ["tools (web_search_preview)"]),
+    (CHAT, {"messages": HELLO, "stream_options": {"include_usage": None, "extra": 1}}, ["stream_options.extra"]),
+    (TEXT, {"prompt": "x", "user": "me", "truncate": 5, "model": "text-davinci-003"}, ["user", "truncate"]),
+    (RESPONSES, {"input": "x", "include": ["reasoning.encrypted_content"], "client_metadata": {"a": "b"}},
+     ["include", "client_metadata"]),
+    (RESPONSES, {"input": "x", "text": {"verbosity": "low"}, "truncation": "auto", "model": "gpt-5-codex"},
+     ["text.verbosity"]),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}],
+                 "reasoning": {"summary": "auto"}}, ["reasoning.summary", "tools (web_search)"]),
+    (RESPONSES, {"input": [{"type": "compaction", "encrypted_content": "x"}, {"role": "user", "content": "x"}]},
+     ["input.encrypted_content", "input (compaction)"]),
+    (MESSAGES, {"messages": HELLO, "context_management": {"edits": []}, "speed": "fast", "container": "x",
+                "mcp_servers": [], "service_tier": "auto", "unheard_of": 1},
+     ["context_management", "speed", "container", "mcp_servers", "service_tier", "unheard_of"]),
+    (MESSAGES, {"messages": HELLO, "thinking": {"type": "adaptive", "display": "full"}, "model": "claude-x"},
+     ["thinking.display"]),
+    (MESSAGES, {"messages": HELLO, "stop_sequences": [""], "top_k": 100_000, "temperature": 1,
+                "output_config": {"effort": "max", "task_budget": 5}}, ["output_config.task_budget"]),
+    (MESSAGES, {"messages": HELLO, "tools": [{"name": "f", "input_schema": SCHEMA, "defer_loading": True},
+                                             {"type": "web_search_20250305", "name": "web_search"}]},
+     ["tools.defer_loading", "tools (web_search_20250305)"]),
+    (MESSAGES, {"messages": [*HELLO, {"role": "assistant", "content": [
+        {"type": "redacted_thinking", "data": "x"}, {"type": "server_tool_use", "id": "s", "name": "web_search"},
+        {"type": "text", "text": "So"}]}, {"role": "user", "content": "Go on"}]},
+     ["messages.content.data", "messages.content.id", "messages.content.name",
+      "messages.content (redacted_thinking)", "messages.content (server_tool_use)"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERED)))
+def test_fields_without_effect_are_ignored_and_listed(server: Live, number: int) -> None:
+    path, body, ignored = ANSWERED[number]
+    with saying("Yes."):
+        more = {"max_tokens": 20} if path == MESSAGES else {}
+        reply, listed = post(server, path, {**more, "model": "default_model", **body})
+    assert "Yes." in json.dumps(reply)
+    assert listed == ignored
+    assert reply["model"] in ("default_model", None) or reply["model"].endswith("tiny"), reply["model"]
+
+
+def test_a_strict_server_refuses_unknown_fields(folder: Path) -> None:
+    with live(str(folder), defaults=Defaults(max_tokens=2), is_strict=True) as strict:
+        assert strict.post(CHAT, {"messages": HELLO, "temprature": 1})[1]["error"]["param"] == "temprature"
+        status, reply = strict.post(MESSAGES, {"messages": HELLO, "model": "x", "max_tokens": 2, "unheard_of": 1})
+        assert status == 400 and "unheard_of" in reply["error"]["message"]
+        sent_back = [*HELLO, {"role": "assistant", "content": "Yes", "annotations": []}, *HELLO]
+        assert strict.post(CHAT, {"messages": sent_back, "user": "me", "metadata": {}})[0] == 200
+
+
+def test_fields_are_counted_and_logged_once(server: Live, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mlx_flash"):
+        for _ in range(3):
+            server.say("Hi", max_tokens=1, only_here=1)
+    assert sum("only_here" in record.message for record in caplog.records) == 1
+    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as reply:
+        assert 'mlx_flash_ignored_fields_total{field="only_here"} 3.0' in reply.read().decode()
+
+
+def test_any_name_reaches_the_only_model(folder: Path, server: Live) -> None:
+    with saying("Yes."):
+        reply, _ = post(server, MESSAGES, {"model": "claude-opus", "messages": HELLO, "max_tokens": 9})
+    assert reply["model"] == str(folder)
+    with live(str(folder), any_name=False, defaults=Defaults(max_tokens=2)) as named:
+        assert named.post(CHAT, {"model": "gpt-5", "messages": HELLO})[0] == 404
+        assert named.post(CHAT, {"model": f"{folder}:latest", "messages": HELLO})[0] == 200
+
+
+def test_an_adapter_is_named_as_the_server_was_started(server: Live) -> None:
+    status, reply = server.post(CHAT, {"messages": HELLO, "adapters": "other"})
+    assert status == 404 and "was not started with the adapter 'other'" in reply["error"]["message"]
+
+
+def test_an_answer_is_as_long_as_memory_allows(folder: Path) -> None:
+    """Claude Code asks for 32,000 tokens each time."""
+    with live(str(folder), ram_budget_gb="min") as small, saying("Yes."):
+        reply, _ = post(small, MESSAGES, {"model": "x", "messages": HELLO, "max_tokens": 10**8})
+    assert reply["content"][0]["text"] == "Yes." and reply["stop_reason"] == "end_turn"
+
+
+def test_later_system_messages_and_documents_reach_the_model(server: Live) -> None:
+    prompts: list[str] = []
+    document = {"type": "document", "title": "Sea", "source": {"type": "text", "data": "It is deep."}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [
+        {"type": "tool_reference", "tool_name": "dive"}, {"type": "text", "text": "Found"}]}  # fmt: skip
+    conversation = [
+        {"role": "user", "content": [document, {"type": "text", "text": "How deep?"}]},
+        {"role": "system", "content": "Be brief"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "find", "input": {"q": 1}}]},
+        {"role": "user", "content": [result]},
+    ]
+    with saying("Yes.", prompts):
+        post(server, MESSAGES, {"model": "x", "messages": conversation, "max_tokens": 9})
+    assert "<|user|>Sea\nIt is deep.\nHow deep?" in prompts[-1] and "<|system|>Be brief" in prompts[-1]
+    assert "<|tool|>dive\nFound" in prompts[-1]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/api/chat", CHAT])
+def test_an_answer_goes_on_from_the_assistants_message(server: Live, path: str) -> None:
+    prompts: list[str] = []
+    body = {"model": "default_model", "messages": [*HELLO, {"role": "assistant", "content": "The sea is"}]}
+    body |= {"max_tokens": 9} if path == MESSAGES else {"stream": False}
+    body |= {"continue_final_message": True} if path == CHAT else {}
+    with saying(" deep.", prompts):
+        reply, _ = post(server, path, body)
+    assert prompts[-1].endswith("<|assistant|>The sea is") and "deep." in json.dumps(reply)
+
+
+def test_a_conversation_that_a_template_refuses_is_folded(folder: Path, tmp_path: Path) -> None:
+    """Gemma's and Mistral's templates want one system message at most, and user and assistant in turn."""
+    strict = make_scripted_model(tmp_path / "strict")
+    settings = json.loads((strict / "tokenizer_config.json").read_text())
+    check = (
+        "{%- for message in messages %}{%- if not loop.first and (message.role == 'system' or "
+        "message.role == messages[loop.index0 - 1].role) %}{{ raise_exception('roles') }}{% endif %}{% endfor %}"
+    )
+    settings["chat_template"] = check + settings["chat_template"]
+    (strict / "tokenizer_config.json").write_text(json.dumps(settings))
+    prompts: list[str] = []
+    conversation = [{"role": "system", "content": "A"}, *HELLO, {"role": "system", "content": "B"}, *HELLO]
+    with live(str(strict)) as server, saying("Yes.", prompts):
+        post(server, CHAT, {"messages": conversation})
+    assert "<|system|>A" in prompts[-1] and "<|user|>Hello\n\nB\n\nHello" in prompts[-1]

@@ -41,8 +41,8 @@ class InputItem(Lenient):
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
 
 
-class ResponseTool(Lenient):
-    """A function that the model may call, several in a namespace, or a tool that this server cannot run."""
+class OneTool(Lenient):
+    """A function that the model may call, or a tool that this server cannot run."""
 
     type: Annotated[str, Field(max_length=100)]
     name: FunctionName | None = None
@@ -50,13 +50,18 @@ class ResponseTool(Lenient):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: Any = None
-    tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
 
     @model_validator(mode="after")
-    def _has_name(self) -> ResponseTool:
+    def _has_name(self) -> OneTool:
         if self.name is None and self.type in ("function", "custom", "namespace"):
             raise ValueError(f"a tool of type {self.type} has a name")
         return self
+
+
+class ResponseTool(OneTool):
+    """A tool, or several in a namespace."""
+
+    tools: Annotated[Many[OneTool], Field(max_length=512)] | None = None
 
 
 class FunctionChoice(Body):

@@ -68,7 +68,8 @@ def functions_of(body: ResponseRequest) -> list[dict[str, Any]]:
     items = body.input if isinstance(body.input, list) else ()
     more = [tool for item in items if item.type == "additional_tools" for tool in item.tools or ()]
     for tool in (*(body.tools or ()), *more):
-        for namespace, each in [(tool.name, part) for part in tool.tools or ()] or [(None, tool)]:
+        parts: list[tuple[str | None, OneTool]] = [(tool.name, part) for part in tool.tools or ()]
+        for namespace, each in parts or [(None, tool)]:
             name = flat_name(namespace, each.name or "")
             if each.type == "function":
                 found.append(function(name, each.description, each.parameters, is_strict=each.strict))

@@ -19,6 +19,7 @@ from mlx_flash.server.openai.response_schemas import (
     FunctionChoice,
     InputItem,
     InputPart,
+    OneTool,
     ResponseRequest,
 )
 from mlx_flash.server.openai.response_stream import ResponseWriter

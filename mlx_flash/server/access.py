@@ -22,6 +22,9 @@ API_KEY_VARIABLE = "MLX_FLASH_API_KEY"
 OPEN_PATHS = {"/health", "/ready", "/"}
 """Paths that need no key: the state of the server is no secret, and the page at ``/`` asks for the key itself."""
 
+OPEN_FOLDER = "/page/"
+"""The files of the page, which need no key either."""
+
 _MAX_KEY_BYTES = 4096
 
 
@@ -94,7 +97,8 @@ class AccessMiddleware:
             try:
                 _check_framing(headers)
                 self._access.check_origin(headers.get("origin"), headers.get("host"))
-                if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
+                if not is_open and scope["method"] != "OPTIONS":
                     self._access.check_key(headers.get("authorization"), headers.get("x-api-key"))
             except RefusedError as error:
                 response = error_reply(scope["path"], error, {"Connection": "close"})

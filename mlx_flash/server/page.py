@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from mlx_flash import __version__
 from mlx_flash.facts import read
 from mlx_flash.server.service import Service
 from mlx_flash.telemetry import find
 
-_FILE = Path(__file__).with_name("page.html")
+_FOLDER = Path(__file__).with_name("web")
+
+_HEADERS = {
+    # The page runs and shows its own files, talks to its own server, and makes HTML only of sanitized text.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class _Files(StaticFiles):
+    """The files of the page, each with its headers."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(_HEADERS)
+        return response
 
 
 def page_routes(service: Service) -> list[BaseRoute]:
     """Return the paths of the page."""
-    text = _FILE.read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": _policy(text),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+    files = _Files(directory=_FOLDER, follow_symlink=True)  # some installers link files to their cache
 
     async def page(request: Request) -> Response:
-        return HTMLResponse(text, headers=headers)
+        return await files.get_response("page.html", request.scope)
 
     async def facts(request: Request) -> Response:
         engines = await asyncio.to_thread(_engines)
         return JSONResponse({"version": __version__, "requests": service.num_requests, "engines": engines})
 
-    return [Route("/", page), Route("/facts", facts)]
+    return [Route("/", page), Mount("/page", files), Route("/facts", facts)]
 
 
 def _engines() -> list[dict[str, Any]]:
@@ -54,17 +66,3 @@ def _engines() -> list[dict[str, Any]]:
         for engine in find()
         if engine.pid == os.getpid()
     ]
-
-
-def _policy(text: str) -> str:
-    """Return a policy that lets the page run its own script and style, talk to its own server, and nothing else."""
-
-    def hashes(tag: str) -> str:
-        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
-        digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )

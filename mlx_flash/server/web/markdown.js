@@ -2,6 +2,7 @@
 
 import { Marked } from "./vendor/marked/marked.esm.js";
 import hljs from "./vendor/highlightjs/core.min.js";
+import { make } from "./state.js";
 
 const LANGUAGES = "bash cpp css diff go ini java json makefile python rust shell sql typescript xml yaml".split(" ");
 const ALIASES = { typescript: ["javascript", "js", "jsx", "mjs"], cpp: ["c", "h"] };
@@ -78,20 +79,16 @@ function fragmentOf(token) {
     link.rel = "noopener noreferrer";
   }
   for (const pre of fragment.querySelectorAll("pre")) {
-    const box = document.createElement("div"), bar = document.createElement("div"), copy = document.createElement("button");
-    box.className = "code";
-    bar.append(pre.title, copy);
-    copy.textContent = "Copy";
+    const box = make("div", "code"), bar = make("div"), copy = make("button", "quiet copy-code", "Copy");
     copy.type = "button";
-    copy.className = "quiet copy-code";
+    bar.append(pre.title, copy);
     pre.removeAttribute("title");
     pre.tabIndex = 0; // arrow keys scroll it
     pre.replaceWith(box);
     box.append(bar, pre);
   }
   for (const table of fragment.querySelectorAll("table")) {
-    const box = document.createElement("div");
-    box.className = "scroll";
+    const box = make("div", "scroll");
     box.tabIndex = 0;
     table.replaceWith(box);
     box.append(table);
@@ -121,6 +118,16 @@ export class Markdown {
    * @param {boolean} isGrowing hold back a last line of marks alone: the next character may change its meaning
    */
   show(text, isGrowing) {
+    try {
+      this.update(text, isGrowing);
+    } catch (error) {
+      if (!(error instanceof RangeError)) throw error; // nested too deep for the stack
+      this.shown = [];
+      this.element.replaceChildren(make("pre", "", text));
+    }
+  }
+
+  update(text, isGrowing) {
     const tokens = marked.lexer(isGrowing ? text.replace(/(^|\n)[ \t]*[-=*_~`#>+|:$\\[]+[ \t]*$/, "") : text);
     if (Object.keys(tokens.links).length) this.shown = []; // a link defined below changes blocks above
     let depth = 2, count = 0;
@@ -128,7 +135,7 @@ export class Markdown {
       if (token.type === "space" || token.type === "def") continue;
       if (token.type === "heading") token.depth = depth = Math.min(token.depth + 2, depth + 1, 6); // below the message's own
       if (this.shown[count] !== token.raw) {
-        const block = document.createElement("div");
+        const block = make("div");
         block.append(fragmentOf(token));
         if (count < this.element.childElementCount) this.element.children[count].replaceWith(block);
         else this.element.append(block);

@@ -332,13 +332,16 @@ async function receive(body, message, changed) {
 async function answer(own) {
   const message = { role: "assistant", content: "", reasoning: "", note: "Waiting for the server", error: "", isOpen: true };
   const stopper = new AbortController(), view = viewOf(message), body = requestOf(own);
-  let frame = 0, saved = performance.now();
+  let timer = 0, cost = 0, saved = performance.now();
   const draw = () => {
-    frame = 0;
+    const start = performance.now();
     keepAtEnd(() => view.show(true));
-    if (performance.now() - saved < SAVE_MILLISECONDS) return;
-    saved = performance.now();
-    save(own);
+    if (start - saved > SAVE_MILLISECONDS) {
+      save(own);
+      saved = start;
+    }
+    cost = performance.now() - start;
+    timer = 0;
   };
   own.messages.push(message);
   own.time = Date.now();
@@ -350,12 +353,12 @@ async function answer(own) {
     const options = { model: own.model, stream: true, stream_options: { include_usage: true } };
     const reply = await post("v1/chat/completions", { ...body, ...options }, stopper.signal);
     if (!reply.ok) throw new Error(await failureOf(reply));
-    await receive(reply.body, message, () => { frame = frame || requestAnimationFrame(draw); });
+    await receive(reply.body, message, () => { timer = timer || setTimeout(draw, 16 + 4 * cost); });
   } catch (error) {
     message.note = error.name === "AbortError" ? "stopped" : "";
     if (error.name !== "AbortError") message.error = error instanceof TypeError ? LOST : error.message;
   }
-  cancelAnimationFrame(frame);
+  clearTimeout(timer);
   running.delete(own.id);
   delete message.isOpen;
   keepAtEnd(() => view.show(false));

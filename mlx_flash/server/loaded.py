@@ -166,7 +166,9 @@ class LoadedModel:
     def _compute(self, job: Job) -> None:
         assert job.prompt is not None
         request, defaults, options = job.request, self.source.defaults, self._options
-        job.text = TextStream(self.tokenizer, [*request.stop, *defaults.stop], job.prompt.state, request.tools)
+        stops = [*request.stop, *defaults.stop]
+        after = job.prompt.tokens[-1] if request.continues else None
+        job.text = TextStream(self.tokenizer, stops, job.prompt.state, request.tools, after)
         more: dict[str, Any] = {}
         if self._sight is None:
             cache, job.num_cached = self.kept.longest(job.prompt.tokens)

@@ -60,13 +60,24 @@ class TextStream:
         stop: texts that end the answer.
         state: in which the prompt leaves it: ``"normal"``, ``"reasoning"`` ...
         tools: descriptions of functions that the model may call; None leaves calls in the text.
+        after: the token that the text goes on from; None drops a space at its beginning.
 
     Attributes:
         num_calls: tool calls so far.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], state: str, tools: Sequence[dict[str, Any]] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        state: str,
+        tools: Sequence[dict[str, Any]] | None,
+        after: int | None = None,
+    ) -> None:
         self._detokenizer = tokenizer.detokenizer
+        if after is not None:
+            self._detokenizer.add_token(after)
+            _ = self._detokenizer.last_segment  # reading it takes it
         self._stops = StopTexts(stop)
         self._state = make_text_state_machine(tokenizer).make_state(state)
         self._parse = tokenizer.tool_parser

@@ -163,7 +163,7 @@ def test_an_answer_goes_on_from_the_assistants_message(server: Live, path: str) 
     body |= {"continue_final_message": True} if path == CHAT else {}
     with saying(" deep.", prompts):
         reply, _ = post(server, path, body)
-    assert prompts[-1].endswith("<|assistant|>The sea is") and "deep." in json.dumps(reply)
+    assert prompts[-1].endswith("<|assistant|>The sea is") and '" deep."' in json.dumps(reply)
 
 
 def test_a_conversation_that_a_template_refuses_is_folded(folder: Path, tmp_path: Path) -> None:
@@ -181,3 +181,68 @@ def test_a_conversation_that_a_template_refuses_is_folded(folder: Path, tmp_path
     with live(str(strict)) as server, saying("Yes.", prompts):
         post(server, CHAT, {"messages": conversation})
     assert "<|system|>A" in prompts[-1] and "<|user|>Hello\n\nB\n\nHello" in prompts[-1]
+
+
+def test_a_response_goes_on_from_an_earlier_one(server: Live) -> None:
+    prompts: list[str] = []
+    with saying("Blue.", prompts):
+        first, _ = post(server, RESPONSES, {"input": "Which colour?", "instructions": "Be brief"})
+        lines = server.post(RESPONSES, {"input": "Why?", "previous_response_id": first["id"], "stream": True})[1]
+        second = json.loads(lines[-2].removeprefix("data: "))["response"]["id"]
+        post(server, RESPONSES, {"input": "Sure?", "previous_response_id": second, "store": False})
+    assert "Be brief" not in prompts[1] and "<|user|>Which colour?<|assistant|>Blue.<|user|>Why?" in prompts[1].replace(
+        "\n", ""
+    )
+    assert prompts[2].replace("\n", "").count("<|assistant|>Blue.") == 2
+    status, reply = server.post(RESPONSES, {"input": "x", "previous_response_id": "resp_gone"})
+    assert status == 404 and reply["error"]["param"] == "previous_response_id"
+
+
+ITEMS = [
+    {"role": "user", "content": "Mend it"},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": None},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+    {"type": "function_call", "name": "read", "namespace": "files", "call_id": "a", "arguments": '{"path": "x"}'},
+    {"type": "custom_tool_call", "name": "patch", "call_id": "b", "input": "-1 +2"},
+    {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "1"}]},
+    {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
+]
+
+
+def test_items_of_one_answer_are_one_message(server: Live) -> None:
+    """The model's input then equals what it had written, so that its kept cache fits."""
+    prompts: list[str] = []
+    namespace = {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}
+    tools = [namespace, {"type": "custom", "name": "patch", "description": "Change a file"}]
+    with saying("Done.", prompts):
+        post(server, RESPONSES, {"input": ITEMS, "tools": tools})
+    expected = (
+        "<|assistant|><think>Hm.</think>I look."
+        '<tool_call>{"name": "files__read", "arguments": {"path": "x"}}</tool_call>'
+        '<tool_call>{"name": "patch", "arguments": {"input": "-1 +2"}}</tool_call><|tool|>1<|tool|>done<|assistant|>'
+    )
+    assert prompts[-1].endswith(expected)
+    assert '"name": "files__read"' in prompts[-1] and '"required": ["input"]' in prompts[-1]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_come_back_in_the_form_of_their_tools(server: Live, streams: bool) -> None:
+    namespace = {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}
+    tools = [namespace, {"type": "custom", "name": "patch"}]
+    calls = (
+        '<tool_call>{"name": "files__read", "arguments": {"path": "x"}}</tool_call>'
+        '<tool_call>{"name": "patch", "arguments": {"input": "-1 +2"}}</tool_call>'
+    )
+    body = {"input": "Mend it", "tools": tools, "stream": streams, "max_output_tokens": 300}
+    with saying(calls):
+        _, reply = server.post(RESPONSES, body)
+    if streams:
+        events = [json.loads(line.removeprefix("data: ")) for line in reply if line.startswith("data: ")]
+        assert "response.custom_tool_call_input.delta" in [event["type"] for event in events]
+        reply = events[-1]["response"]
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert done == reply["output"]
+    read, patch = reply["output"]
+    assert (read["type"], read["name"], read["namespace"]) == ("function_call", "read", "files")
+    assert json.loads(read["arguments"]) == {"path": "x"}
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "-1 +2")

@@ -2,52 +2,78 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
-from mlx_flash.server.events import CallBegun, End, ToolCall
-from mlx_flash.server.openai.response_schemas import ResponseRequest
-from mlx_flash.server.replies import Whole
+from mlx_flash.server.events import CallBegun, End
+from mlx_flash.server.openai.response_schemas import OneTool, ResponseRequest
+from mlx_flash.server.toolchoice import function, text_function
 
 
-def response_of(body: ResponseRequest, head: dict[str, Any], whole: Whole | None) -> dict[str, Any]:
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the one name that the model knows a function by."""
+    return name if not namespace else f"{namespace}__{name}"
+
+
+class Function:
+    """A function of a request.
+
+    Args:
+        namespace: that the request has it in; None for none.
+        tool: the function.
+
+    Attributes:
+        flat_name: as the model knows it.
+        takes_text: its argument is a text, not JSON.
+    """
+
+    def __init__(self, namespace: str | None, tool: OneTool) -> None:
+        self.flat_name = flat_name(namespace, tool.name or "")
+        self.takes_text = tool.type == "custom"
+        self._namespace, self._tool = namespace, tool
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The description that chat templates get."""
+        tool = self._tool
+        if self.takes_text:
+            return text_function(self.flat_name, tool.description)
+        return function(self.flat_name, tool.description, tool.parameters, is_strict=tool.strict)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The names that an item of a call has."""
+        namespace = {} if self._namespace is None else {"namespace": self._namespace}
+        return {"name": self._tool.name, **namespace}
+
+
+def response_of(
+    body: ResponseRequest, head: dict[str, Any], end: End | None, items: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return a response: complete, or one that is being made."""
-    is_cut = whole is not None and whole.end.reason == "length"
+    is_cut = end is not None and end.reason == "length"
     return {
         **head,
-        "status": "in_progress" if whole is None else "incomplete" if is_cut else "completed",
+        "status": "in_progress" if end is None else "incomplete" if is_cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata if isinstance(body.metadata, dict) else {},
         "model": body.model,
-        "output": [] if whole is None else items_of(whole),
+        "output": items,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tool_choice": body.model_dump()["tool_choice"] or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         "text": {"format": {"type": "text"}}
         | (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}),
         "truncation": "disabled",
-        **({} if whole is None else {"usage": _usage(whole.end)}),
+        **({} if end is None else {"usage": _usage(end)}),
     }
-
-
-def items_of(whole: Whole) -> list[dict[str, Any]]:
-    """Return the items of a complete answer."""
-    status = "incomplete" if whole.end.reason == "length" else "completed"
-    items: list[dict[str, Any]] = []
-    if whole.reasoning:
-        items.append(reasoning_item(whole.reasoning))
-    if whole.text or not whole.calls:
-        items.append(message_item(whole.text, status))
-    return items + [
-        {**call_item(call), "status": "completed", "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        for call in whole.calls
-    ]
 
 
 def reasoning_item(text: str) -> dict[str, Any]:
@@ -73,15 +99,21 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def call_item(call: CallBegun | ToolCall) -> dict[str, Any]:
-    """Return an item that asks for a call, without arguments yet."""
+def call_item(call: CallBegun, called: Function | None) -> dict[str, Any]:
+    """Return an item that asks for a call, without arguments yet.
+
+    Args:
+        call: the call.
+        called: its function; None if the request has none of this name.
+    """
+    takes_text = called is not None and called.takes_text
     return {
-        "id": f"fc_{uuid.uuid4().hex}",
-        "type": "function_call",
+        "id": f"{'ctc' if takes_text else 'fc'}_{uuid.uuid4().hex}",
+        "type": "custom_tool_call" if takes_text else "function_call",
         "status": "in_progress",
         "call_id": call.id or f"call_{uuid.uuid4().hex}",
-        "name": call.name,
-        "arguments": "",
+        **({"name": call.name} if called is None else called.names),
+        "input" if takes_text else "arguments": "",
     }
 
 

@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.chat import arguments_of
-from mlx_flash.server.openai.response_items import response_of
+from mlx_flash.server.openai.kept import KeptResponses
+from mlx_flash.server.openai.response_items import Function, flat_name
 from mlx_flash.server.openai.response_schemas import (
     AllowedChoice,
     FunctionChoice,
@@ -27,21 +28,34 @@ from mlx_flash.server.replies import collect_all, stream
 from mlx_flash.server.request import GenerationRequest, Sampling, thinking_options
 from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
-from mlx_flash.server.toolchoice import TEXT, called, function, text_function, tool_fields
+from mlx_flash.server.toolchoice import TEXT, called, tool_fields
 
 
-async def respond(service: Service, request: Request, body: ResponseRequest) -> Response:
+async def respond(kept: KeptResponses, service: Service, request: Request, body: ResponseRequest) -> Response:
     """Answer a request for the next items of a conversation."""
-    answers = service.submit(_generation_request(body, ()))
-    if not body.stream:
-        (whole,) = await collect_all(request, answers)
-        return JSONResponse(response_of(body, _head(), whole))
-    return await stream(request, answers, ResponseWriter(body, _head()))
+    earlier = [] if body.previous_response_id is None else kept.messages(body.previous_response_id)
+    messages, functions = _messages(body, earlier), functions_of(body)
+    head: dict[str, Any] = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
+    answers = service.submit(_generation_request(body, messages, [each.shown for each in functions]))
+
+    def keep(items: list[dict[str, Any]]) -> None:
+        if body.store is not False:
+            conversation = _Messages(body, messages)
+            for i, item in enumerate(items):
+                conversation.add(InputItem.model_validate(item), f"output.{i}")
+            kept.keep(head["id"], conversation.found)
+
+    writer = ResponseWriter(body, head, {each.flat_name: each for each in functions}, keep)
+    if body.stream:
+        return await stream(request, answers, writer)
+    (whole,) = await collect_all(request, answers)
+    return JSONResponse(writer.response_of(whole))
 
 
-def _generation_request(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> GenerationRequest:
-    tools = [] if body.tool_choice == "none" else functions_of(body)
-    choice = body.tool_choice
+def _generation_request(
+    body: ResponseRequest, messages: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any]]
+) -> GenerationRequest:
+    tools, choice = functions if body.tool_choice != "none" else [], body.tool_choice
     if isinstance(choice, AllowedChoice):
         allowed = [each.name for each in choice.tools]
         about_tools = tool_fields(tools, must_call=choice.mode == "required", allowed=allowed)
@@ -49,13 +63,13 @@ def _generation_request(body: ResponseRequest, earlier: Sequence[dict[str, Any]]
         about_tools = tool_fields(tools, must_call=True, allowed=[choice.name])
     else:
         about_tools = tool_fields(tools, must_call=choice == "required")
+    opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    reasoning = body.reasoning
     return GenerationRequest(
         model=body.model,
-        messages=_messages(body, earlier),
+        messages=[*opening, *messages],
         **about_tools,
-        template_options=None
-        if body.reasoning is None
-        else thinking_options(body.reasoning.thinks, body.reasoning.effort),
+        template_options=None if reasoning is None else thinking_options(reasoning.thinks, reasoning.effort),
         sampling=Sampling(temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         grammar=_grammar(body),
@@ -63,33 +77,29 @@ def _generation_request(body: ResponseRequest, earlier: Sequence[dict[str, Any]]
     )
 
 
-def functions_of(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Return the functions that the model may call, in OpenAI's older form. Other tools are ignored."""
+def functions_of(body: ResponseRequest) -> list[Function]:
+    """Return the functions that the model may call. Other tools are ignored."""
     found = []
     items = body.input if isinstance(body.input, list) else ()
     more = [tool for item in items if item.type == "additional_tools" for tool in item.tools or ()]
     for tool in (*(body.tools or ()), *more):
         parts: list[tuple[str | None, OneTool]] = [(tool.name, part) for part in tool.tools or ()]
         for namespace, each in parts or [(None, tool)]:
-            name = flat_name(namespace, each.name or "")
-            if each.type == "function":
-                found.append(function(name, each.description, each.parameters, is_strict=each.strict))
-            elif each.type == "custom":
-                found.append(text_function(name, each.description))
+            if each.type in ("function", "custom"):
+                found.append(Function(namespace, each))
             else:
                 body.ignore(f"tools ({each.type})")
     return found
 
 
 def _messages(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation as chat templates take it.
+    """Return the conversation as chat templates take it, without instructions.
 
     Args:
         body: the request.
-        earlier: messages of the response that it goes on from, without its instructions.
+        earlier: messages of the response that it goes on from.
     """
-    messages = _Messages(body)
-    messages.found += earlier
+    messages = _Messages(body, earlier)
     if isinstance(body.input, str):
         messages.found.append({"role": "user", "content": body.input})
     else:
@@ -97,8 +107,7 @@ def _messages(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[
             messages.add(item, f"input.{number}")
     if not messages.found:
         raise RefusedError("input has no messages.", 400, "input")
-    opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    return [*opening, *messages.found]
+    return messages.found
 
 
 class _Messages:
@@ -106,13 +115,15 @@ class _Messages:
 
     Args:
         body: the request.
+        earlier: messages before them.
 
     Attributes:
-        found: the messages.
+        found: all messages.
     """
 
-    def __init__(self, body: ResponseRequest) -> None:
-        self.found: list[dict[str, Any]] = []
+    def __init__(self, body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> None:
+        self.found = list(earlier)
+        self._num_earlier = len(self.found)
         self._body = body
 
     def add(self, item: InputItem, field: str) -> None:
@@ -152,14 +163,9 @@ class _Messages:
 
     def _answer(self) -> dict[str, Any]:
         """Return the message of the model that goes on; a new one after other messages."""
-        if not self.found or self.found[-1]["role"] != "assistant":
+        if len(self.found) == self._num_earlier or self.found[-1]["role"] != "assistant":
             self.found.append({"role": "assistant", "content": ""})
         return self.found[-1]
-
-
-def flat_name(namespace: str | None, name: str) -> str:
-    """Return the one name that the model knows a function by."""
-    return name if not namespace else f"{namespace}__{name}"
 
 
 def _content(content: str | Sequence[InputPart] | None, field: str) -> Any:
@@ -181,7 +187,3 @@ def _grammar(body: ResponseRequest) -> str | None:
     if form.type == "json_schema" and form.schema_ is None:
         raise RefusedError("text.format.schema is missing.", 400, "text.format.schema")
     return schema_grammar(form.schema_, "text.format.schema")
-
-
-def _head() -> dict[str, Any]:
-    return {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,6 +14,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.openai.chat import chat
 from mlx_flash.server.openai.common import error_body
 from mlx_flash.server.openai.completions import complete
+from mlx_flash.server.openai.kept import KeptResponses
 from mlx_flash.server.openai.response_schemas import ResponseRequest
 from mlx_flash.server.openai.responses import respond
 from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
@@ -43,7 +45,11 @@ def openai_routes(service: Service) -> list[BaseRoute]:
         Route("/v1/chat/completions", chats, methods=["POST"]),
         Route("/chat/completions", chats, methods=["POST"]),
         Route("/v1/completions", service.endpoint(CompletionRequest, complete, error_body), methods=["POST"]),
-        Route("/v1/responses", service.endpoint(ResponseRequest, respond, error_body), methods=["POST"]),
+        Route(
+            "/v1/responses",
+            service.endpoint(ResponseRequest, partial(respond, KeptResponses()), error_body),
+            methods=["POST"],
+        ),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]

@@ -33,12 +33,13 @@ from mlx_flash.server.ollama.schemas import Message, ShowRequest
 from mlx_flash.server.openai.schemas import Name
 from mlx_flash.server.replies import Stream, collect, while_connected
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.service import Service
 
 MAX_DOWNLOADS = 4
 """The most downloads at the same time. The others wait."""
 
-_REPEAT_SECONDS = 10.0
+_REPEAT_SECONDS = 1.0
 """Seconds after which a line is sent again, so that no client takes the connection for lost."""
 
 _HUGGING_FACE = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
@@ -94,11 +95,11 @@ class Management:
     """The models of this machine, as requests change them.
 
     Args:
-        catalog: the models that requests can name.
+        service: the server.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, service: Service) -> None:
+        self._catalog, self._room = service.catalog, service.room
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
 
     async def pull(self, service: Service, request: Request, body: NamedRequest) -> Response:
@@ -164,12 +165,12 @@ class Management:
             return
         yield {"status": "pulling manifest"}
         async with self._downloads:
-            async for status in _told_by_download(repository):
+            async for status in _told_by_download(repository, self._room):
                 yield status
         yield {"status": "verifying sha256 digest"}
 
 
-async def _told_by_download(repository: str) -> AsyncIterator[Status]:
+async def _told_by_download(repository: str, room: EngineRoom) -> AsyncIterator[Status]:
     digest = hashlib.sha256(repository.encode()).hexdigest()
     status: Status = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
     words = ("-m", "mlx_flash.layout.download", repository)
@@ -185,6 +186,8 @@ async def _told_by_download(repository: str) -> AsyncIterator[Status]:
                 if "error" in told:
                     raise RefusedError(told["error"], told["status"])
                 status = {**status, **told}
+            if not room.is_alive:
+                raise RefusedError("the server stops.", 503)
             yield status
         if code := await process.wait():
             raise RefusedError(f"the process that downloads {repository} ended with status {code}.", 500)

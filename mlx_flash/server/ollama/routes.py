@@ -83,7 +83,7 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
 
         return service.endpoint(kind, answer if may_manage else refused, error_body)
 
-    models = Management(service.catalog)
+    models = Management(service)
 
     return [
         Route("/api/chat", service.endpoint(ChatRequest, chat, error_body), methods=["POST"]),

@@ -334,10 +334,14 @@ def _counted_in_pieces() -> Iterator[None]:
 
 
 def _opened(source: Source, request: GenerationRequest) -> GenerationRequest:
-    """Return a request with the messages that every conversation with a model begins with, if it begins now."""
-    if request.messages is None or request.context or not source.first_messages:
+    """Return a request with the messages that every conversation with a model begins with.
+
+    Behind an earlier conversation this is the system prompt alone, as with Ollama.
+    """
+    first = [each for each in source.first_messages if not request.context or each["role"] == "system"]
+    if request.messages is None or not first:
         return request
-    return replace(request, messages=opened_with(source.first_messages, request.messages))
+    return replace(request, messages=opened_with(first, request.messages))
 
 
 def _blind_prompt(

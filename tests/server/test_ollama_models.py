@@ -78,9 +78,14 @@ def test_create_copy_and_delete(server: Live, client: Any, folder: Path) -> None
     with saying("Aye.", prompts):
         client.chat("lake", HELLO)
     assert "Be long." in prompts[-1] and "brief" not in prompts[-1]  # the model in memory got the new settings
+    with saying("Aye.", prompts):
+        context = client.generate("lake", "Ahoy").context
+        client.generate("lake", "Again", context=context)
+    assert prompts[-1].startswith(prompts[-2]) and prompts[-1].count("Be long.") == 2
+    assert prompts[-2].count("Hello") == prompts[-1].count("Hello") == 1
     client.delete("lake:latest")
     assert list(named_models()) == ["pond"] and folder.is_dir()
-    for call in (lambda: client.chat("lake", HELLO), lambda: client.delete("lake"), lambda: client.copy("lake", "x")):
+    for call in (lambda: client.show("lake"), lambda: client.delete("lake"), lambda: client.copy("lake", "x")):
         with pytest.raises(ollama.ResponseError, match="no model 'lake'") as error:
             call()
         assert error.value.status_code == 404

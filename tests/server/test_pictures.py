@@ -24,6 +24,7 @@ from mlx_flash.commands.serve import serve
 from mlx_flash.server import inbox, requestpictures
 from mlx_flash.server.body import parse
 from mlx_flash.server.catalog import Source
+from mlx_flash.server.ollama.shown import shown
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import (
     MAX_NAME,
@@ -302,8 +303,16 @@ def test_answers_equal_those_of_mlx_vlm_in_all_dialects(
         assert text_of(path, reply) == wanted, path
 
 
-def test_ollamas_clients_learn_that_the_model_sees(server: Live) -> None:
-    assert "vision" in server.post("/api/show", {"model": "seer"})[1]["capabilities"]
+@pytest.mark.parametrize(
+    ("kind", "wish", "sees"),
+    [("qwen2_vl", True, True), ("qwen2_vl", None, False), ("paligemma", None, True), ("paligemma", False, False)],
+)
+def test_capabilities_tell_if_the_model_is_loaded_with_sight(
+    tmp_path: Path, kind: str, wish: bool | None, sees: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {}}))
+    source = Source(name="seer", base=str(tmp_path), config=FlashConfig(ram_budget_gb=1.0), vision=wish)
+    assert ("vision" in shown(source)["capabilities"]) == sees
 
 
 def test_text_alone_streams_and_several_pictures_work_too(server: Live, folder: Path, tmp_path: Path) -> None:

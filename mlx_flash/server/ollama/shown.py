@@ -17,7 +17,7 @@ from mlx_flash.errors import FlashError
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama.common import tagged
 from mlx_flash.storage.safetensors import read_checkpoint
-from mlx_flash.vision.detect import is_installed, sees
+from mlx_flash.vision.detect import is_installed, loads_with_vlm
 
 _FOR_EVER = timedelta(days=36_500)
 """The time for which a model stays that never leaves. Clients show "for ever" from some decades on."""
@@ -139,7 +139,8 @@ def shown(source: Source) -> dict[str, Any]:
             info[f"{family}.{name}"] = text[key]
     capabilities = ["completion"]
     capabilities += ["tools"] if "tools" in template else []
-    capabilities += ["vision"] if folder is not None and source.vision and is_installed() and sees(folder) else []
+    if folder is not None and is_installed() and loads_with_vlm(folder, source.vision, prefers=False):
+        capabilities.append("vision")
     capabilities += ["thinking"] if "enable_thinking" in template or "reasoning_effort" in template else []
     opening = [f"ADAPTER {source.adapter}"] if source.adapter is not None else []
     for message in source.first_messages:

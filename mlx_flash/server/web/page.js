@@ -61,6 +61,7 @@ function chooseModel() {
 const seeing = new Map(); // models, and whether they take pictures
 
 async function sees(model) {
+  if (!model) return false;
   if (!seeing.has(model)) {
     const reply = await post("api/show", { model }).catch(() => null);
     if (!reply?.ok) return false;
@@ -495,7 +496,7 @@ $("files").addEventListener("change", () => {
   $("files").value = "";
 });
 $("text").addEventListener("paste", (event) => {
-  if (!event.clipboardData.files.length) return;
+  if (!event.clipboardData.files.length || event.clipboardData.getData("text/plain")) return; // spreadsheets give both
   event.preventDefault();
   addPictures([...event.clipboardData.files]);
 });

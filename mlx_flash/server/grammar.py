@@ -36,7 +36,7 @@ _SPECIAL = b"\xff"
 
 
 def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
-    """Return a grammar of JSON texts.
+    """Return a rule of JSON texts, for a grammar in llguidance's form of Lark.
 
     Args:
         schema: a JSON schema; None allows every object.
@@ -57,7 +57,7 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
     if is_wrong:
         reason = " ".join(map(str, messages)).partition("\n")[0]
         raise RefusedError(f"the schema cannot be used: {reason}", 400, field)
-    return grammar
+    return f"%json {text}"
 
 
 def _check_costs(schema: object, field: str) -> None:
@@ -161,7 +161,7 @@ class GrammarProcessor:
 
     Args:
         tokenizer: of :func:`grammar_tokenizer`.
-        grammar: of :func:`json_grammar`.
+        grammar: of :func:`~mlx_flash.server.callgrammar.answer_grammar`.
 
     Raises:
         RefusedError: the grammar is too large.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_flash.errors import RefusedError
 from mlx_flash.server.callforms import CallForm, form_of
+from mlx_flash.server.prompts import Prompt, reasoning_of
 from mlx_flash.server.request import GenerationRequest
 
 
 def schema_grammar(schema: dict[str, Any] | None, field: str) -> str:
-    """Return a grammar of JSON texts, as :func:`~mlx_flash.server.grammar.json_grammar` does."""
+    """Return a rule of JSON texts, as :func:`~mlx_flash.server.grammar.json_grammar` does."""
     from mlx_flash.server.grammar import json_grammar  # 8 MB that few servers need
 
     return json_grammar(schema, field)
@@ -45,19 +47,35 @@ class Grammars:
         """Memory that a grammar takes, if it is in use or not."""
         return _LEAST_BYTES + _TOKEN_BYTES * self._vocab_size
 
-    def of(self, request: GenerationRequest) -> str | None:
+    def of(self, request: GenerationRequest, prompt: Prompt) -> str | None:
         """Return the grammar of the answer to a request; None if it may be any text.
 
         Raises:
-            RefusedError: the model's calls have no form that a grammar can follow, or a schema is not supported.
+            RefusedError: the model's answers have no form that a grammar can follow, or a schema is not supported.
         """
-        if not request.must_call and not request.strict_tools:
-            return request.grammar
-        from mlx_flash.server.callgrammar import call_grammar  # 8 MB that few servers need
+        if not request.has_form:
+            return None
+        from mlx_flash.server.callgrammar import answer_grammar  # 8 MB that few servers need
 
+        return answer_grammar(
+            request, self._form(request), self._tokenizer, reasoning_of(request, prompt, self._tokenizer)
+        )
+
+    def _form(self, request: GenerationRequest) -> CallForm | None:
+        """Return the form of the calls of an answer; None if it has none, or they may have any form.
+
+        Raises:
+            RefusedError: they have to follow a form, and the model's calls have none that a grammar can follow.
+        """
+        if not request.tools:
+            return None
         if self._call_form is None:
-            self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
-        return call_grammar(request, self._call_form, self._tokenizer)
+            try:
+                self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
+            except RefusedError:
+                if request.must_call or request.strict_tools:
+                    raise
+        return self._call_form
 
     def processor(self, grammar: str) -> Any:
         """Return a logits processor that follows a grammar.

@@ -100,7 +100,6 @@ class LoadedModel:
         """
         request, defaults = job.request, self.source.defaults
         check_tools(self.tokenizer, request.tools)
-        job.grammar = self._grammars.of(request)
         job.max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
         request = _opened(self.source, request)
         with refused("prompt" if request.messages is None else "messages"):
@@ -108,6 +107,7 @@ class LoadedModel:
                 with _counted_in_pieces():
                     self._shorten(job, num_prompt)
             job.prompt = self._make_prompt(request, defaults.template_options or {})
+            job.grammar = self._grammars.of(request, job.prompt)
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, defaults, self.vocab_size)
         if request.work == "answer":
@@ -166,9 +166,9 @@ class LoadedModel:
     def _compute(self, job: Job) -> None:
         assert job.prompt is not None
         request, defaults, options = job.request, self.source.defaults, self._options
-        stops = [*request.stop, *defaults.stop]
+        stops, state = [*request.stop, *defaults.stop], "raw" if request.messages is None else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
-        job.text = TextStream(self.tokenizer, stops, job.prompt.state, request.tools, after)
+        job.text = TextStream(self.tokenizer, stops, state, request.tools, after)
         more: dict[str, Any] = {}
         if self._sight is None:
             cache, job.num_cached = self.kept.longest(job.prompt.tokens)
@@ -255,7 +255,7 @@ class LoadedModel:
 
     def _plan_for(self, job: Job) -> ResidencyPlan:
         """Return the plan as a request finds it: grammars take memory, if it has one or an earlier one had."""
-        nbytes = self._grammars.nbytes if job.grammar is None else self._grammars.needed_bytes
+        nbytes = self._grammars.needed_bytes if job.request.has_form else self._grammars.nbytes
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int], num_prompt: int) -> Decision:

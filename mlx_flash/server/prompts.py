@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -30,6 +30,9 @@ _NOT_OPTIONS = {
 }
 """Arguments of what renders chat templates. ``chat_template`` would let a client run a program of its own."""
 
+
+Reasoning = Literal["none", "possible", "open"]
+"""The reasoning with which an answer begins: none, some if the model opens it, or what the prompt has opened."""
 
 PIECE_CHARACTERS = 1 << 16
 """Texts that are longer together are counted in pieces before they become tokens."""
@@ -156,8 +159,6 @@ def _of_text(request: GenerationRequest, tokenizer: Any) -> Prompt:
 def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any]) -> Prompt:
     messages = [dict(message) for message in request.messages or ()]
     options = {**options, **checked_options(request.template_options or {})}
-    if request.has_form and tokenizer.has_thinking:
-        options = {**options, "enable_thinking": False}
 
     def render(part: Sequence[dict[str, Any]], *, generates: bool, **more: Any) -> list[int]:
         tools = None if request.tools is None else list(request.tools)
@@ -174,9 +175,6 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
         except jinja2.TemplateError:
             raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
     state = state_of(tokenizer, tokens)
-    if request.has_form and state == "reasoning":
-        field = "tool_choice" if request.must_call else "response_format"
-        raise RefusedError("this model always reasons first, which a grammar does not allow.", 400, field)
     if messages[-1].get("role") != "user":
         return Prompt(tokens, [tokens], ["assistant"], state)
     num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")
@@ -224,6 +222,25 @@ def state_of(tokenizer: Any, tokens: Sequence[int]) -> str:
         return str(tokenizer.response_initial_state)
     is_thinking = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
     return "reasoning" if is_thinking else "normal"
+
+
+def reasoning_of(request: GenerationRequest, prompt: Prompt, tokenizer: Any) -> Reasoning:
+    """Return the reasoning with which the answer to a prompt begins: the chat template has opened it, or closed it.
+
+    Raises:
+        RefusedError: the model's answers have headers, so that nobody knows where the text begins.
+    """
+    if request.messages is None:
+        return "none"
+    if prompt.state not in ("normal", "reasoning"):
+        field = "tool_choice" if request.must_call else "response_format"
+        raise RefusedError("answers of this model have headers, which a grammar does not follow.", 400, field)
+    if prompt.state == "reasoning" or not tokenizer.has_thinking:
+        return "open" if prompt.state == "reasoning" else "none"
+    tail = prompt.tokens[-_THINKING_TAIL:]
+    end = tokenizer.rfind_think_end(tail)
+    is_closed = end >= 0 and not tokenizer.decode(tail[end + len(tokenizer.think_end_tokens) :]).strip()
+    return "none" if is_closed else "possible"
 
 
 def checked_options(options: Mapping[str, Any], taken: Collection[str] = ()) -> Mapping[str, Any]:

@@ -109,7 +109,7 @@ class GenerationRequest:
         max_tokens: the most tokens of the answer; None takes the model's default.
         stop: texts that end the answer. They are not part of it.
         top_logprobs: log probabilities of each token, and of so many of the likeliest ones; None for none.
-        grammar: a grammar of llguidance that the answer follows; None for any text.
+        grammar: what the answer follows, unless it is a call, as a rule of llguidance's grammars; None for any text.
         must_call: names of functions, one of which the answer has to call; none if it may be text.
         strict_tools: names of functions whose arguments follow their schema.
         one_call: end the answer after the first tool call.
@@ -147,8 +147,8 @@ class GenerationRequest:
 
     @property
     def has_form(self) -> bool:
-        """True if the answer may not be any text: the model cannot reason first."""
-        return self.grammar is not None or bool(self.must_call)
+        """True if the answer may not be any text."""
+        return self.grammar is not None or bool(self.must_call or self.strict_tools)
 
     def to_json(self) -> str:
         """Return it as text for other ranks."""

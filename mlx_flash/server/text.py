@@ -58,7 +58,7 @@ class TextStream:
     Args:
         tokenizer: mlx-lm's wrapper.
         stop: texts that end the answer.
-        state: in which the prompt leaves it: ``"normal"``, ``"reasoning"`` ...
+        state: in which the prompt leaves it: ``"normal"``, ``"reasoning"`` ...; ``"raw"`` leaves all marks in the text.
         tools: descriptions of functions that the model may call; None leaves calls in the text.
         after: the token that the text goes on from; None drops a space at its beginning.
 
@@ -113,8 +113,8 @@ class TextStream:
                 self._call += part
             elif self._before == "tool":
                 found += self._calls()
-            if state in ("normal", "reasoning") and part:
-                found.append(Piece(part, "text" if state == "normal" else "reasoning"))
+            if state in ("normal", "raw", "reasoning") and part:
+                found.append(Piece(part, "reasoning" if state == "reasoning" else "text"))
             self._before = state
         if ends and self._before == "tool":
             found += self._calls()

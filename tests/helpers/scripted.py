@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,4 +73,30 @@ def saying(text: str, prompts: list[str] | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaded, "sampler_of", sampler_of)
         patch.setattr(loaded, "make_prompt", noted)
+        yield
+
+
+@contextlib.contextmanager
+def wishing(tokenizer: Any, text: str) -> Iterator[None]:
+    """Let every answer have this text as long as it may, and go on as the model likes best.
+
+    Args:
+        tokenizer: of the model.
+        text: the text. With the answer's end, the model ends it if it may.
+    """
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
+
+    def sampler_of(*_: Any) -> Any:
+        left = list(tokens)
+
+        def choose(logprobs: mx.array) -> mx.array:
+            if left and logprobs[0, left[0]].item() > -math.inf:
+                return mx.array([left.pop(0)])
+            left.clear()
+            return mx.argmax(logprobs, axis=-1)
+
+        return choose
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded, "sampler_of", sampler_of)
         yield

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import mlx.core as mx
 import pytest
 from llguidance import LLMatcher
 
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
-from mlx_flash.server import loaded
 from mlx_flash.server.callforms import form_of
-from mlx_flash.server.callgrammar import call_grammar
+from mlx_flash.server.callgrammar import answer_grammar
 from mlx_flash.server.grammar import grammar_tokenizer
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
+from scripted import wishing
 from tool_models import END, QWEN, TOOLS, with_template
 
 SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
@@ -73,26 +72,10 @@ def server(model: Path) -> Iterator[Live]:
 
 
 @pytest.fixture
-def wants(server: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes the model say a text as long as it may, and then go on as it likes."""
-
-    def want(text: str) -> None:
-        tokens = next(iter(server.room.models)).tokenizer.encode(text, add_special_tokens=False)
-
-        def scripted(*_: Any) -> Any:
-            left = list(tokens)
-
-            def choose(logprobs: mx.array) -> mx.array:
-                if left and logprobs[0, left[0]].item() > -math.inf:
-                    return mx.array([left.pop(0)])
-                left.clear()
-                return mx.argmax(logprobs, axis=-1)
-
-            return choose
-
-        monkeypatch.setattr(loaded, "sampler_of", scripted)
-
-    return want
+def wants(server: Live) -> Iterator[Any]:
+    """A function that makes the model say a text as long as it may, and then go on as it likes."""
+    with contextlib.ExitStack() as stack:
+        yield lambda text: stack.enter_context(wishing(next(iter(server.room.models)).tokenizer, text))
 
 
 def check(name: str, arguments: Any) -> None:
@@ -162,7 +145,7 @@ def test_arguments_of_strict_functions_follow_their_schema(server: Live, wants: 
             {"tools": [tool("now")], "tool_choice": {"type": "function", "function": {"name": "x"}}},
         ),
         ("chat/completions", {"tool_choice": "required"}),
-        ("chat/completions", {"tools": [tool("now")], "tool_choice": "any"}),
+        ("chat/completions", {"tools": [tool("now")], "tool_choice": "some"}),
         ("messages", {"tool_choice": {"type": "any"}}),
         ("messages", {"tools": [{"name": "now", "input_schema": EMPTY}], "tool_choice": {"type": "tool"}}),
     ],
@@ -195,7 +178,7 @@ TEXTS = {
 
 
 def matches(tokenizer: Any, request: GenerationRequest, text: str) -> bool:
-    grammar = call_grammar(request, form_of(tokenizer, "tools"), tokenizer)
+    grammar = answer_grammar(request, form_of(tokenizer, "tools"), tokenizer, "none")
     matcher = LLMatcher(grammar_tokenizer(tokenizer, len(tokenizer)), grammar, log_level=0)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())

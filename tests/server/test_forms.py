@@ -1,0 +1,223 @@
+"""Answers that follow a schema after the reasoning and beside functions, and raw text of a model that reasons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+
+from live import Live, live
+from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.server.callgrammar import answer_grammar
+from mlx_flash.server.grammar import grammar_tokenizer, json_grammar
+from mlx_flash.server.request import GenerationRequest
+from scripted import TEMPLATE, make_scripted_model, saying, wishing
+from tool_models import with_template
+
+CHAT = "/v1/chat/completions"
+OPENS = "{% if add_generation_prompt and opens %}<think>\n{% endif %}"
+CLOSES = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Paris", "Rome"]}},
+}
+JSON = '{"city": "Rome", "days": 3}'
+FORM = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
+CALL = '<tool_call>{"name": "go", "arguments": ' + JSON + "}</tool_call>"
+BODY = {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 120, "stop": ""}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_scripted_model(tmp_path_factory.mktemp("models") / "forms")
+    return with_template(folder, TEMPLATE.replace("-{% endif %}", "{% endif %}") + OPENS + CLOSES)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Live]:
+    with live(str(model)) as running:
+        yield running
+
+
+def ask(server: Live, text: str, **more: Any) -> Any:
+    """Return the message of an answer that would be a text, and check that a stream has the same parts."""
+    tokenizer = next(iter(server.room.models)).tokenizer
+    with wishing(tokenizer, text):
+        status, reply = server.post(CHAT, {**BODY, **more})
+        assert status == 200, reply
+        _, lines = server.post(CHAT, {**BODY, **more, "stream": True})
+    message = reply["choices"][0]["message"]
+    deltas = [
+        json.loads(line[6:])["choices"][0]["delta"]
+        for line in lines
+        if line.startswith("data: {") and "choices" in line
+    ]
+    for name in ("content", "reasoning"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or "")
+    return {**message, "reason": reply["choices"][0]["finish_reason"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "opening", "thoughts"),
+    [
+        ({"opens": True}, "", True),
+        ({}, "<think>", True),
+        ({"enable_thinking": False}, "<think>", False),
+        ({}, "", False),
+    ],
+    ids=["the template opens", "the model opens", "the client closes", "the model does not reason"],
+)
+def test_schema_binds_from_the_end_of_the_reasoning(
+    server: Live, options: dict[str, bool], opening: str, thoughts: bool
+) -> None:
+    text = f'{opening}I say {{"x": 1}}.</think>\n\n{JSON}' if thoughts or opening else JSON
+    options_of = {"chat_template_kwargs": options, "response_format": FORM}
+    found = ask(server, text, **options_of)
+    assert (found.get("reasoning") or "") == ('I say {"x": 1}.' if thoughts else "")
+    jsonschema.validate(json.loads(found["content"]), SCHEMA)
+    assert found["reason"] == "stop" and (found["content"].strip() == JSON or not thoughts)
+    if thoughts:  # what is not JSON is not taken after the mark, and neither a call nor an end before it
+        found = ask(server, f"{opening}Hm.</think>\nWell, {JSON}", **options_of)
+        jsonschema.validate(json.loads(found["content"]), SCHEMA)
+        for other in ("<tool_call>", ""):
+            found = ask(server, f"{opening}Hm.{other}", **{**options_of, "max_tokens": 12})
+            assert (found["content"], found["reason"]) == ("", "length") and found["reasoning"].startswith("Hm.")
+            assert "<tool_call>" not in found["reasoning"]
+
+
+def test_schema_binds_in_every_dialect_and_in_a_batch(server: Live) -> None:
+    tokenizer = next(iter(server.room.models)).tokenizer
+    bodies = {
+        "/v1/responses": {
+            "input": "Where?",
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+        },
+        "/v1/messages": {
+            "messages": BODY["messages"],
+            "max_tokens": 120,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+        "/api/chat": {"messages": BODY["messages"], "format": SCHEMA, "stream": False},
+    }
+    for path, body in bodies.items():
+        with wishing(tokenizer, f"<think>Hm.</think>\n{JSON}"):
+            status, reply = server.post(path, {"model": "default_model", **body})
+        assert status == 200 and "Hm." in json.dumps(reply) and json.dumps(JSON)[1:-1] in json.dumps(reply), reply
+    bias = {str(tokenizer.think_end_id): 3}
+    body = {**BODY, "n": 4, "temperature": 1.0, "seed": 1, "logit_bias": bias, "max_tokens": 300}
+    body["chat_template_kwargs"] = {"opens": True}
+    status, reply = server.post(CHAT, {**body, "response_format": FORM})
+    assert status == 200
+    lengths = set()
+    for choice in reply["choices"]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        lengths.add(len(choice["message"].get("reasoning") or ""))
+    assert len(lengths) > 1
+
+
+def test_answer_is_a_call_or_follows_the_schema(server: Live) -> None:
+    both = {"tools": [TOOL], "response_format": FORM}
+    for opening in ("", "<think>Hm.</think>\n\n"):
+        (call,) = ask(server, opening + CALL, parallel_tool_calls=False, **both)["tool_calls"]
+        assert call["function"]["name"] == "go" and json.loads(call["function"]["arguments"]) == json.loads(JSON)
+        assert ask(server, opening + JSON, **both)["content"].strip() == JSON
+    for text, more in (("Well.", {}), (CALL, {"tool_choice": "none"})):
+        found = ask(server, text, **both, **more, chat_template_kwargs={"enable_thinking": False})
+        jsonschema.validate(json.loads(found["content"]), SCHEMA)
+        assert "tool_calls" not in found
+    wrong = CALL.replace("3", '"x"')
+    found = ask(server, f"<think>Hm.</think>\n{wrong}", tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    jsonschema.validate(json.loads(found["tool_calls"][0]["function"]["arguments"]), SCHEMA)
+    assert found["reasoning"] == "Hm."
+
+
+def test_calls_without_a_form_are_free_beside_a_schema(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    call = "<tool_call>\n<function={{ c.function.name }}>\n</function>\n</tool_call>"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        + call
+        + "{% endfor %}{% endfor %}"
+        + CLOSES
+    )
+    with live(str(with_template(tmp_path, template, "qwen3_coder"))) as server:
+        both = {"tools": [TOOL], "response_format": FORM}
+        text = "<tool_call>\n<function=go>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+        (found,) = ask(server, f"<think>Hm.</think>{text}\n", **both)["tool_calls"]
+        assert json.loads(found["function"]["arguments"]) == {"days": 3}
+        assert ask(server, JSON, **both)["content"] == JSON
+        assert not (ask(server, f"Well.{text}", **both)["content"] or "").startswith("Well")
+        strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+        status, reply = server.post(CHAT, {**BODY, "tools": [strict], "response_format": FORM})
+        assert status == 400 and "calls of this model cannot be forced or checked" in reply["error"]["message"]
+
+
+def test_completions_have_the_marks_of_reasoning_and_calls_as_text(server: Live) -> None:
+    text = f"<think>Hm.</think>\nWell. {CALL} <think>So"
+    for body in ({"prompt": "Where?"}, {"prompt": "<think>"}):
+        with saying(text):
+            _, whole = server.post("/v1/completions", {**body, "max_tokens": 200})
+            _, lines = server.post("/v1/completions", {**body, "max_tokens": 200, "stream": True})
+            raw = {"model": "default_model", "raw": True, "stream": False, "options": {"stop": ["", "never"]}, **body}
+            _, ollama = server.post("/api/generate", raw)
+        parts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
+        assert whole["choices"][0]["text"] == "".join(parts) == ollama["response"] == text
+        assert whole["choices"][0]["finish_reason"] == "stop"
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+MARKS = {
+    "one token": ("<think>", "</think>", ()),
+    "a special token and a word": ("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    "special tokens around a word": (
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_marks_of_several_tokens_end_the_reasoning(model: Path, tmp_path: Path, name: str) -> None:
+    start, end, special = MARKS[name]
+    for file in model.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    if special:  # of other numbers than the model has, which is not loaded
+        fields["added_tokens"] = [each for each in fields["added_tokens"] if "think" not in each["content"]]
+        first = 1 + max(each["id"] for each in fields["added_tokens"])
+        first = max(first, 1 + max(fields["model"]["vocab"].values()))
+        for number, content in enumerate(special, first):
+            fields["added_tokens"].append({**fields["added_tokens"][0], "id": number, "content": content})
+    path.write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.think_start, tokenizer.think_end) == (start, end)
+    made = grammar_tokenizer(tokenizer, len(tokenizer) + 10)
+    request = GenerationRequest(model="m", messages=[], grammar=json_grammar(SCHEMA, ""))
+
+    def takes(reasoning: Any, *texts: str) -> bool:
+        matcher = LLMatcher(made, answer_grammar(request, None, tokenizer, reasoning), log_level=0)
+        tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+        return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
+
+    for blanks in ("", "\n\n"):
+        assert takes("open", f"Hm, {start} {{.{end}{blanks}{JSON}") and takes(
+            "possible", f"{start}Hm{end}{blanks}{JSON}"
+        )
+    assert takes("open", end, JSON) and takes("possible", JSON) and takes("none", JSON)
+    assert not takes("none", f"{start}Hm{end}{JSON}") and not takes("open", JSON)
+    assert not takes("open", f"Hm{end}Well") and not takes("open", f"Hm{end}{JSON}{end}{JSON}")
+    if not special:
+        assert takes("open", "Hm<", "/thin", "k", ">\n", JSON) and not takes("open", "Hm</thin", "k>\nx", JSON)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
+from mlx_flash.engine.body import body_of, head_alone
 from mlx_flash.engine.call import ForwardCall, parse_call, token_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
@@ -41,6 +43,9 @@ _NO_LIMIT = (
     "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the context. "
     "Hint: set kv_max_tokens to bound them."
 )
+
+Reads = Callable[[mx.array], mx.array]
+"""A function that returns the hidden states of a call that are kept: all of them, or the last one."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -149,6 +154,7 @@ class FlashLLM(ModelFacade):
         segment_left: int = 0,
         num_guesses: int = 0,
         owed: Pending | None = None,
+        reads: Reads | None = None,
     ) -> Row:
         """Return new tokens of a prompt cache, to be computed by :meth:`advance`.
 
@@ -163,6 +169,8 @@ class FlashLLM(ModelFacade):
             num_guesses: the last tokens that are guesses. Then each token is computed alone, with its logits, as far as
                 memory has room for them, and :meth:`Row.keep` takes tokens back.
             owed: what the first token makes up for, if the caller has computed it for a cache that lacks it.
+            reads: returns what is kept of the hidden states of each part, ``(1, length, dimensions)``, in
+                ``Row.outputs``; None computes no more than the prompt cache needs. The part with logits has none.
         """
         self._life.make_ready()
         if num_guesses:
@@ -191,6 +199,9 @@ class FlashLLM(ModelFacade):
             chunk = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
             chunk.segment_left = max(0, segment_end - stop)
             parts += chunk.parts(limit)
+        if reads is not None:
+            for part in parts[: -1 if wants_logits else None]:
+                part.runs = partial(_applied, reads, self.body)
         parts[-1].wants_logits = wants_logits
         if before:  # in a call of its own, as mlx-lm has computed it
             parts.insert(0, whole.part(0, 1))
@@ -210,6 +221,41 @@ class FlashLLM(ModelFacade):
         """
         with self._life.turn() as passes:
             passes.advance(self._life.plan, rows, lends=self._life.lends)
+
+    @property
+    def body(self) -> nn.Module | None:
+        """The part of the model that ends with the final norm; None where mlx-lm's code has no module for it."""
+        return body_of(self._model)
+
+    def logits_step(self, step: int) -> int:
+        """Return the most tokens, a step or a half, a quarter ... of it, whose logits the plan has room for at once."""
+        most = room_bytes(self.plan) // (4 * self.plan.activations.logits_per_token)
+        step = min(step, self.plan.prefill_step_size)
+        while step > max(1, most):
+            step = -(-step // 2)
+            self._warn_once(_SMALLER_STEP, step, step)
+        return step
+
+    def apply_head(self, heads: Sequence[tuple[mx.array, Callable[[mx.array], Any]]]) -> list[Any]:
+        """Return what is made of the logits of hidden states, or the exceptions that prevented it.
+
+        A streamed head is read once for as many of the states as memory has room for the logits of.
+
+        Args:
+            heads: hidden states from :meth:`row`, ``(1, length, dimensions)``, each with a function of their logits,
+                which evaluates what it returns.
+
+        Raises:
+            ReadError: weights could not be read.
+        """
+        with self._life.turn() as passes, head_alone(self._model, self.body) as head:
+            calls = [
+                ForwardCall((states,), {}, states.shape[1], None, None, False, False, runs=partial(_applied, use, head))
+                for states, use in heads
+            ]
+            rows = [Row(call, [call]) for call in calls]
+            passes.advance(self.plan, rows, lends=self._life.lends)
+        return [row.error or row.outputs[0] for row in rows]
 
     @property
     def begins_ahead(self) -> bool:
@@ -279,3 +325,8 @@ class FlashLLM(ModelFacade):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _applied(use: Callable[[mx.array], Any], run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what is made of the output of a body, or of a head."""
+    return use(run(*args, **kwargs))

@@ -23,7 +23,7 @@ def begin(prefixes: PrefixCache, call: ForwardCall) -> KnownCall | None:
     if call.tokens is None or not call.is_plain:
         forget(call.cache)
         return None
-    return prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits, segment_left=call.segment_left)
+    return prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_output, segment_left=call.segment_left)
 
 
 def begin_parts(prefixes: PrefixCache, lanes: Mapping[Row, Sequence[ForwardCall]]) -> dict[Row, KnownCall]:
@@ -33,7 +33,7 @@ def begin_parts(prefixes: PrefixCache, lanes: Mapping[Row, Sequence[ForwardCall]
         if len(calls) > 1 and (cache := calls[0].cache) is not None:
             tokens = [call.tokens for call in calls if call.tokens is not None]
             left = [call.segment_left for call in calls]
-            num_prompts = len([*takewhile(lambda call: not call.wants_logits, calls)])
+            num_prompts = len([*takewhile(lambda call: not call.wants_output, calls)])
             if (call := prefixes.begin_parts(tokens, cache, num_prompts, left)) is not None:
                 found[row] = call
     return found
@@ -49,8 +49,8 @@ def end_parts(prefixes: PrefixCache, cached: KnownCall, outputs: list[Any]) -> l
 
 
 def prompt_of(row: Row) -> mx.array | None:
-    """Return the tokens of the next parts of a row, up to the first whose logits are wanted; None if there are none."""
-    parts = takewhile(lambda part: not part.wants_logits and part.is_plain, row.left)
+    """Return the tokens of the next parts of a row, up to the first whose output is wanted; None if there are none."""
+    parts = takewhile(lambda part: not part.wants_output and part.is_plain, row.left)
     tokens = [part.tokens for part in parts if part.tokens is not None]
     return mx.concatenate(tokens, axis=1) if tokens else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class ForwardCall:
         wants_logits: False where the caller drops the result.
         checkpoints: of the prompt cache before each part of the call, if the parts are guesses; None if none is.
         segment_left: tokens of each sequence that come after it in its segment of the prompt, such as a system prompt.
+        runs: what computes it in place of the whole model: the model without its head, or the head alone; None for the
+            model.
     """
 
     arguments: tuple[Any, ...]
@@ -39,6 +41,17 @@ class ForwardCall:
     wants_logits: bool = True
     checkpoints: Checkpoints | None = None
     segment_left: int = 0
+    runs: Callable[..., Any] | None = None
+
+    @property
+    def wants_output(self) -> bool:
+        """False where the caller drops what the call returns: it only adds to the prompt cache."""
+        return self.wants_logits or self.runs is not None
+
+    @property
+    def is_head(self) -> bool:
+        """True if it computes the head alone, for tokens that another call has added."""
+        return self.runs is not None and self.cache is None
 
     @property
     def batch_size(self) -> int:
@@ -75,6 +88,7 @@ class ForwardCall:
             self.wants_logits,
             self.checkpoints,
             self.segment_left + num_later,
+            self.runs,
         )
 
     def parts(self, step: int) -> list[ForwardCall]:

@@ -99,7 +99,7 @@ class Grants:
         A batch is not put back, but refuses every later use: mlx-lm changes two attributes of it for each token.
         """
         call = row.left[0]
-        if call.cache is None or not call.is_plain or call.checkpoints is not None:
+        if call.cache is None or not call.is_plain or call.checkpoints is not None or call.runs is not None:
             return None
         if not call.is_decode:
             return self._undo_of_prompt(plan, row)

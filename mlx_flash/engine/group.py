@@ -56,7 +56,7 @@ class _LaneRun:
     def task(self, index: int, compute: Compute) -> Any:
         """Compute one call, and what it adds to the cache. An output that nobody wants would keep keys and values."""
         output = compute(self.calls[index])
-        if not self.calls[index].wants_logits:
+        if not self.calls[index].wants_output:
             output = DroppedResult()
         mx.eval(arrays_in(output, [entry for entry in entries_of(self.cache) if not is_elsewhere(entry)]))
         return output

@@ -239,7 +239,7 @@ class Passes:
             if len(row.left) > 1:  # lets the intermediate results go
                 # a single token adds so little to them that it may begin meanwhile
                 evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
-                evaluate(arrays_of(call.cache or ()), arrays_in(output) if call.wants_logits else ())
+                evaluate(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
             elif self._session.engine.is_resident:  # MLX counts no memory of arrays that are not begun
                 mx.async_eval(arrays_of(call.cache or ()))
         except CALL_ERRORS as error:
@@ -284,7 +284,7 @@ class Passes:
     def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:
         """Call the model; in a chain of ranks, with the messages of a pass if the call is one."""
         if (chain := self._session.chain) is None:
-            output = self._model(*call.arguments, **call.keywords)
+            output = (call.runs or self._model)(*call.arguments, **call.keywords)
             self._session.engine.stream.release_computed()
             # No logits need the last state, and another thread could not compute it.
             mx.async_eval(*recurrent_states(call.cache or ()))
@@ -300,7 +300,8 @@ class Passes:
         num_tokens = num_sequences = num_decoding = num_guesses = 0
         for calls in lanes:
             certain = calls if calls[0].checkpoints is None else calls[:1]
-            size, batch_size = sum([call.num_tokens for call in certain]), calls[0].batch_size
+            size = sum([call.num_tokens for call in certain if not call.is_head])
+            batch_size = calls[0].batch_size
             num_tokens += size
             num_sequences += batch_size
             num_decoding += batch_size if size == batch_size else 0

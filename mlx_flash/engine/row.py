@@ -151,7 +151,7 @@ class Row:
             assert first is call
             if self.joins and len(self.parts) > 1:
                 self._join(call, output)
-            elif call.wants_logits or len(self.parts) == 1:
+            elif call.wants_output or len(self.parts) == 1:
                 self.outputs.append(output)
 
     def _join(self, call: ForwardCall, logits: mx.array) -> None:

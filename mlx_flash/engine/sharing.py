@@ -176,7 +176,7 @@ class Sharing:
             return True
         if self._session.chain is not None or first.tokens is None:
             return False
-        return first.wants_logits or not prefixes.has(first.tokens, first.cache or ())
+        return first.wants_output or not prefixes.has(first.tokens, first.cache or ())
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""

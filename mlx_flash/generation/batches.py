@@ -27,7 +27,7 @@ from mlx_flash.compat.batchgenerator import (
 from mlx_flash.compat.generation import with_names
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import CacheError, FlashError
-from mlx_flash.generation.member import Member
+from mlx_flash.generation.member import Member, Reading
 from mlx_flash.generation.sequence import compute
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
@@ -50,6 +50,7 @@ class RowGenerator(BatchGenerator):
         on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do: during a
             pass in which it is alone, and at the end of one that it shares. :meth:`next` raises what it raises; others
             of the pass keep what they have computed.
+        reading_of: returns what is wanted of the hidden states of a sequence's prompt, by its number.
         options: as mlx-lm's generator takes them.
 
     Attributes:
@@ -65,6 +66,7 @@ class RowGenerator(BatchGenerator):
         takes_turns: bool = False,
         takes_turns_alone: bool = False,
         on_prompt: Callable[[int, int, int], None] = lambda uid, done, total: None,
+        reading_of: Callable[[int], Reading | None] = lambda uid: None,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
@@ -73,7 +75,7 @@ class RowGenerator(BatchGenerator):
         self._completes_caches = completes_caches
         self._ended: list[Member] = []
         self._on_error = on_error
-        self._on_prompt = on_prompt
+        self._on_prompt, self._reading_of = on_prompt, reading_of
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
         self._may_lack_tokens = False
         self.num_elsewhere = 0
@@ -133,12 +135,15 @@ class RowGenerator(BatchGenerator):
         for _ in range(min(room, self.num_waiting)):
             if not self._has_room():
                 return
-            self._members.append(Member.of(self.take(), self._flash, self.prefill_step_size, self._on_prompt))
+            waiting = self.take()
+            reading = self._reading_of(waiting.uid)
+            self._members.append(Member.of(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading))
 
     @property
     def _most_prompt(self) -> int | None:
         """The most tokens of a prompt in a pass: a step where others wait for the pass, as in mlx-lm's batches."""
-        is_waited_for = self._takes_turns_alone or (self._takes_turns and len(self._members) > 1)
+        have_reads = [member.sequence.reads is not None for member in self._members]  # nobody waits for their tokens
+        is_waited_for = self._takes_turns_alone or (self._takes_turns and len(have_reads) > 1 and not all(have_reads))
         return self.prefill_step_size if is_waited_for else None
 
     def _has_room(self) -> bool:
@@ -158,7 +163,10 @@ class RowGenerator(BatchGenerator):
             return
         if not sequence.num_tokens:
             prompts.append(member.progress())
-        if not sequence.end_part() and sequence.is_ready:
+        if sequence.end_part():
+            if not sequence.segments:  # it is only read
+                self._members.remove(member)
+        elif sequence.is_ready:
             member.choose()
 
     def _take(self, member: Member, answers: list[Any]) -> None:

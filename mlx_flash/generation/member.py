@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_flash.compat.batchgenerator import Progress, Response, Waiting
 from mlx_flash.compat.randomkeys import random_key
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence
-from mlx_flash.model import FlashLLM
+from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.speculation.guesses import Guesses
 from mlx_flash.speculation.lookup import Lookup
+
+
+class Reading(NamedTuple):
+    """The hidden states of a prompt that are wanted.
+
+    Attributes:
+        step: the most tokens of a part.
+        keeps: as ``reads`` of :meth:`FlashLLM.row`.
+        is_all: nothing else is wanted: the sequence ends with its prompt.
+    """
+
+    step: int
+    keeps: Reads
+    is_all: bool = False
 
 
 @dataclass(eq=False)
@@ -35,7 +49,14 @@ class Member:
     matcher: Any
 
     @classmethod
-    def of(cls, waiting: Waiting, model: FlashLLM, step: int, report: Callable[[int, int, int], None]) -> Member:
+    def of(
+        cls,
+        waiting: Waiting,
+        model: FlashLLM,
+        step: int,
+        report: Callable[[int, int, int], None],
+        reading: Reading | None = None,
+    ) -> Member:
         """Return a sequence that begins.
 
         Args:
@@ -43,9 +64,14 @@ class Member:
             model: the model.
             step: mlx-lm's ``prefill_step_size``.
             report: as ``on_prompt`` of `RowGenerator`.
+            reading: of the prompt's hidden states; None for none.
         """
         uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
         prompt = [*tokens, *(token for segment in segments for token in segment)]
+        if reading is not None:
+            step = min(step, reading.step)
+            if reading.is_all:
+                segments, max_tokens = [prompt], 0  # no token is computed alone
         chooser, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
         sequence = GeneratedSequence(
             model,
@@ -57,6 +83,7 @@ class Member:
             guesses=guesses,
             tokens=tokens,
             report=partial(report, uid),
+            reads=None if reading is None else reading.keeps,
         )
         return cls(uid, sequence, sequence.num_left, waiting.most_tokens, stop.matcher())
 

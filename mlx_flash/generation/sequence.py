@@ -25,7 +25,7 @@ from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.kv.checkpoints import trimmable
-from mlx_flash.model import FlashLLM
+from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
 
 _log = logging.getLogger("mlx_flash")
@@ -52,9 +52,10 @@ class GeneratedSequence:
         guesses: of the next tokens; None for none.
         tokens: those in the cache.
         report: called with (tokens done, tokens to do) of the prompt, if given. What it raises ends the pass.
+        reads: as of :meth:`FlashLLM.row`, for the prompt.
 
     Attributes:
-        model, cache, chooser, max_tokens: as given.
+        model, cache, chooser, max_tokens, reads: as given.
         segments: those that are left.
         guesses: as given; None once nothing is guessed any more.
         has_room: False once guesses had no room. Nothing is guessed then, but a draft model still needs the text.
@@ -64,6 +65,7 @@ class GeneratedSequence:
         num_rows: rows of one token that are computed now; 0 for a part of the prompt.
         num_restored: tokens of the prompt that came from the prefix cache.
         ends_segment: the row that is computed ends with a segment.
+        hidden: what is kept of the prompt's hidden states, one array for each part of it.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class GeneratedSequence:
         guesses: Guesses | None = None,
         tokens: Sequence[int] = (),
         report: Progress | None = None,
+        reads: Reads | None = None,
     ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.chooser = chooser
@@ -85,7 +88,9 @@ class GeneratedSequence:
         self.row: Row | None = None
         self.num_tokens = self.num_taken = self.num_rows = self.num_restored = 0
         self.ends_segment = self.has_room = True
-        self._step, self._report = step, report
+        self._step, self._report, self.reads = step, report, reads
+        self._is_read_only = reads is not None and max_tokens == 0
+        self.hidden: list[mx.array] = []
         self._new: list[int] = []  # the tokens of the row
         self._num_guesses = 0  # tokens at its end that may be taken back
         self._at = -1  # number of the logits to choose from
@@ -110,7 +115,13 @@ class GeneratedSequence:
             ends, is_last = list(accumulate(map(len, taken[:-1]))), not self.segments
             left = 0 if self.ends_segment else len(self.segments[0])
             self.row = self.model.row(
-                mx.array([self._new]), self.cache, self._step, wants_logits=is_last, ends=ends, segment_left=left
+                mx.array([self._new]),
+                self.cache,
+                self._step,
+                wants_logits=is_last and not self._is_read_only,
+                ends=ends,
+                segment_left=left,
+                reads=self.reads,
             )
             self.row.report = self._report
         elif self.model.begins_ahead:
@@ -141,7 +152,7 @@ class GeneratedSequence:
     def is_ready(self) -> bool:
         """True if the logits that the next token follows from are computed."""
         row = self.row
-        if row is None or row.error is not None or self.segments:
+        if row is None or row.error is not None or self.segments or self._is_read_only:
             return False
         return bool(row.outputs) and (not row.left or self._at >= 0)
 
@@ -153,9 +164,13 @@ class GeneratedSequence:
         return (0 if self.row is None else self.row.num_left) + sum(map(len, self.segments))
 
     def end_part(self) -> bool:
-        """Note that a part of the prompt is in the cache, if it is and others are left. Return whether that is so."""
-        if self.row is None or not self.row.is_done or not self.segments:
+        """Note that a part of the prompt is in the cache, if it is, and more is to come or no token is wanted.
+
+        Return whether that is so.
+        """
+        if self.row is None or not self.row.is_done or not (self.segments or self._is_read_only):
             return False
+        self.hidden += [] if self.reads is None else self.row.outputs
         self.tokens += self._new
         self.num_restored += self.row.num_restored
         self.row = None
@@ -166,6 +181,8 @@ class GeneratedSequence:
         assert self.row is not None
         output = self.row.outputs[self._at]
         self._token, self._logprobs = self.chooser(output, waits=not self.model.begins_ahead)
+        if self.reads is not None and not self.num_tokens:
+            self.hidden += self.row.outputs[:-1]
         self.num_restored += 0 if self.num_tokens else self.row.num_restored
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
         if self._at < 0:

@@ -103,7 +103,9 @@ def make_rows(
         return StockRows(model, **limits)
     has_cheap_passes = not is_shared and not model.plan.read_bytes  # nothing is read for another pass
     turns = {"takes_turns": True, "takes_turns_alone": has_cheap_passes}
-    hooks = {} if is_shared else {"on_prompt": jobs.note_prompt}  # all ranks compute a pass to its end
+    hooks = (
+        {} if is_shared else {"on_prompt": jobs.note_prompt, "reading_of": jobs.reading_of}
+    )  # all ranks compute a pass to its end
     if model.batching == "auto" and not is_shared:
-        return JoiningRows(model, is_apart=jobs.names_seed, **hooks, **turns, **limits)
+        return JoiningRows(model, is_apart=jobs.is_apart, **hooks, **turns, **limits)
     return ServedRows(model, is_shared=is_shared, **hooks, **turns, **limits)

@@ -23,12 +23,26 @@ def detail_of(token: int, logprobs: mx.array, num_likeliest: int, tokenizer: Any
     if num_likeliest:
         found = mx.argpartition(-logprobs, kth=num_likeliest - 1)[:num_likeliest]
         likeliest = cast(list[int], found[mx.argsort(-logprobs[found])].tolist())
-    values = cast(list[float], logprobs[mx.array([token, *likeliest])].tolist())
-    chances = [
-        TokenChance(each, tokenizer.decode([each]), _finite(value))
-        for each, value in zip([token, *likeliest], values, strict=True)
-    ]
-    return TokenDetail(chances[0], tuple(chances[1:]))
+    tokens = mx.array([[token, *likeliest]])
+    (detail,) = details_of(tokens, logprobs[tokens], tokenizer)
+    return detail
+
+
+def details_of(tokens: mx.array, logprobs: mx.array, tokenizer: Any) -> list[TokenDetail]:
+    """Return tokens, each with the likeliest ones in its place.
+
+    Args:
+        tokens: a row for each place: the token, and the likeliest ones.
+        logprobs: the logarithms of their probabilities.
+        tokenizer: mlx-lm's wrapper.
+    """
+    rows = zip(cast(Any, tokens.tolist()), cast(Any, logprobs.tolist()), strict=True)
+    found = []
+    for numbers, values in rows:
+        pairs = zip(numbers, values, strict=True)
+        chosen, *likeliest = [TokenChance(each, tokenizer.decode([each]), _finite(value)) for each, value in pairs]
+        found.append(TokenDetail(chosen, tuple(likeliest)))
+    return found
 
 
 def _finite(value: float) -> float:

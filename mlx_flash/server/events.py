@@ -1,12 +1,13 @@
 """The parts of an answer, as the generation thread sends them to a dialect, in this order:
 
-any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece` and calls, then `End`. `Failed` may come
-at any time and is the last one. A call is `CallBegun`, any number of `CallArguments`, and `ToolCall`; one without
-`ToolCall` is broken.
+any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece`, calls and `Vector`, then `End`. `Failed`
+may come at any time and is the last one. A call is `CallBegun`, any number of `CallArguments`, and `ToolCall`; one
+without `ToolCall` is broken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -52,17 +53,17 @@ class TokenChance:
     Attributes:
         token: its number.
         text: its text; other tokens may be needed to complete a character.
-        logprob: the logarithm.
+        logprob: the logarithm; None for the first token of a prompt.
     """
 
     token: int
     text: str
-    logprob: float
+    logprob: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDetail:
-    """A token of the answer, where log probabilities are asked for.
+    """A token of the answer, or of a prompt that is part of it, where log probabilities are asked for.
 
     Attributes:
         chosen: the token.
@@ -129,6 +130,17 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Vector:
+    """A text as numbers.
+
+    Attributes:
+        values: the hidden state of its last token after the final norm, or probabilities.
+    """
+
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The end of a complete answer.
 
@@ -164,4 +176,4 @@ class Failed:
     error: RefusedError
 
 
-Event: TypeAlias = Progress | Begun | Piece | CallBegun | CallArguments | ToolCall | End | Failed
+Event: TypeAlias = Progress | Begun | Piece | CallBegun | CallArguments | ToolCall | Vector | End | Failed

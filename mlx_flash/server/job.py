@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.generation.member import Reading
 from mlx_flash.server.answer import Answer
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import End, Event, Failed, Reason
@@ -26,6 +27,7 @@ class Job:
         prompt: its prompt; None until its model is in memory.
         grammar: that its answer follows; None for any text.
         max_tokens: the most tokens of its answer.
+        reading: what is wanted of the hidden states of its prompt; None for nothing.
         uid: its number in the batch; None while it waits.
         is_prompt_done: its prompt is computed.
         leader: the request for whose prompt it waits, or waited; None for none.
@@ -42,6 +44,7 @@ class Job:
     prompt: Prompt | None = None
     grammar: str | None = None
     max_tokens: int = 0
+    reading: Reading | None = None
     uid: int | None = None
     is_prompt_done: bool = False
     leader: Job | None = None
@@ -78,9 +81,10 @@ class Job:
         assert self.prompt is not None and self.text is not None
         reason = "tool_calls" if reason == "stop" and self.text.num_calls else reason
         stop, now = self.text.stop, time.perf_counter()
+        first = self._first or now
         counts = len(self.prompt.tokens), self.num_cached, len(self.tokens)
         tokens = (*self.prompt.tokens, *self.tokens) if self.request.tells_tokens else ()
-        self.send(End(reason, stop, *counts, tokens, self.load_seconds, self._first - self._began, now - self._first))
+        self.send(End(reason, stop, *counts, tokens, self.load_seconds, first - self._began, now - first))
         self.is_over = True
 
     def end_without_answer(self) -> None:

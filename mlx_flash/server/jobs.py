@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_flash.generation.member import Reading
 from mlx_flash.server.events import Progress
 from mlx_flash.server.job import Job
 from mlx_flash.server.rows import LeftError
@@ -47,10 +48,19 @@ class Jobs(dict[int, Job]):
         if total == len(job.prompt.tokens) - job.num_cached:
             job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
 
-    def names_seed(self, uid: int) -> bool:
-        """Return whether the request with this number in the batch has a seed, and so the same answer each time."""
+    def is_apart(self, uid: int) -> bool:
+        """Return whether the request with this number in the batch gets the same answer each time.
+
+        It has a seed, or the hidden states of its prompt are wanted.
+        """
         job = self._computed.get(uid)
-        return job is not None and named_seed(job.request.sampling, job.source.defaults) is not None
+        has_seed = job is not None and named_seed(job.request.sampling, job.source.defaults) is not None
+        return has_seed or self.reading_of(uid) is not None
+
+    def reading_of(self, uid: int) -> Reading | None:
+        """Return what is wanted of the hidden states of the prompt with this number in the batch."""
+        job = self._computed.get(uid)
+        return None if job is None else job.reading
 
     def leader_of(self, job: Job) -> Job | None:
         """Return a request that computes the same prompt now; None if there is none."""

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.generation.member import Reading
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
@@ -19,14 +21,16 @@ from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.boundary import ends_alone, refused
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.chances import detail_of
-from mlx_flash.server.events import Begun, Piece, Progress, ToolCall
+from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
 from mlx_flash.server.grammars import Grammars
+from mlx_flash.server.infill import END_TEXTS
 from mlx_flash.server.job import Job
 from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.promptcaches import PromptCaches
 from mlx_flash.server.prompts import Prompt, least_tokens, make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks
+from mlx_flash.server.readings import echo_of, read_all, reading_for
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.rows import Kept, ServedRows, plain_cache
 from mlx_flash.server.sampling import processors_of, sampler_of
@@ -100,7 +104,9 @@ class LoadedModel:
         """
         request, defaults = job.request, self.source.defaults
         check_tools(self.tokenizer, request.tools)
-        job.max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+        most = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+        job.max_tokens = 1 if request.work == "embed" else max(1, most)
+        job.reading = self._reading(job) if request.is_read else None
         request = _opened(self.source, request)
         with refused("prompt" if request.messages is None else "messages"):
             if num_prompt := least_tokens(request, self.tokenizer):
@@ -110,7 +116,7 @@ class LoadedModel:
             job.grammar = self._grammars.of(request, job.prompt)
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, defaults, self.vocab_size)
-        if request.work == "answer":
+        if request.work != "count":
             self._shorten(job, len(job.prompt.tokens))
 
     def _shorten(self, job: Job, num_prompt: int) -> None:
@@ -139,6 +145,15 @@ class LoadedModel:
             return False
         return True
 
+    def _reading(self, job: Job) -> Reading:
+        if not isinstance(self._rows, ServedRows) or self._ranks is not None:
+            raise RefusedError(
+                "this server gives no vectors and no log probabilities of prompts. Hint: start it without a draft "
+                "model, quantized keys and values, --vision, --batching stock and further ranks.",
+                400,
+            )
+        return reading_for(job, self.model, self._rows.prefill_step_size)
+
     def admits(self, job: Job) -> bool:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""
         assert job.prompt is not None
@@ -156,7 +171,7 @@ class LoadedModel:
     def begin(self, job: Job) -> None:
         """Add a request to the batch, or let it wait for another one that computes the same prompt now."""
         assert job.prompt is not None
-        job.leader = self.jobs.leader_of(job)
+        job.leader = None if job.reading is not None else self.jobs.leader_of(job)
         if job.leader is not None and self._shares_prompts:
             self.jobs[job.number] = job
             job.send(Progress("prompt", 0, len(job.prompt.tokens)))
@@ -166,11 +181,14 @@ class LoadedModel:
     def _compute(self, job: Job) -> None:
         assert job.prompt is not None
         request, defaults, options = job.request, self.source.defaults, self._options
-        stops, state = [*request.stop, *defaults.stop], "raw" if request.messages is None else job.prompt.state
+        stops = [*request.stop, *defaults.stop, *(END_TEXTS if request.suffix is not None else ())]
+        state = "raw" if request.messages is None else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
         job.text = TextStream(self.tokenizer, stops, state, request.tools, after)
         more: dict[str, Any] = {}
-        if self._sight is None:
+        if job.reading is not None:  # all of it is computed
+            cache, job.num_cached = None, 0
+        elif self._sight is None:
             cache, job.num_cached = self.kept.longest(job.prompt.tokens)
         else:  # the same tokens may stand for another picture
             cache = None
@@ -193,6 +211,8 @@ class LoadedModel:
         self.jobs.note_computed(job, uid)
         job.begin()
         job.send(Begun(self.source.name, len(job.prompt.tokens), job.num_cached))
+        if request.echo and job.reading is None:
+            job.send(echo_of(job, self.tokenizer))
 
     def advance(self) -> None:
         """Compute a part of each request, and send what is new."""
@@ -200,10 +220,17 @@ class LoadedModel:
             with ends_alone(partial(self.drop, job)):
                 self._compute(job)
         prompts, answers = self._rows.next()
+        read: list[tuple[Job, list[mx.array]]] = []
         for response in prompts:
             if (found := self.jobs.computed(response.uid)) is not None:
                 with ends_alone(partial(self.drop, found)):
                     self._take_prompt(found, response)
+                if found.reading is not None and response.end_of_prompt:
+                    assert isinstance(self._rows, ServedRows)
+                    read.append((found, self._rows.take_hidden(response.uid)))
+        for (job, _), event in zip(read, read_all(self.model, self.tokenizer, read), strict=True):
+            with ends_alone(partial(self.drop, job)):
+                self._take_reading(job, event)
         for response in answers:
             if (found := self.jobs.computed(response.uid)) is not None:
                 with ends_alone(partial(self.drop, found)):
@@ -282,7 +309,7 @@ class LoadedModel:
         assert job.prompt is not None
         done, total = (job.num_cached + number for number in response.progress)
         job.send(Progress("prompt", done, total))
-        is_segment = response.end_of_segment and not response.end_of_prompt
+        is_segment = response.end_of_segment and not response.end_of_prompt and job.reading is None
         is_shared = response.end_of_prompt and self.jobs.is_awaited(job)
         job.is_prompt_done = response.end_of_prompt
         if response.end_of_prompt:
@@ -292,9 +319,21 @@ class LoadedModel:
             for cache, tokens in self._rows.extract_cache([response.uid]).values():
                 self.kept.keep(cache, tokens, kind)
 
+    def _take_reading(self, job: Job, event: Piece | Vector | Exception) -> None:
+        """Send what a request wants of its prompt's hidden states. One that wants nothing else ends."""
+        if isinstance(event, Exception):
+            raise event
+        job.send(event)
+        if job.request.work == "embed":
+            self.jobs.forget(job)
+            job.end("stop")
+
     def _take_token(self, job: Job, response: Any) -> None:
         """Send what a token completes, and end the answer with its last one."""
         assert job.text is not None
+        if job.request.max_tokens == 0:  # the token is not wanted
+            self._end(job, "length", _taken(response))
+            return
         job.note_token(response.token)
         reason = response.finish_reason
         parts = job.text.add(response.token) if reason != "stop" else []
@@ -317,8 +356,12 @@ class LoadedModel:
             reason, kept = "stop", self._rows.finish(response.uid)
         else:
             return
+        self._end(job, reason, kept)
+
+    def _end(self, job: Job, reason: Reason, kept: Kept | None) -> None:
+        """End an answer, and keep its cache. Prompts that were read do not come again."""
         self.jobs.forget(job)
-        if kept is not None:
+        if kept is not None and job.reading is None:
             self.kept.keep(*kept)
         del kept
         job.end(reason)

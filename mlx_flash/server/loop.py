@@ -122,7 +122,7 @@ class Loop:
             else:
                 if job.prompt is None and job.request.has_prompt:
                     model.prepare(job)
-                if job.request.work != "answer":
+                if job.request.work not in ("answer", "embed"):
                     self._models.note_use(model, job.request.keep_alive)
                     job.end_without_answer()
                     return True

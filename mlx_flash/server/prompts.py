@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.kv.keptcaches import num_common
+from mlx_flash.server.infill import infill_tokens
 from mlx_flash.server.request import GenerationRequest
 
 _ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
@@ -151,6 +152,8 @@ def whole(tokens: list[int], state: str = "normal") -> Prompt:
 
 
 def _of_text(request: GenerationRequest, tokenizer: Any) -> Prompt:
+    if request.suffix is not None:
+        return whole(infill_tokens(request, tokenizer))
     if request.tokens is not None:
         return whole(list(request.tokens))
     return whole(list(tokenizer.encode(request.prompt)))

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_flash.server.answer import Answer
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
+from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector
 
 _log = logging.getLogger("mlx_flash")
 
@@ -44,6 +44,7 @@ class Whole:
         text, reasoning: its text.
         calls: tool calls.
         tokens: details of its tokens, where they were asked for.
+        vector: of a text.
         end: its end.
     """
 
@@ -52,6 +53,7 @@ class Whole:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[TokenDetail] = field(default_factory=list)
+    vector: Sequence[float] = ()
 
 
 async def collect(answer: Answer) -> Whole:
@@ -63,11 +65,14 @@ async def collect(answer: Answer) -> Whole:
     parts: dict[str, list[str]] = {"text": [], "reasoning": []}
     calls: list[ToolCall] = []
     tokens: list[TokenDetail] = []
+    vector: Sequence[float] = ()
     async for event in answer:
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, End):
-            return Whole(event, "".join(parts["text"]), "".join(parts["reasoning"]), calls, tokens)
+            return Whole(event, "".join(parts["text"]), "".join(parts["reasoning"]), calls, tokens, vector)
+        if isinstance(event, Vector):
+            vector = event.values
         if isinstance(event, Piece):
             parts[event.kind].append(event.text)
             tokens += event.tokens

@@ -96,10 +96,14 @@ class GenerationRequest:
     Attributes:
         model: name of the model, as the client gave it.
         adapter: name of the adapter that the model was started with, where the client gives one.
-        work: the work: an answer, counting the tokens of its prompt, or loading or unloading the model.
+        work: the work: an answer, the vector of a text, counting the tokens of the prompt, or loading or unloading the
+            model.
         messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
         pictures: files of the pictures whose places messages mark with ``{"type": "image"}`` parts, as base64.
         prompt: text that the model goes on with.
+        suffix: text after the place that the model fills; None for none.
+        echo: begin the answer with the prompt, and with the log probabilities of its tokens if those are wanted.
+        choices: tokens, as text, whose probabilities beside each other are the vector; none takes the hidden state.
         tokens: the same as numbers.
         context: tokens of an earlier conversation, with its answer, that the messages go on from.
         tells_tokens: the end of the answer has the tokens of prompt and answer, to go on from.
@@ -120,10 +124,13 @@ class GenerationRequest:
 
     model: str
     adapter: str | None = None
-    work: Literal["answer", "count", "load", "unload"] = "answer"
+    work: Literal["answer", "embed", "count", "load", "unload"] = "answer"
     messages: Sequence[dict[str, Any]] | None = None
     pictures: Sequence[str] = ()
     prompt: str | None = None
+    suffix: str | None = None
+    echo: bool = False
+    choices: Sequence[str] = ()
     tokens: Sequence[int] | None = None
     context: Sequence[int] = ()
     tells_tokens: bool = False
@@ -143,7 +150,12 @@ class GenerationRequest:
     @property
     def has_prompt(self) -> bool:
         """True if it has a prompt: requests that load or unload a model have none."""
-        return self.work in ("answer", "count")
+        return self.work in ("answer", "embed", "count")
+
+    @property
+    def is_read(self) -> bool:
+        """True if the hidden states of the prompt are wanted."""
+        return self.work == "embed" or (self.echo and self.top_logprobs is not None)
 
     @property
     def has_form(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import RowGenerator
@@ -47,6 +49,7 @@ class ServedRows(RowGenerator):
         self._is_shared = is_shared
         self._fatal: Exception | None = None
         self._restored: dict[int, int] = {}
+        self._hidden: dict[int, list[mx.array]] = {}
 
     @property
     def batching(self) -> str:
@@ -63,7 +66,7 @@ class ServedRows(RowGenerator):
         Raises:
             FlashError: a request failed on this rank, and not on others.
         """
-        self._restored = {}
+        self._restored, self._hidden = {}, {}
         try:
             found = super().advance()
         except LeftError as error:  # rows of others are as they were before their next pass
@@ -82,6 +85,10 @@ class ServedRows(RowGenerator):
         """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had."""
         return self._restored.get(uid, 0)
 
+    def take_hidden(self, uid: int) -> list[mx.array]:
+        """Return what is kept of the hidden states of a prompt that the last call has computed to its end."""
+        return self._hidden.pop(uid, [])
+
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
         found = next((member.sequence for member in self._members if member.uid == uid), None)
@@ -97,6 +104,8 @@ class ServedRows(RowGenerator):
         with ends_alone(partial(self._end, member)):
             super()._choose(member, prompts)
             self._restored[member.uid] = member.sequence.num_restored
+            if member.sequence.hidden and not member.sequence.num_left:
+                self._hidden[member.uid], member.sequence.hidden = member.sequence.hidden, []
 
     def _take(self, member: Member, answers: list[Any]) -> None:
         with ends_alone(partial(self._end, member)):

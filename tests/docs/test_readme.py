@@ -57,6 +57,7 @@ NOT_RUN = {
         "needs the model",
         "needs the model and minutes",
     ],
+    "docs/server.md": ["needs lm-eval"],
     "docs/vision.md": ["installs", "needs mlx-vlm", "needs mlx-vlm"],
 }
 """Reasons why blocks do not run, in the order of their comments. Add new reasons here."""

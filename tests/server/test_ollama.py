@@ -257,8 +257,8 @@ def test_settings_that_change_nothing_are_ignored(server: Live, client: Any) -> 
 
 
 def test_unknown_paths_have_ollamas_errors(server: Live, client: Any) -> None:
-    with pytest.raises(ollama.ResponseError, match="/api/embed") as found:
-        client.embed("sea", "text")
+    with pytest.raises(ollama.ResponseError, match="/api/push") as found:
+        client.push("sea")
     assert found.value.status_code == 501
     assert server.get("/api/chat") == (405, {"error": "Method Not Allowed"})
     assert server.get("/api/nothing") == (404, {"error": "Not Found"})

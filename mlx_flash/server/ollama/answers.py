@@ -42,8 +42,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
 async def generate(service: Service, request: Request, body: GenerateRequest) -> Response:
     """Answer a request that has a text."""
     asked = None
-    if body.prompt and body.raw:
-        asked = GenerationRequest(model=body.model, prompt=body.prompt)
+    if body.prompt and (body.raw or body.suffix):
+        asked = GenerationRequest(model=body.model, prompt=body.prompt, suffix=body.suffix or None)
     elif body.prompt:
         system = [{"role": "system", "content": body.system}] if body.system else []
         content = _content(body.prompt, body.images, "")

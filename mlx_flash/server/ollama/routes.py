@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Checked
+from mlx_flash.server.embeddings import OllamaRequest, embed_ollama
 from mlx_flash.server.ollama.answers import chat, generate
 from mlx_flash.server.ollama.common import error_body
 from mlx_flash.server.ollama.management import (
@@ -30,7 +31,7 @@ from mlx_flash.server.service import Endpoint, Service
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
 
-_MISSING = ("push", "embed", "embeddings")
+_MISSING = ("push",)
 
 
 def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
@@ -85,9 +86,12 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
 
     models = Management(service)
 
+    embeds = service.endpoint(OllamaRequest, embed_ollama, error_body)
     return [
         Route("/api/chat", service.endpoint(ChatRequest, chat, error_body), methods=["POST"]),
         Route("/api/generate", service.endpoint(GenerateRequest, generate, error_body), methods=["POST"]),
+        Route("/api/embed", embeds, methods=["POST"]),
+        Route("/api/embeddings", embeds, methods=["POST"]),
         Route("/api/show", service.endpoint(ShowRequest, show, error_body), methods=["POST"]),
         Route("/api/tags", tags),
         Route("/api/ps", ps),

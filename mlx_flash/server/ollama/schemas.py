@@ -145,7 +145,7 @@ class GenerateRequest(Asked):
     system: str | None = None
     raw: bool | None = None
     template: Literal[""] | None = None
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
     context: Many[int] | None = None
     images: Many[str] | None = None
 

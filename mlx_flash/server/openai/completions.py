@@ -50,6 +50,8 @@ def _generation_requests(body: CompletionRequest, prompts: Sequence[str | list[i
         max_tokens=body.max_tokens,
         stop=stop_texts(body.stop),
         top_logprobs=body.logprobs,
+        echo=bool(body.echo),
+        suffix=body.suffix or None,
     )
     found = []
     for prompt in prompts:
@@ -76,7 +78,10 @@ def _choice(
         logprobs = {
             "tokens": texts,
             "token_logprobs": [token.chosen.logprob for token in tokens],
-            "top_logprobs": [{chance.text: chance.logprob for chance in token.likeliest} for token in tokens],
+            "top_logprobs": [
+                None if token.chosen.logprob is None else {each.text: each.logprob for each in token.likeliest}
+                for token in tokens
+            ],
             "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
         }
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

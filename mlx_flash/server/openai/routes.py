@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
 from mlx_flash.server.openai.chat import chat
 from mlx_flash.server.openai.common import error_body
 from mlx_flash.server.openai.completions import complete
@@ -41,6 +42,7 @@ def openai_routes(service: Service) -> list[BaseRoute]:
         return JSONResponse(shown(name))
 
     chats = service.endpoint(ChatRequest, chat, error_body)
+    reranks = service.endpoint(RerankRequest, rerank, error_body)
     return [
         Route("/v1/chat/completions", chats, methods=["POST"]),
         Route("/chat/completions", chats, methods=["POST"]),
@@ -50,6 +52,8 @@ def openai_routes(service: Service) -> list[BaseRoute]:
             service.endpoint(ResponseRequest, partial(respond, KeptResponses()), error_body),
             methods=["POST"],
         ),
+        Route("/v1/embeddings", service.endpoint(EmbeddingRequest, embed, error_body), methods=["POST"]),
+        *(Route(path, reranks, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]

@@ -11,6 +11,9 @@ from mlx_flash.server.body import Asking, Body, Lenient, Many
 MAX_CHOICES = 16
 """The most answers to one prompt."""
 
+MAX_PROMPTS = 128
+"""The most prompts of a request."""
+
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f]+$")]
 ModelName = Annotated[Name, BeforeValidator(lambda name: name or "default_model")]
 """The name of a model; none, or an empty one, is the default model's."""
@@ -292,10 +295,11 @@ class CompletionRequest(SamplingFields):
     prompt: (
         str
         | Annotated[Many[Token], Field(min_length=1)]
-        | Annotated[Many[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[Many[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
+    max_tokens: Limit | Literal[0] = None
     logprobs: NumLikeliest | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
-    suffix: None = None
+    suffix: str | None = None

@@ -1,0 +1,124 @@
+"""Readings of prompts: the log probabilities of their tokens, or a text as a vector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.engine.prepare import resolve
+from mlx_flash.errors import RefusedError
+from mlx_flash.generation.member import Reading
+from mlx_flash.model import FlashLLM
+from mlx_flash.server.chances import details_of
+from mlx_flash.server.events import Piece, TokenChance, TokenDetail, Vector
+from mlx_flash.server.job import Job
+
+_NUM_ROWS = 64
+"""Tokens whose logits become log probabilities, in 32 bits, at a time."""
+
+
+def reading_for(job: Job, model: FlashLLM, step: int) -> Reading:
+    """Return what a request wants of the hidden states of its prompt, which has parts of at most ``step`` tokens.
+
+    Raises:
+        RefusedError: the model gives no hidden states, or others than a client expects.
+    """
+    found, reason = Reading(step, lambda states: states[:, -1:], is_all=True), None
+    if job.request.work != "embed":
+        found = Reading(model.logits_step(step), lambda states: states)
+    else:
+        directory = resolve(job.source.base)
+        config = json.loads((directory / "config.json").read_bytes())
+        pooling = directory / "1_Pooling" / "config.json"
+        if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+            reason = "is no causal model"
+        elif pooling.is_file() and not json.loads(pooling.read_bytes()).get("pooling_mode_lasttoken", True):
+            reason = "makes vectors of the hidden states of all tokens"
+    reason = reason if model.body is not None else "has no module in mlx-lm that returns hidden states"
+    if reason is not None:
+        raise RefusedError(
+            f"{job.source.name} {reason}: this server needs the hidden states of a decoder, such as Qwen3-Embedding.",
+            400,
+            "model",
+        )
+    return found
+
+
+def read_all(
+    model: FlashLLM, tokenizer: Any, jobs: Sequence[tuple[Job, list[mx.array]]]
+) -> list[Piece | Vector | Exception]:
+    """Return what some requests want, or why it cannot be computed.
+
+    Args:
+        model: their model.
+        tokenizer: mlx-lm's wrapper.
+        jobs: requests, each with what is kept of the hidden states of its prompt's parts.
+    """
+    wanted = [_of_head(job, states, tokenizer) for job, states in jobs]
+    heads = [each for own in wanted for each in own]
+    outputs = iter(model.apply_head(heads) if heads else [])
+    found: list[Piece | Vector | Exception] = []
+    for (job, states), own in zip(jobs, wanted, strict=True):
+        results = [next(outputs) for _ in own]
+        error = next((result for result in results if isinstance(result, Exception)), None)
+        if error is not None:
+            found.append(error)
+        elif job.request.work == "embed":
+            vector = results[0] if results else states[-1][0, -1].astype(mx.float32)
+            found.append(Vector(cast(list[float], vector.tolist())))
+        else:
+            details = [detail for result in results for detail in details_of(result[0], result[1], tokenizer)]
+            found.append(echo_of(job, tokenizer, details))
+    return found
+
+
+def _of_head(job: Job, states: Sequence[mx.array], tokenizer: Any) -> list[tuple[mx.array, Callable[[mx.array], Any]]]:
+    """Return the hidden states of a request whose logits are wanted, each with what makes something of these."""
+    assert job.prompt is not None
+    request, tokens = job.request, job.prompt.tokens
+    if request.work == "embed":
+        choices = [*map(tokenizer.convert_tokens_to_ids, request.choices)]
+        return [(states[-1], partial(_among, choices))] if choices else []
+    starts = accumulate((part.shape[1] for part in states), initial=1)
+    targets = [tokens[start : start + part.shape[1]] for start, part in zip(starts, states, strict=False)]
+    likeliest = [partial(_likeliest, each, request.top_logprobs or 0) for each in targets]
+    return [*zip(states, likeliest, strict=True)]
+
+
+def _among(tokens: list[int], logits: mx.array) -> mx.array:
+    """Return the probabilities of some tokens if the next one were one of them."""
+    found = mx.softmax(logits[0, -1, mx.array(tokens)].astype(mx.float32))
+    mx.eval(found)
+    return found
+
+
+def _likeliest(targets: list[int], number: int, logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Return each target and the likeliest tokens, ``(length, 1 + number)``, and their log probabilities."""
+    tokens, values = list[mx.array](), list[mx.array]()
+    for start in range(0, len(targets), _NUM_ROWS):
+        logprobs = nn.log_softmax(logits[0, start : start + _NUM_ROWS].astype(mx.float32))
+        chosen = mx.array(targets[start : start + _NUM_ROWS])[:, None]
+        best = mx.argmax(logprobs, axis=-1, keepdims=True)[:, :number]
+        if number > 1:
+            best = mx.argpartition(-logprobs, kth=number - 1, axis=-1)[:, :number]
+            order = mx.argsort(-mx.take_along_axis(logprobs, best, axis=-1), axis=-1)
+            best = mx.take_along_axis(best, order, axis=-1)
+        tokens.append(mx.concatenate([chosen, best.astype(chosen.dtype)], axis=-1))
+        values.append(mx.take_along_axis(logprobs, tokens[-1], axis=-1))
+        mx.eval(tokens[-1], values[-1])
+    return mx.concatenate(tokens), mx.concatenate(values)
+
+
+def echo_of(job: Job, tokenizer: Any, details: Sequence[TokenDetail] | None = None) -> Piece:
+    """Return the prompt as the first part of its answer, with the details of all tokens but the first, if given."""
+    assert job.prompt is not None
+    text, first = job.request.prompt, job.prompt.tokens[0]
+    text = tokenizer.decode(job.prompt.tokens) if text is None else text
+    chance = TokenChance(first, tokenizer.decode([first]), None)
+    return Piece(text, tokens=() if details is None else (TokenDetail(chance, ()), *details))

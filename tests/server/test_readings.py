@@ -1,0 +1,215 @@
+"""Log probabilities of prompts and vectors of texts are those of mlx-lm's own model, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from conversations import model
+from live import Live, live
+from mlx_flash.engine.body import body_of, head_alone
+from mlx_flash.server.batchoptions import BatchOptions
+from models import VOCAB_SIZE, build, stock
+from vocabularies import write_tokenizer
+from zoo import configuration
+
+__all__ = ["model"]
+
+STEP = 32
+RANDOM = random.Random(1)
+PROMPTS = [[RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 7, 33, 64, 100, 20, 5)]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "streamed": {"ram_budget_gb": "min", "lend_reserves": False},
+    "streamed, with a prefix cache": {"ram_budget_gb": "min", "lend_reserves": False, "kv_prefixes": "exact"},
+    "in memory": {},
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def served(model: str, request: pytest.FixtureRequest) -> Iterator[Live]:
+    options = BatchOptions(prefill_step_size=STEP)
+    with live(model, options=options, context_length=8192, **SETTINGS[request.param]) as found:
+        yield found
+
+
+def states_of(path: str, tokens: list[int]) -> list[mx.array]:
+    """Return the hidden states of mlx-lm's model after its final norm, a part of the prompt at a time."""
+    body, cache = cast(Any, stock(Path(path))).model, make_prompt_cache(stock(Path(path)))
+    return [body(mx.array([tokens[at : at + STEP]]), cache=cache) for at in range(0, len(tokens), STEP)]
+
+
+def scores_of(path: str, tokens: list[int]) -> list[float]:
+    """Return the log probabilities of all tokens but the first, as mlx_lm.evaluate has them."""
+    head, found = cast(Any, stock(Path(path))).lm_head, list[float]()
+    for states in states_of(path, tokens[:-1]):
+        logprobs = nn.log_softmax(head(states).astype(mx.float32))[0]
+        targets = mx.array(tokens[len(found) + 1 : len(found) + 1 + len(logprobs)])
+        found += cast(list[float], mx.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0].tolist())
+    return found
+
+
+def completed(served: Live, **fields: Any) -> list[dict[str, Any]]:
+    status, reply = served.post("/v1/completions", {"temperature": 0, "seed": 1, **fields})
+    assert status == 200, reply
+    return cast(list[dict[str, Any]], reply["choices"])
+
+
+def test_echo_has_the_log_probabilities_of_mlx_lm(model: str, served: Live) -> None:
+    before = served.model.counters.num_passes
+    for _ in range(2):  # nothing is taken from an earlier prompt
+        choices = completed(served, prompt=PROMPTS, echo=True, logprobs=1, max_tokens=1)
+        for tokens, choice in zip(PROMPTS, choices, strict=True):
+            found = choice["logprobs"]
+            assert len(found["token_logprobs"]) == len(tokens) + 1 and found["token_logprobs"][0] is None
+            assert found["token_logprobs"][1:-1] == scores_of(model, tokens)
+            pairs = zip(found["token_logprobs"][1:-1], found["top_logprobs"][1:-1], strict=True)
+            assert found["top_logprobs"][0] is None and all(mine <= max(top.values()) for mine, top in pairs)
+            assert found["text_offset"][-1] == sum(map(len, found["tokens"][:-1]))
+    if served.model.plan.read_bytes:  # all prompts and their next tokens in one pass, all heads in another one
+        assert served.model.counters.num_passes - before <= 4
+
+
+def test_echo_changes_no_answer(served: Live) -> None:
+    plain = completed(served, prompt="once upon", max_tokens=5, logprobs=3)[0]
+    echoed = completed(served, prompt="once upon", max_tokens=5, logprobs=3, echo=True)[0]
+    assert echoed["text"] == "once upon" + plain["text"]
+    assert echoed["logprobs"]["token_logprobs"][-5:] == plain["logprobs"]["token_logprobs"]
+    assert [len(top) for top in echoed["logprobs"]["top_logprobs"][1:]] == [3] * (len(echoed["logprobs"]["tokens"]) - 1)
+    assert completed(served, prompt="once upon", max_tokens=5, echo=True)[0]["text"] == echoed["text"]
+    (only,) = completed(served, prompt="once upon", max_tokens=0, logprobs=1, echo=True)
+    assert only["text"] == "once upon" and only["finish_reason"] == "length"
+    assert only["logprobs"]["token_logprobs"] == echoed["logprobs"]["token_logprobs"][:-5]
+
+
+def test_vectors_are_the_last_hidden_states_of_mlx_lm(model: str, served: Live) -> None:
+    before = served.model.counters.num_passes
+    status, reply = served.post("/v1/embeddings", {"input": PROMPTS, "encoding_format": "base64"})
+    assert status == 200, reply
+    if served.model.plan.read_bytes:
+        assert served.model.counters.num_passes == before + 1
+    assert reply["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+    for tokens, each in zip(PROMPTS, reply["data"], strict=True):
+        expected = np.array(states_of(model, tokens)[-1][0, -1].astype(mx.float32))
+        found = np.frombuffer(base64.b64decode(each["embedding"]), "<f4")
+        assert np.array_equal(found, expected / np.linalg.norm(expected))
+    text = "a sentence"
+    tokens = list(served.room.models.__iter__().__next__().tokenizer.encode(text))
+    expected = states_of(model, tokens)[-1][0, -1].astype(mx.float32)
+    assert served.post("/api/embeddings", {"model": model, "prompt": text}) == (200, {"embedding": expected.tolist()})
+    status, reply = served.post("/api/embed", {"model": model, "input": [text, "b"], "dimensions": 8})
+    short = np.array(expected)[:8]
+    assert (
+        np.allclose(reply["embeddings"][0], short / np.linalg.norm(short), atol=1e-7) and len(reply["embeddings"]) == 2
+    )
+    assert served.post("/v1/embeddings", {"input": text, "dimensions": 10**6})[0] == 400
+
+
+def test_vectors_beside_an_answer_leave_its_bits(served: Live) -> None:
+    def ask() -> list[dict[str, Any]]:
+        return completed(served, prompt="tell me", max_tokens=20, logprobs=1)
+
+    alone = ask()
+    with ThreadPoolExecutor(4) as pool:
+        answer = pool.submit(ask)
+        others = [pool.submit(served.post, "/v1/embeddings", {"input": PROMPTS[3:]}) for _ in range(3)]
+        assert answer.result() == alone
+        assert all(other.result()[0] == 200 for other in others)
+
+
+def test_documents_are_sorted_by_the_yes_of_a_reranker_or_by_vectors(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny-reranker"
+    shutil.copytree(model, path)
+    write_tokenizer(path, 996, ("<|end|>", "yes", "no"))
+    documents = ["one", {"text": "two"}, "a third document"]
+    with live(str(path), ram_budget_gb="min", context_length=2048) as served:
+        query = {"query": "which?", "documents": documents, "return_documents": True}
+        status, reply = served.post("/v1/rerank", query | {"top_n": 2})
+        assert status == 200, reply
+        prompt = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+            'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
+            "Given a web search query, retrieve relevant passages that answer the query\n<Query>: which?\n"
+            "<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        tokenizer, expected = next(iter(served.room.models)).tokenizer, []
+        for text in ("one", "two", "a third document"):
+            tokens = mx.array([tokenizer.encode(prompt.format(text))])
+            logits = stock(path)(tokens)[0, -1, mx.array([998, 997])]
+            expected.append(float(mx.softmax(logits.astype(mx.float32))[1].item()))
+        best = sorted(range(3), key=lambda i: -expected[i])[:2]
+        assert [each["index"] for each in reply["results"]] == best
+        assert [each["relevance_score"] for each in reply["results"]] == pytest.approx(
+            [expected[i] for i in best], abs=1e-3
+        )
+    with live(model) as served:
+        results = served.post("/v1/rerank", {**query, "documents": ["which?", "other text"]})[1]["results"]
+        assert results[0]["document"]["text"] == "which?" and results[0]["relevance_score"] == pytest.approx(
+            1, abs=1e-5
+        )
+
+
+QWEN = ("<|end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+def test_a_gap_is_filled_between_the_tokens_of_the_model(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "coder"
+    shutil.copytree(model, path)
+    write_tokenizer(path, 996, QWEN)
+    with live(str(path)) as served:
+        tokenizer = next(iter(served.room.models)).tokenizer if served.say("x") is not None else None
+        before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(", "): pass"))
+        plain = completed(served, prompt=[997, *before, 998, *after, 999], max_tokens=4)
+        assert completed(served, prompt="def f(", suffix="): pass", max_tokens=4) == plain
+        status, lines = served.post(
+            "/api/generate",
+            {
+                "model": str(path),
+                "prompt": "def f(",
+                "suffix": "): pass",
+                "options": {"num_predict": 4, "temperature": 0},
+            },
+        )
+        assert status == 200 and "".join(json.loads(line)["response"] for line in lines) == plain[0]["text"]
+    with live(model) as served:
+        status, reply = served.post("/v1/completions", {"prompt": "a", "suffix": "b"})
+        assert status == 400 and reply["error"]["param"] == "suffix"
+
+
+def test_what_cannot_be_read_is_refused(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "encoder"
+    shutil.copytree(model, path)
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(
+        '{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": false}'
+    )
+    with live(str(path)) as served:
+        status, reply = served.post("/v1/embeddings", {"input": "a"})
+        assert status == 400 and "hidden states of all tokens" in reply["error"]["message"]
+        assert served.post("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1})[0] == 200
+    with live(model, options=BatchOptions(kv_bits=8)) as served:
+        status, reply = served.post("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1})
+        assert status == 400 and "quantized keys" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mamba", "gptj", "plamo2", "minimax", "gpt_oss", "granite", "cohere2"])
+def test_body_and_head_are_the_model(name: str) -> None:
+    whole = build(configuration(name))
+    body, tokens = body_of(whole), mx.array([[5, 9, 200, 3, 17]])
+    expected = whole(tokens, cache=make_prompt_cache(whole))
+    states = cast(Any, body)(tokens, cache=make_prompt_cache(whole))
+    kind = type(body)
+    with head_alone(whole, body) as head:
+        assert mx.array_equal(head(states), expected)
+    assert type(body) is kind and body_of(build(configuration("phixtral"))) is None

@@ -58,20 +58,15 @@ function chooseModel() {
   showAttach();
 }
 
-const seeing = new Map(); // models, and whether they take pictures
-
-async function sees(model) {
-  if (!model) return false;
-  if (!seeing.has(model)) {
-    const reply = await post("api/show", { model }).catch(() => null);
-    if (!reply?.ok) return false;
-    seeing.set(model, ((await reply.json()).capabilities || []).includes("vision"));
-  }
-  return seeing.get(model);
+/** Return whether the chosen model takes pictures. */
+async function sees() {
+  const model = $("model").value;
+  const reply = model && (await post("api/show", { model }).catch(() => null));
+  return !!reply?.ok && (await reply.json()).capabilities.includes("vision");
 }
 
 async function showAttach() {
-  $("attach").hidden = !(await sees($("model").value));
+  $("attach").hidden = !(await sees());
 }
 
 async function look() {
@@ -406,7 +401,7 @@ function fit(text) {
 }
 
 async function addPictures(files) {
-  if (!(await sees($("model").value))) {
+  if (!(await sees())) {
     notify("This model takes no pictures here. One that sees does, if the server was started with --vision.");
     return;
   }

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +36,12 @@ _lock = threading.Lock()
 stock_load_tokenizer = require(mlx_lm_utils, "load_tokenizer", "model_path", "tokenizer_config_extra", "eos_token_ids")
 for _module in _READERS:
     require_that(vars(_module).get("json") is json, f"{_module.__name__}.json is not the standard library's module")
+
+
+_CALL_FIELDS = ("_tool_call_start", "_tool_call_end", "_tool_parser", "_response_format")
+for _name in ("_tokenizer", "_chat_template", *_CALL_FIELDS):
+    _names = require(tokenizer_utils, "TokenizerWrapper").__init__.__code__.co_names
+    require_that(_name in _names, f"TokenizerWrapper has no field {_name}")
 
 
 class _Json:
@@ -64,6 +71,27 @@ def load_tokenizer(*args: Any, **kwargs: Any) -> Any:
 def replace_load_tokenizer(function: Callable[..., Any]) -> None:
     """Make ``mlx_lm.load`` load tokenizers with another function."""
     mlx_lm_utils.load_tokenizer = function
+
+
+def give_calls(
+    tokenizer: Any, start: str, end: str, parse: Callable[[str, list[Any]], Any], response_format: dict[str, Any]
+) -> None:
+    """Give a tokenizer of mlx-lm a parser of tool calls, as mlx-lm does with those that it knows.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        start, end: the marks around calls; may be empty.
+        parse: returns the calls of a text.
+        response_format: further states of answers and the texts between them.
+    """
+    vars(tokenizer).update(zip(_CALL_FIELDS, (start, end, parse, response_format), strict=True))
+
+
+def change_messages(tokenizer: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Make a tokenizer of mlx-lm change the messages before its chat template renders them."""
+    fields = vars(tokenizer)
+    stock = fields["_chat_template"] or partial(fields["_tokenizer"].apply_chat_template, tokenize=False)
+    fields["_chat_template"] = lambda messages, **options: stock(change(messages), **options)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_by
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.boundary import ends_alone, refused
+from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.chances import detail_of
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
@@ -76,6 +77,7 @@ class LoadedModel:
         sight: Sight | None = None,
     ) -> None:
         self.source, self.model, self.tokenizer, self.draft = source, model, tokenizer, draft
+        complete(tokenizer)
         self.jobs = Jobs()
         self.vocab_size = model.plan.activations.logits_per_token // 4
         self.kept = PromptCaches(model, options.prompt_cache_size, ranks)

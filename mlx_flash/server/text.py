@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
-
-Part: TypeAlias = Piece | CallBegun | CallArguments | ToolCall
-"""A part of an answer that a token completes."""
+from mlx_flash.server.calls import CALL, Part, Section, syntax_of
+from mlx_flash.server.events import Piece, ToolCall
 
 
 class StopTexts:
@@ -59,7 +56,7 @@ class TextStream:
         tokenizer: mlx-lm's wrapper.
         stop: texts that end the answer.
         state: in which the prompt leaves it: ``"normal"``, ``"reasoning"`` ...; ``"raw"`` leaves all marks in the text.
-        tools: descriptions of functions that the model may call; None leaves calls in the text.
+        tools: descriptions of functions that the model may call.
         after: the token that the text goes on from; None drops a space at its beginning.
 
     Attributes:
@@ -80,10 +77,14 @@ class TextStream:
             _ = self._detokenizer.last_segment  # reading it takes it
         self._stops = StopTexts(stop)
         self._state = make_text_state_machine(tokenizer).make_state(state)
-        self._parse = tokenizer.tool_parser
-        self._tools = tools
+        self._tools = tools or ()
+        self._is_marked = bool(tokenizer.tool_call_end)
+        self._syntax = syntax_of(tokenizer.tool_parser) if tokenizer.has_tool_calling else None
+        self._opening = None if self._syntax is None else self._syntax.opening_of(self._tools)
+        self._held = ""
         self._before = state
-        self._call = ""
+        self._section: Section | None = None
+        self._is_call = False
         self.num_calls = 0
 
     @property
@@ -107,47 +108,43 @@ class TextStream:
         if ends:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
-        found: list[Part] = []
-        for state, part in segments:
-            if state == "tool":
-                self._call += part
-            elif self._before == "tool":
-                found += self._calls()
-            if state in ("normal", "raw", "reasoning") and part:
-                found.append(Piece(part, "reasoning" if state == "reasoning" else "text"))
-            self._before = state
-        if ends and self._before == "tool":
-            found += self._calls()
-            self._before = "normal"
+        found = [each for state, part in segments for each in self._take(state, part)]
+        if ends:
+            found += self._end_section(is_cut=self._is_marked)
+            found += [Piece(self._held)] if self._held else []
+            self._held = ""
+        self.num_calls += sum(isinstance(part, ToolCall) for part in found)
         return found
 
-    def _calls(self) -> list[Part]:
-        """Return the calls in the text between the model's own marks; text that is no call stays text."""
-        text, self._call = self._call, ""
-        try:
-            parsed = self._parse(text, list(self._tools or ()))
-            calls = [_tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        except (ValueError, LookupError, TypeError, AttributeError, SyntaxError):  # cut off, or not well-formed
-            return [Piece(text)] if text else []
-        self.num_calls += len(calls)
-        return [
-            event
-            for call in calls
-            for event in (
-                CallBegun(call.name, call.id),
-                CallArguments(json.dumps(call.arguments, ensure_ascii=False)),
-                call,
-            )
-        ]
+    def _take(self, state: str, text: str) -> Iterator[Part]:
+        """Yield what a text completes that the model wrote in a state. All states of calls begin with "tool"."""
+        state = CALL if self._is_call else state
+        if state != self._before:
+            yield from self._end_section()
+        self._before = state
+        if state.startswith(CALL):
+            assert self._syntax is not None
+            self._section = self._section or Section(self._syntax, self._tools)
+            yield from self._section.add(text)
+        elif state == "normal" and self._opening is not None:
+            yield from self._open(text)
+        elif state in ("normal", "raw", "reasoning") and text:
+            yield Piece(text, "reasoning" if state == "reasoning" else "text")
 
+    def _open(self, text: str) -> Iterator[Part]:
+        """Yield the beginning of an answer. What may begin a call without a mark is held back."""
+        assert self._opening is not None
+        self._held += text
+        match = self._opening.match(self._held, partial=True)
+        if match is None or not match.partial:
+            held, self._held, self._opening = self._held, "", None
+            self._is_call = match is not None
+            yield from self._take("normal", held)
 
-def _tool_call(call: dict[str, Any]) -> ToolCall:
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(call["name"], str) or not isinstance(arguments, dict):
-        raise TypeError("a tool call needs a name and arguments")
-    return ToolCall(call["name"], arguments, call.get("id"))
+    def _end_section(self, *, is_cut: bool = False) -> Iterator[Part]:
+        if self._section is not None:
+            yield from self._section.end(is_cut=is_cut)
+            self._section = None
 
 
 def check_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> None:
@@ -157,4 +154,4 @@ def check_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> None:
         RefusedError: it cannot.
     """
     if tools and not tokenizer.has_tool_calling:
-        raise RefusedError("this model's chat template has no tool calls. Hint: use another model.", 400, "tools")
+        raise RefusedError("this chat template shows the model no tools. Hint: use another model.", 400, "tools")

@@ -19,11 +19,11 @@ from scripted import make_scripted_model, saying
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
 BEAT_SECONDS, READ_LIMIT, STALL_SECONDS = 0.1, 0.8, 1.6
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 99},
-    "/v1/completions": {"prompt": "The sea", "max_tokens": 99},
-    "/v1/responses": {"input": "Tell me about the sea", "max_output_tokens": 99},
-    "/v1/messages": {"messages": HELLO, "max_tokens": 99},
-    "/api/chat": {"messages": HELLO, "options": {"num_predict": 99}},
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 300},
+    "/v1/completions": {"prompt": "The sea", "max_tokens": 300},
+    "/v1/responses": {"input": "Tell me about the sea", "max_output_tokens": 300},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 300},
+    "/api/chat": {"messages": HELLO, "options": {"num_predict": 300}},
 }
 
 
@@ -36,8 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def events(server: Live, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return the events of a stream. Comments are none. The client gives up if there is none for too long."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=READ_LIMIT)
-    name = next(iter(server.room.catalog.names()))
-    sent = {"model": name, "stream": True, **BODIES[path], **(body or {})}
+    sent = {"model": server_name(server), "stream": True, **BODIES[path], **(body or {})}
     connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
     reply = connection.getresponse()
     assert reply.status == 200
@@ -63,6 +62,82 @@ def text_of(found: list[dict[str, Any]]) -> str:
         text += choice.get("text", "") or choice.get("delta", {}).get("content", "") or delta
         text += block.get("text", "") or message.get("content", "")
     return text
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "The weather", "parameters": SCHEMA}
+TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"type": "function", "function": FUNCTION},
+    "/v1/responses": {"type": "function", **FUNCTION},
+    "/v1/messages": {"name": "weather", "description": "The weather", "input_schema": SCHEMA},
+    "/api/chat": {"type": "function", "function": FUNCTION},
+}
+ARGUMENTS = {"city": "Seoul {1}", "days": [1, 2], "note": 'a "long" note'}
+
+
+def called(found: list[dict[str, Any]]) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+    """Return names of calls, parts of their arguments, and whole arguments, as a client of any dialect gets them."""
+    names, parts, whole = [], [], []
+    for event in found:
+        kind = event.get("type")
+        for call in (event.get("choices") or [{}])[0].get("delta", {}).get("tool_calls", []):
+            names += [call["function"]["name"]] if "name" in call["function"] else []
+            parts.append(call["function"]["arguments"])
+        if kind == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            names.append(event["content_block"]["name"])
+        if kind == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+            parts.append(event["delta"]["partial_json"])
+        if kind == "response.output_item.added" and event["item"]["type"] == "function_call":
+            names.append(event["item"]["name"])
+        if kind == "response.function_call_arguments.delta":
+            parts.append(event["delta"])
+        for call in event.get("message", {}).get("tool_calls", []) if kind is None else []:
+            names.append(call["function"]["name"])
+            whole.append(call["function"]["arguments"])
+    return names, parts, whole
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_call_grows(server: Live, path: str) -> None:
+    text = json.dumps({"name": "weather", "arguments": ARGUMENTS})
+    with saying(f"I look. <tool_call>{text}</tool_call>"):
+        found = events(server, path, {"tools": [TOOLS[path]]})
+    names, parts, whole = called(found)
+    assert names == ["weather"] and text_of(found).strip() == "I look."
+    assert whole == [ARGUMENTS] if path == "/api/chat" else len(parts) > 10 and json.loads("".join(parts)) == ARGUMENTS
+    if path == "/v1/responses":
+        *_, item = found[-1]["response"]["output"]
+        assert item["arguments"] == "".join(parts) and (item["status"], item["type"]) == ("completed", "function_call")
+    reason = {"/v1/chat/completions": '"finish_reason": "tool_calls"', "/v1/messages": '"stop_reason": "tool_use"'}
+    assert reason.get(path, "") in json.dumps(found)
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_broken_call_is_text_too(server: Live, path: str) -> None:
+    """Its name was sent. The parts of its arguments are no JSON, and whole replies have the text alone."""
+    text = json.dumps({"name": "weather", "arguments": ARGUMENTS})[:-6]
+    body = {"tools": [TOOLS[path]]}
+    with saying(f"<tool_call>{text}"):
+        found = events(server, path, body)
+        status, whole = server.post(path, {**BODIES[path], **body, "model": server_name(server), "stream": False})
+    names, parts, calls = called(found)
+    assert status == 200 and json.dumps(text)[1:-1] in json.dumps(whole) and not calls
+    assert text_of(found) == text and names == ([] if path == "/api/chat" else ["weather"])
+    if parts:
+        assert "".join(parts) == text[text.index('{"city') :]
+    if path == "/v1/chat/completions":
+        assert found[-1]["choices"][0]["finish_reason"] == "stop" and "tool_calls" not in whole["choices"][0]["message"]
+    if path == "/v1/responses":
+        items = [(item["type"], item["status"]) for item in found[-1]["response"]["output"]]
+        assert items == [("function_call", "incomplete"), ("message", "completed")]
+    if path == "/v1/messages":
+        kinds = [each["type"].removeprefix("content_block_") for each in found if "index" in each]
+        assert [kind for kind in kinds if kind != "delta"] == ["start", "stop"] * 2
+        assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "end_turn"
+
+
+def server_name(server: Live) -> str:
+    return next(iter(server.room.catalog.names()))
 
 
 def at_once(server: Live) -> dict[str, list[dict[str, Any]]]:
@@ -124,7 +199,7 @@ def test_a_late_refusal_is_part_of_the_stream(server: Live, monkeypatch: pytest.
 def test_reasoning_grows_in_responses(server: Live) -> None:
     with saying("<think>Let me think about the sea.</think>It is blue."):
         found = events(server, "/v1/responses")
-        _, whole = server.post("/v1/responses", {"input": "Tell me about the sea", "max_output_tokens": 99})
+        _, whole = server.post("/v1/responses", {"input": "Tell me about the sea", "max_output_tokens": 300})
     kinds = [each["type"].removeprefix("response.") for each in found]
     parts = [each["delta"] for each in found if each["type"] == "response.reasoning_summary_text.delta"]
     assert len(parts) > 3 and "".join(parts) == "Let me think about the sea."

@@ -1,0 +1,180 @@
+"""Tool calls that are read while they grow, in the forms of many models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from call_forms import ELEMENTS, FUNCTIONS, STOCK, TEMPLATES, rendered, stock_answer, tokenizer_of
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.calls import Part
+from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
+from mlx_flash.server.text import TextStream, check_tools
+
+TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items()}
+TOKENIZERS |= {name: tokenizer_of("{{ tools }}", name) for name in STOCK}
+TEXT = st.text("ab\"'\\{}[]<>:,\n é🦊", max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(TEXT, VALUES, max_size=4)
+CALLS = st.lists(st.tuples(st.sampled_from(["weather", "find_all"]), OBJECTS), min_size=1, max_size=3)
+CUTS = st.lists(st.integers(0, 400), max_size=30)
+WORDS = st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), st.from_regex(r"[a-zé{}\"]{2,9}", fullmatch=True))
+
+
+def read(tokenizer: Any, text: str, cuts: Sequence[int] = (), tools: Any = FUNCTIONS) -> list[Part]:
+    """Return the parts of an answer that comes in pieces: characters, or pieces that begin at some places."""
+    stream = TextStream(tokenizer, (), tokenizer.response_initial_state or "normal", tools)
+    places = sorted({0, *(cut for cut in cuts if cut < len(text))}) if cuts else range(len(text))
+    pieces = [text[begin:end] for begin, end in zip(places, [*places[1:], None], strict=False)]
+    return [part for piece in pieces for part in stream.add(piece)] + stream.end()  # type: ignore[arg-type]
+
+
+def sent(parts: Sequence[Part]) -> list[tuple[str, str]]:
+    """Return names and arguments of calls as a client of a stream gets them."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, CallBegun):
+            found.append((part.name, ""))
+        elif isinstance(part, CallArguments):
+            found[-1] = (found[-1][0], found[-1][1] + part.text)
+    return found
+
+
+def called(parts: Sequence[Part]) -> list[tuple[str, dict[str, Any]]]:
+    return [(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
+
+
+def text_of(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Piece) and part.kind == "text")
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(calls=CALLS, cuts=CUTS)
+@settings(max_examples=25, deadline=None)
+def test_calls_of_a_template_are_read_back(name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]) -> None:
+    calls = calls[:1] if name == "harmony" else calls  # such an answer ends with its call
+    tokenizer = TOKENIZERS[name]
+    answer = rendered(tokenizer, calls)
+    assume(name != "functionary 3.2" or answer.count(">>>") < len(calls))  # the mark is no token of its own
+    parts = read(tokenizer, answer, cuts)
+    assert called(parts) == calls and text_of(parts).strip() == ""
+    assert [(each, json.loads(arguments)) for each, arguments in sent(parts)] == calls
+
+
+@pytest.mark.parametrize("name", STOCK)
+@given(words=WORDS, cuts=CUTS)
+@settings(max_examples=25, deadline=None)
+def test_calls_are_those_of_mlx_lms_parser(name: str, words: dict[str, str], cuts: list[int]) -> None:
+    tokenizer, answer = TOKENIZERS[name], stock_answer(name, "weather", words)
+    parts = read(tokenizer, answer, cuts)
+    end = tokenizer.tool_call_end
+    section = answer.removeprefix(tokenizer.tool_call_start)[: -len(end) or None]
+    stock = tokenizer.tool_parser(section, FUNCTIONS)
+    stock = stock if isinstance(stock, list) else [stock]
+    assert called(parts) == [(call["name"], call["arguments"]) for call in stock] and text_of(parts) == ""
+    assert [(each, json.loads(arguments)) for each, arguments in sent(parts)] == called(parts)
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *STOCK])
+def test_a_call_grows_and_may_break_off(name: str) -> None:
+    """Wherever an answer is cut off, a call is complete, or its arguments are no JSON object and it is text, too."""
+    tokenizer, arguments = TOKENIZERS[name], {"city": "Paris {x}", "day": "monday", "more": "a long text," * 5}
+    answer = (
+        rendered(tokenizer, [("weather", arguments)]) if name in TEMPLATES else stock_answer(name, "weather", arguments)
+    )
+    whole = read(tokenizer, answer)
+    assert sum(isinstance(part, CallArguments) for part in whole) >= (4 if name in ELEMENTS else 40)
+    has_begun = 0
+    for cut in range(len(answer)):
+        parts = read(tokenizer, answer[:cut])
+        found, names = called(parts), sent(parts)
+        assert found in ([], [("weather", arguments)]) and len(names) <= 1
+        assert [is_object(text) for _, text in names] == [True] * len(found) + [False] * (len(names) - len(found))
+        assert found or not names or text_of(parts)  # what the stream has begun is there as text, too
+        has_begun += bool(names) and not found
+    assert has_begun > len(answer) / 3
+
+
+def test_a_call_that_proves_to_be_another_is_sent_anew() -> None:
+    parts = read(
+        TOKENIZERS["json_tools"], '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>'
+    )
+    assert sent(parts) == [("weather", '{"city": "Rome"}')] and called(parts) == [("weather", {"city": "Rome"})]
+    twice = "".join(f"<parameter=a>\n{value}\n</parameter>\n" for value in (1, 2))
+    text = f"<tool_call>\n<function=weather>\n{twice}</function>\n</tool_call>"
+    parts = read(TOKENIZERS["qwen3_coder"], text)
+    assert called(parts) == [("weather", {"a": "2"})]
+    assert sent(parts)[-1] == ("weather", '{"a": "2"}') and not is_object(sent(parts)[0][1]) and len(sent(parts)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "weather", "parameters": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
+        ('  {"type": "function", "name": "weather", "parameters": {}}', [("weather", {})]),
+        ('{"name": "weather", "parameters": {}}; {"name": "find_all", "parameters": {"a": [1]}}', 2),
+        (
+            '[weather(city="Rome", days=[1, 2]), find_all()]',
+            [("weather", {"city": "Rome", "days": [1, 2]}), ("find_all", {})],
+        ),
+        ('<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
+        ('<|python_start|>[weather(city="Rome")]<|python_end|>', [("weather", {"city": "Rome"})]),
+        ('{"name": "Jane", "parameters": {}}', []),
+        ('{"age": 3}', []),
+        ("[1] A source.", []),
+        ("[weather is fine]", []),
+        ('  {"na', []),
+        ("", []),
+    ],
+)
+def test_calls_without_a_mark_begin_the_answer(text: str, calls: Any) -> None:
+    parts = read(TOKENIZERS["llama"], text)
+    found = called(parts)
+    assert len(found) == calls if isinstance(calls, int) else found == calls
+    assert found or text_of(parts) == text
+    assert [(name, json.loads(arguments)) for name, arguments in sent(parts)] == found
+    assert text_of(read(TOKENIZERS["llama"], text, tools=None)) == text or "python" in text
+
+
+def test_text_around_calls_of_harmony_and_functionary() -> None:
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    parts = read(TOKENIZERS["harmony"], text + "<|start|>assistant<|channel|>final<|message|>Sunny {1}.")
+    assert text_of(parts) == "I look.Sunny {1}."
+    assert "".join(part.text for part in parts if isinstance(part, Piece) and part.kind == "reasoning") == "Hm."
+    parts = read(TOKENIZERS["functionary 3.2"], 'all\nLook: all\n{x}>>>find_all\n{"a": "all\\n"}')
+    assert text_of(parts) == "Look: all\n{x}" and called(parts) == [("find_all", {"a": "all\n"})]
+
+
+@pytest.mark.parametrize("text", ["<call fn=weather>Rome</call>", '{"tool_name": "weather", "parameters": {}}'])
+def test_a_form_that_nobody_knows_stays_text(text: str) -> None:
+    tokenizer = tokenizer_of("{{ tools }}" + TEMPLATES["llama"].replace('{"name": "{{ f.name }}"', "{{ f.name }}"))
+    check_tools(tokenizer, FUNCTIONS)
+    assert text_of(read(tokenizer, text)) == text
+
+
+def test_only_a_template_without_tools_refuses_them() -> None:
+    check_tools(tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}"), [])
+    with pytest.raises(RefusedError, match="template"):
+        check_tools(tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}"), FUNCTIONS)
+
+
+@pytest.mark.parametrize("shown", ["{{ '' + f.arguments }}", "{{ f.arguments }}", "{{ f.arguments | tojson }}"])
+def test_arguments_have_the_form_that_the_template_joins(shown: str) -> None:
+    template = TEMPLATES["llama"].replace("{{ f.arguments | tojson }}", shown)
+    assert '"parameters": {"city": "Séoul"}}' in rendered(tokenizer_of(template), [("weather", {"city": "Séoul"})])

@@ -21,6 +21,7 @@ from mlx_flash.server.replies import ClientLeftError
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import with_all_pictures
 from mlx_flash.server.room import EngineRoom
+from mlx_flash.server.toolchoice import without_broken_calls
 
 MAX_REQUESTS = 128
 """The most answers that are computed or wait."""
@@ -74,6 +75,7 @@ class Service:
         """
         if self.room.num_answers + len(requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
+        requests = tuple(map(without_broken_calls, requests))
         return self.room.submit(*with_all_pictures(requests, self.catalog.image_folder))
 
     def endpoint(

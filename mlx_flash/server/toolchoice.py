@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.server.request import GenerationRequest
 
 TEXT = "input"
 """The argument of functions that take one text."""
 
 
-def called(number: str | None, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of an earlier answer as chat templates take it."""
+def called(number: str | None, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a call of an earlier answer as chat templates take it. Arguments that are no JSON object stay text."""
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = arguments
+    arguments = value if isinstance(value, dict) else arguments
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def without_broken_calls(request: GenerationRequest) -> GenerationRequest:
+    """Return a request whose broken calls are text of their message, and the results of these the user's."""
+    found: list[dict[str, Any]] = []
+    broken: list[dict[str, Any]] = []
+    for message in request.messages or ():
+        calls = message.get("tool_calls") or []
+        bad = [call for call in calls if isinstance(call["function"]["arguments"], str)]
+        if bad:
+            broken += bad
+            functions = [call["function"] for call in bad]
+            text = "\n".join(f'{{"name": "{each["name"]}", "arguments": {each["arguments"]}' for each in functions)
+            content = message["content"]
+            content = f"{content}{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+            message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+            if good := [call for call in calls if call not in bad]:
+                message["tool_calls"] = good
+        elif message["role"] == "tool" and any(call["id"] == message.get("tool_call_id") for call in broken):
+            message = {"role": "user", "content": message["content"]}
+        found.append(message)
+    return replace(request, messages=found) if broken else request
 
 
 def text_function(name: str, description: str | None) -> dict[str, Any]:

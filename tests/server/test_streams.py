@@ -210,3 +210,30 @@ def test_reasoning_grows_in_responses(server: Live) -> None:
     assert [{**item, "id": ""} for item in streamed] == [{**item, "id": ""} for item in same]
     assert streamed[0]["summary"] == [{"type": "summary_text", "text": "".join(parts)}]
     assert streamed[0]["content"] == [{"type": "reasoning_text", "text": "".join(parts)}]
+
+
+def history(path: str, arguments: Any) -> dict[str, Any]:
+    """Return a conversation with a call, its result, and a question."""
+    if path == "/v1/responses":
+        call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": arguments}
+        result = {"type": "function_call_output", "call_id": "a", "output": "An error."}
+        return {"input": [*HELLO, call, result, *HELLO]}
+    function = {"name": "weather", "arguments": arguments}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    return {"messages": [*HELLO, call, {"role": "tool", "tool_call_id": "a", "content": "An error."}, *HELLO]}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("arguments", ['{"city": "Seo', "[1]", "null", '{"city": "Seoul"}'])
+def test_a_broken_call_does_not_block_a_conversation(server: Live, path: str, arguments: str) -> None:
+    prompts: list[str] = []
+    body = {**BODIES[path], **history(path, arguments), "model": server_name(server), "stream": False}
+    with saying("Sorry.", prompts):
+        status, reply = server.post(path, body)
+    assert status == 200 and "Sorry." in json.dumps(reply)
+    if arguments.endswith('l"}'):
+        assert (
+            '<tool_call>{"name": "weather", "arguments": {"city": "Seoul"}}</tool_call><|tool|>An error.' in prompts[0]
+        )
+    else:
+        assert f'<|assistant|>{{"name": "weather", "arguments": {arguments}<|user|>An error.' in prompts[0]

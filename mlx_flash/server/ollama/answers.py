@@ -14,7 +14,6 @@ from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDe
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.ollama.common import counts_of, error_body, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
-from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.replies import Writer, collect_all, stream
 from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
@@ -221,8 +220,5 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     found |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
         calls = message.tool_calls
-        found["tool_calls"] = [
-            called(call.id, call.function.name, arguments_of(call.function.arguments, f"{field}.tool_calls.{i}"))
-            for i, call in enumerate(calls)
-        ]
+        found["tool_calls"] = [called(call.id, call.function.name, call.function.arguments) for call in calls]
     return found

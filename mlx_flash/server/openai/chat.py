@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Piece, TokenChance, TokenDetail, ToolCall
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.common import (
@@ -116,7 +115,7 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
         field: its place in the request.
 
     Raises:
-        RefusedError: the arguments of a call are no JSON object.
+        RefusedError: a picture cannot be used.
     """
     content: Any = message.content
     if isinstance(content, list):
@@ -131,43 +130,22 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     if message.reasoning is not None:
         found.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
-        found["tool_calls"] = [
-            _called(call, f"{field}.tool_calls.{i}.function.arguments") for i, call in enumerate(message.tool_calls)
-        ]
+        found["tool_calls"] = [_called(call) for call in message.tool_calls]
     return found
 
 
-def _called(call: MessageCall, field: str) -> dict[str, Any]:
+def _called(call: MessageCall) -> dict[str, Any]:
     """Return a call of an earlier message as chat templates take it."""
     if call.custom is not None:
         return called(call.id, call.custom.name, {TEXT: call.custom.input})
     assert call.function is not None
-    return called(call.id, call.function.name, arguments_of(call.function.arguments, field))
+    return called(call.id, call.function.name, call.function.arguments)
 
 
 def _part(part: Part, field: str) -> dict[str, str]:
     if part.image_url is not None:
         return picture_part(part.image_url.url, f"{field}.image_url.url")
     return {"type": "text", "text": part.text or part.refusal or ""}
-
-
-def arguments_of(arguments: str | dict[str, Any], field: str) -> dict[str, Any]:
-    """Return the arguments of a call.
-
-    Args:
-        arguments: as a client sends them.
-        field: their place in the request.
-
-    Raises:
-        RefusedError: they are no JSON object.
-    """
-    try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RefusedError(f"{field} is no JSON object.", 400, field)
-    return value
 
 
 def _grammar(body: ChatRequest) -> str | None:

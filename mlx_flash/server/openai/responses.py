@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.grammars import schema_grammar
-from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.kept import KeptResponses
 from mlx_flash.server.openai.response_items import Function, flat_name
 from mlx_flash.server.openai.response_schemas import (
@@ -147,8 +146,7 @@ class _Messages:
                 answer = self._answer()
                 answer["reasoning_content"] = answer.get("reasoning_content", "") + text
         elif item.type in ("function_call", "custom_tool_call"):
-            given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else None
-            given = arguments_of(item.arguments or "", f"{field}.arguments") if given is None else given
+            given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else item.arguments or ""
             calls = self._answer().setdefault("tool_calls", [])
             calls.append(called(item.call_id, flat_name(item.namespace, item.name or ""), given))
         elif item.type in ("function_call_output", "custom_tool_call_output"):

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from live import Live, live
+from live import TIMEOUT, Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded, replies
 from scripted import make_scripted_model, saying
 
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
-BEAT_SECONDS, READ_LIMIT, STALL_SECONDS = 0.1, 0.8, 1.6
+BEAT_SECONDS, READ_LIMIT, STALL_SECONDS = 0.1, 1.4, 1.8
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 300},
     "/v1/completions": {"prompt": "The sea", "max_tokens": 300},
@@ -33,9 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield running
 
 
-def events(server: Live, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Return the events of a stream. Comments are none. The client gives up if there is none for too long."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=READ_LIMIT)
+def events(server: Live, path: str, body: dict[str, Any] | None = None, limit: float = TIMEOUT) -> list[dict[str, Any]]:
+    """Return the events of a stream. Comments are none. The client gives up if there is none for so many seconds."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=limit)
     sent = {"model": server_name(server), "stream": True, **BODIES[path], **(body or {})}
     connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
     reply = connection.getresponse()
@@ -44,7 +44,7 @@ def events(server: Live, path: str, body: dict[str, Any] | None = None) -> list[
     for line in reply:
         data = line.removeprefix(b"data: ").strip()
         if data.startswith(b"{"):
-            assert time.monotonic() - last < READ_LIMIT
+            assert time.monotonic() - last < limit
             last = time.monotonic()
             found.append(json.loads(data))
     connection.close()
@@ -143,13 +143,13 @@ def server_name(server: Live) -> str:
 def at_once(server: Live) -> dict[str, list[dict[str, Any]]]:
     """Return the events of a stream of each dialect. While the thread works for one client, the others wait, too."""
     with ThreadPoolExecutor(len(BODIES)) as threads:
-        futures = {path: threads.submit(events, server, path) for path in BODIES}
+        futures = {path: threads.submit(events, server, path, None, READ_LIMIT) for path in BODIES}
         return {path: future.result() for path, future in futures.items()}
 
 
-def stalling(monkeypatch: pytest.MonkeyPatch, name: str, *, fails: bool = False) -> None:
+def stalling(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float, *, fails: bool = False) -> None:
     """Let a function of the generation thread take long once."""
-    stock, stalls = getattr(loaded, name), [STALL_SECONDS]
+    stock, stalls = getattr(loaded, name), [seconds]
 
     def slow(*args: Any) -> Any:
         time.sleep(stalls.pop() if stalls else 0)
@@ -170,7 +170,7 @@ def test_an_event_comes_in_time(server: Live, monkeypatch: pytest.MonkeyPatch) -
             return lambda logprobs: (time.sleep(STALL_SECONDS if next(calls) == 40 else 0), sample(logprobs))[1]
 
         monkeypatch.setattr(loaded, "sampler_of", sampler_of)
-        stalling(monkeypatch, "make_prompt")  # no event has come yet
+        stalling(monkeypatch, "make_prompt", STALL_SECONDS)  # no event has come yet
         found = at_once(server)
     assert {path: text_of(each).strip() for path, each in found.items()} == dict.fromkeys(
         BODIES, ("The sea is blue. " * 3).strip()
@@ -190,7 +190,7 @@ def test_an_event_comes_in_time(server: Live, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_late_refusal_is_part_of_the_stream(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
-    stalling(monkeypatch, "make_prompt", fails=True)
+    stalling(monkeypatch, "make_prompt", 5 * BEAT_SECONDS, fails=True)
     for path, found in at_once(server).items():
         assert "the prompt is bad" in json.dumps(found[-1]), path
         assert "error" in json.dumps(found[-1]) and text_of(found) == "", path

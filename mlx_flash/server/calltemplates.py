@@ -159,7 +159,7 @@ _FORMS = (
         f"to=functions.{_NAME}",
         " to=functions.",
         "",
-        json_syntax(r"(?P<name>[\w.-]+)(?=[\s<])", r"[^{]*?<\|message\|>"),
+        json_syntax(r"(?P<name>[\w.-]+)(?=[\s<])", r"[^{]*?<\|message\|>", header="<|channel|>final<|message|>"),
         _HARMONY,
     ),
     _Form(

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.kv.keptcaches import num_common
+from mlx_flash.server.calls import syntax_of
 from mlx_flash.server.infill import infill_tokens
 from mlx_flash.server.request import GenerationRequest
 
@@ -178,6 +179,8 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
         except jinja2.TemplateError:
             raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
     state = state_of(tokenizer, tokens)
+    if request.has_form and tokenizer.has_tool_calling and (header := syntax_of(tokenizer.tool_parser).header):
+        tokens, state = [*tokens, *tokenizer.encode(header, add_special_tokens=False)], "normal"
     if messages[-1].get("role") != "user":
         return Prompt(tokens, [tokens], ["assistant"], state)
     num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")

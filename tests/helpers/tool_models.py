@@ -17,10 +17,10 @@ QWEN = (
 """The form of Qwen's calls."""
 
 
-def with_template(path: Path, template: str = QWEN, parser: str = "json_tools") -> Path:
-    """Give a model a chat template, and mlx-lm's parser of its tool calls."""
+def with_template(path: Path, template: str = QWEN, parser: str | None = "json_tools") -> Path:
+    """Give a model a chat template, and mlx-lm's parser of its tool calls; None if it has none."""
     file = path / "tokenizer_config.json"
-    settings = {"chat_template": template, "tool_parser_type": parser}
+    settings = {"chat_template": template} | ({} if parser is None else {"tool_parser_type": parser})
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     (path / "chat_template.jinja").unlink(missing_ok=True)
     return path

@@ -7,14 +7,17 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from call_forms import TEMPLATES
 from live import TIMEOUT, Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded, replies
 from scripted import make_scripted_model, saying
+from tool_models import with_template
 
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
 BEAT_SECONDS, READ_LIMIT, STALL_SECONDS = 0.1, 1.4, 1.8
@@ -237,3 +240,22 @@ def test_a_broken_call_does_not_block_a_conversation(server: Live, path: str, ar
         )
     else:
         assert f'<|assistant|>{{"name": "weather", "arguments": {arguments}<|user|>An error.' in prompts[0]
+
+
+def test_a_model_whose_answers_have_headers(tmp_path: Path) -> None:
+    folder = with_template(make_scripted_model(tmp_path / "harmony"), TEMPLATES["harmony"], None)
+    thought, call = (
+        "<|channel|>analysis<|message|>Hm.<|end|>",
+        " to=functions.weather<|channel|>commentary json<|message|>",
+    )
+    path, prompts, form = "/v1/chat/completions", list[str](), {"type": "json_object"}
+    with live(str(folder)) as running:
+        with saying(f"{thought}<|start|>assistant{call}{json.dumps(ARGUMENTS)}", prompts):
+            found = events(running, path, {"tools": [TOOLS[path]]})
+        with saying('{"a": 1}', prompts):
+            status, whole = running.post(path, {**BODIES[path], "response_format": form})
+    names, parts, _ = called(found)
+    assert names == ["weather"] and json.loads("".join(parts)) == ARGUMENTS and text_of(found) == ""
+    assert "".join(each["choices"][0]["delta"].get("reasoning", "") for each in found) == "Hm."
+    assert status == 200 and whole["choices"][0]["message"]["content"] == '{"a": 1}'
+    assert [prompt.endswith("<|channel|>final<|message|>") for prompt in prompts] == [False, True]

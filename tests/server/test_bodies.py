@@ -16,7 +16,9 @@ from live import Live, live
 from scripted import make_scripted_model, saying
 
 BODIES = Path(__file__).parent / "bodies"
-PATHS: dict[str, str] = {name: entry["path"] for name, entry in json.loads((BODIES / "MANIFEST.json").read_text()).items()}
+PATHS: dict[str, str] = {
+    name: entry["path"] for name, entry in json.loads((BODIES / "MANIFEST.json").read_text()).items()
+}
 LAST = {
     "/v1/chat/completions": '"finish_reason": "stop"',
     "/v1/responses": '"status": "completed"',

@@ -88,6 +88,108 @@ ANSWERED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
+FUNCTION = {"type": "function", "function": TOOL}
+RESULT = [
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {
+        "name": "read", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "1"}]},
+]  # fmt: skip
+KINDS: list[dict[str, Any]] = [
+    {"max_completion_tokens": 9},
+    {"max_tokens": 9, "max_completion_tokens": None},
+    {"max_tokens": 100_000_000},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05},
+    {"temperature": None, "top_p": None, "seed": None, "stream": None, "stream_options": None, "logprobs": None},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    {"n": 2},
+    {"stop": ["###", "User:"]},
+    {"logprobs": True, "top_logprobs": 2},
+    {"logit_bias": {"5": 1}},
+    {"seed": 1},
+    {"user": "me", "safety_identifier": "x", "prompt_cache_key": "y", "prompt_cache_retention": "24h"},
+    {"service_tier": "flex", "store": True, "metadata": {"a": "b"}},
+    {"modalities": ["text"]},
+    {"web_search_options": {}},
+    {"tools": None, "tool_choice": None, "parallel_tool_calls": None},
+    {"tools": [], "tool_choice": "auto"},
+    {"tools": [FUNCTION]},
+    {"tools": [FUNCTION], "tool_choice": "none"},
+    {"tools": [FUNCTION], "parallel_tool_calls": False},
+    {"tools": [{**FUNCTION, "function": {**TOOL, "strict": True}}]},
+    {"tools": [{"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}]},
+    {
+        "tools": [FUNCTION],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": TOOL["name"]}}]},
+        },
+    },
+    {"messages": [*HELLO, *RESULT]},
+    {"messages": [*HELLO, *RESULT], "tools": [FUNCTION]},
+    {"messages": [{"role": "developer", "content": "Be brief"}, *HELLO]},
+    {"messages": [{"role": "system", "content": [{"type": "text", "text": "Be brief"}]}, *HELLO]},
+    {"messages": [*HELLO, *HELLO]},
+    {"messages": [*HELLO, {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}, *HELLO]},
+    {"messages": [{**HELLO[0], "name": "Ada"}]},
+    {"messages": [{"role": "user", "content": ""}]},
+    {"reasoning_effort": "none"},
+    {"reasoning_effort": "xhigh"},
+    {"reasoning": {"enabled": False, "max_tokens": 5}},
+    {"thinking": False},
+    {"enable_thinking": True, "preserve_thinking": True},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"response_format": {"type": "text"}},
+    {"model": "gpt-5", "reasoning_effort": "medium", "verbosity": "medium"},
+    {"model": "anthropic/claude-sonnet-4"},
+    {"extra_body": {}, "extra_headers": {}, "timeout": 60},
+    {"num_ctx": 8192, "keep_alive": "5m", "options": {}},
+    {"mirostat": 1, "typical_p": 0.9, "dynatemp_range": 0.1, "cache_prompt": True, "slot_id": -1},
+    {"add_generation_prompt": True, "include_reasoning": True, "guided_json": None, "ignore_eos": False},
+    {"provider": {"order": ["x"]}, "transforms": ["middle-out"], "route": "fallback", "models": ["x"]},
+    {"plugins": [], "usage": {"include": True}, "session_id": "x"},
+]
+"""Fields that clients of chat completions send, beside the messages."""
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": HELLO, "functions": [TOOL]}, "functions"),
+    (CHAT, {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities.1"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+     "messages.0.content.0.type"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages.0.content.0.type"),
+    (CHAT, {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "https://host/x.png"}}]}]}, "messages.0.content.0.image_url.url"),
+    (CHAT, {"messages": HELLO, "n": 17}, "n"),
+    (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"messages": HELLO, "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "tool_choice"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+    (RESPONSES, {"input": "x", "background": True}, "background"),
+    (RESPONSES, {"input": "x", "conversation": "conv_1"}, "conversation"),
+    (RESPONSES, {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+     "input.0.content.0.type"),
+    (MESSAGES, {"messages": HELLO, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "container_upload", "file_id": "x"}]}]},
+     "messages.0"),
+]  # fmt: skip
+"""Requests whose answer would not be the one that was asked for, and nobody would see it."""
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_fields_of_chat_clients_are_answered(server: Live, number: int) -> None:
+    with saying("Yes."):
+        reply, _ = post(server, CHAT, {"messages": HELLO, **KINDS[number]})
+    assert all("Yes." in choice["message"]["content"] for choice in reply["choices"])
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_would_change_the_answer_unseen_is_refused(server: Live, number: int) -> None:
+    path, body, field = REFUSED[number]
+    more = {"max_tokens": 20} if path == MESSAGES else {}
+    status, reply = server.post(path, {**more, "model": "default_model", **body})
+    assert status == 400 and field in json.dumps(reply), reply
+
+
 @pytest.mark.parametrize("number", range(len(ANSWERED)))
 def test_fields_without_effect_are_ignored_and_listed(server: Live, number: int) -> None:
     path, body, ignored = ANSWERED[number]

@@ -1,6 +1,6 @@
 """Agents do a small job: they read a file, change it, and run a program. The model's words are those of this test.
 
-It needs the programs of npm: ``npm install --prefix DIR @openai/codex @anthropic-ai/claude-code opencode-ai``, and DIR in
+It needs programs of npm: ``npm install --prefix DIR @openai/codex @anthropic-ai/claude-code opencode-ai``, and DIR in
 the environment variable ``MLX_FLASH_AGENTS``. `test_bodies.py` has what they send.
 """
 

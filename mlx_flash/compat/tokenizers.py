@@ -73,18 +73,9 @@ def replace_load_tokenizer(function: Callable[..., Any]) -> None:
     mlx_lm_utils.load_tokenizer = function
 
 
-def give_calls(
-    tokenizer: Any, start: str, end: str, parse: Callable[[str, list[Any]], Any], response_format: dict[str, Any]
-) -> None:
-    """Give a tokenizer of mlx-lm a parser of tool calls, as mlx-lm does with those that it knows.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        start, end: the marks around calls; may be empty.
-        parse: returns the calls of a text.
-        response_format: further states of answers and the texts between them.
-    """
-    vars(tokenizer).update(zip(_CALL_FIELDS, (start, end, parse, response_format), strict=True))
+def give_calls(tokenizer: Any, start: str, end: str, parse: Callable[..., Any], states: dict[str, Any]) -> None:
+    """Give a tokenizer of mlx-lm marks around tool calls, a parser, and states of answers, in mlx-lm's form."""
+    vars(tokenizer).update(zip(_CALL_FIELDS, (start, end, parse, states), strict=True))
 
 
 def change_messages(tokenizer: Any, change: Callable[[list[Any]], list[Any]]) -> None:

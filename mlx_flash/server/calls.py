@@ -18,21 +18,25 @@ from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
 Part: TypeAlias = Piece | CallBegun | CallArguments | ToolCall
 """A part of an answer that a token completes."""
 
+Parser: TypeAlias = Callable[[str, list[Any]], Any]
+
 CALL = "tool"
 """The beginning of the names of the states in which the model writes calls."""
 
-Parser: TypeAlias = Callable[[str, list[Any]], Any]
+JSON_NAME = (
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"(?P<id>[^"]*)"\s*,\s*)?'
+    r'"name"\s*:\s*"(?P<name>[^"\\]+)"'
+)
+JSON_GAP = r'\s*,\s*"(?:arguments|parameters)"\s*:'
+
+_BETWEEN = r"(?:<[^<>]*>|[\s\[\]}`;,])*+"
+"""Marks and brackets between calls."""
+
+_REST = rf'{_BETWEEN}(?:"\w+"\s*:\s*"[^"]*"{_BETWEEN})?'
+"""The end of a section after its last call: a call may have an id behind its arguments."""
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError)
 """Errors of parsers for a call that is cut off or not well-formed."""
-
-_BETWEEN = r"(?:<[^<>]*>|[\s\[\]}`;,])*"
-"""Marks and brackets between calls."""
-
-_REST = regex.compile(rf'{_BETWEEN}(?:,\s*"\w+"\s*:\s*"[^"]*"\s*{_BETWEEN})?')
-"""The end of a section after its last call: a call may have an id behind its arguments."""
-
-_decoder = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +45,23 @@ class Syntax:
 
     Attributes:
         parse: returns the calls of a section: the text between the marks of the model.
-        name: matches the beginning of a call whose arguments are JSON, up to the end of its name; None for others.
-        gap: matches the text between the name and the arguments.
+        name: a pattern of the beginning of a call whose arguments are JSON, up to its name; None for others.
+        gap: a pattern of the text between the name and the arguments.
         closing: completes a section after any of its elements, so that ``parse`` reads the arguments before; None if
             there are no elements.
         first: text of a section that ``parse`` needs to find the name.
-        text: matches the beginning of a section that is text; None if all are calls.
+        text: a pattern of the beginning of a section that is text; None if all are calls.
         header: text before an answer that is neither reasoning nor a call; empty where answers have no headers.
         opening: a pattern of the beginning of an answer that is a call without a mark, with ``NAMES`` for the names of
             the functions; None if calls have marks.
     """
 
     parse: Parser
-    name: regex.Pattern[str] | None = None
-    gap: regex.Pattern[str] | None = None
+    name: str | None = None
+    gap: str = ""
     closing: str | None = None
     first: str = ""
-    text: regex.Pattern[str] | None = None
+    text: str | None = None
     header: str = ""
     opening: str | None = None
 
@@ -67,55 +71,37 @@ class Syntax:
 
     def opening_of(self, tools: Sequence[dict[str, Any]]) -> regex.Pattern[str] | None:
         """Return the pattern of the beginning of an answer that is a call of a function without a mark."""
-        if self.opening is None or not tools:
-            return None
         names = "|".join(regex.escape(tool["function"]["name"]) for tool in tools)
-        return regex.compile(self.opening.replace("NAMES", f"(?:{names})"))
+        return regex.compile(self.opening.replace("NAMES", f"(?:{names})")) if self.opening and names else None
 
 
-def json_syntax(name: str, gap: str, parse: Parser | None = None, **fields: Any) -> Syntax:
-    """Return the form of calls whose arguments are JSON.
-
-    Args:
-        name: a pattern of the beginning of a call, with the groups ``name`` and, maybe, ``id``.
-        gap: a pattern of the text between the name and the arguments.
-        parse: of sections in which no call is found by these; None for none.
-        fields: of the form.
-    """
-    return Syntax(parse or _no_calls, regex.compile(_BETWEEN + name), regex.compile(gap + r"\s*(?=\{)"), **fields)
-
-
-def _no_calls(text: str, tools: list[Any]) -> Any:
-    raise ValueError("no call is found")
-
-
-JSON_NAME = (
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"(?P<id>[^"]*)"\s*,\s*)?'
-    r'"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
-)
-JSON_GAP = r'\s*,\s*"(?:arguments|parameters)"\s*:'
-_MISTRAL_NAME = r"(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?=\[ARGS\])"
-_KIMI_NAME = r"(?P<id>(?:functions\.)?(?P<name>[^\s:<>]+):\d+)\s*(?=<\|tool_call_argument_begin\|>)"
-_STOCK: Mapping[str, Callable[[Parser], Syntax]] = {
-    "json_tools": lambda parse: json_syntax(JSON_NAME, JSON_GAP, parse),
-    "mistral": lambda parse: json_syntax(f"(?:{JSON_NAME}|{_MISTRAL_NAME})", rf"(?:{JSON_GAP}|\[ARGS\])", parse),
-    "kimi_k2": lambda parse: json_syntax(_KIMI_NAME, r"<\|tool_call_argument_begin\|>", parse),
-    "glm47": lambda parse: Syntax(parse, closing="", first="<arg_key>"),
-    "longcat": lambda parse: Syntax(parse, closing=""),
-    "minicpm5": lambda parse: Syntax(parse, closing=""),
-    "qwen3_coder": lambda parse: Syntax(parse, closing="</function>"),
-    "minimax_m2": lambda parse: Syntax(parse, closing="</invoke>"),
-    "muse_spark": lambda parse: Syntax(parse, closing="</atem:invoke>"),
-    "kimi_k3": lambda parse: Syntax(parse, closing="<|close|>call<|sep|>"),
+_STOCK: Mapping[str, Mapping[str, str]] = {
+    "json_tools": {"name": JSON_NAME, "gap": JSON_GAP},
+    "mistral": {
+        "name": rf"(?:{JSON_NAME}|(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?=\[ARGS\]))",
+        "gap": rf"(?:{JSON_GAP}|\[ARGS\])",
+    },
+    "kimi_k2": {
+        "name": r"(?P<id>(?:functions\.)?(?P<name>[^\s:<>]+):\d+)\s*(?=<\|tool_call_argument_begin\|>)",
+        "gap": r"<\|tool_call_argument_begin\|>",
+    },
+    "glm47": {"closing": "", "first": "<arg_key>"},
+    "longcat": {"closing": ""},
+    "minicpm5": {"closing": ""},
+    "qwen3_coder": {"closing": "</function>"},
+    "minimax_m2": {"closing": "</invoke>"},
+    "muse_spark": {"closing": "</atem:invoke>"},
+    "kimi_k3": {"closing": "<|close|>call<|sep|>"},
 }
 """The forms that mlx-lm's parsers read, by the names of their modules. Other parsers read whole sections."""
 
 
-def syntax_of(parse: Parser) -> Syntax:
+def syntax_of(parse: Any) -> Syntax:
     """Return the form that a parser reads."""
     if isinstance(parse, Syntax):
         return parse
-    return _STOCK.get(parse.__module__.rpartition(".")[2], Syntax)(parse)
+    fields: Any = _STOCK.get(parse.__module__.rpartition(".")[2], {})
+    return Syntax(parse, **fields)
 
 
 @dataclass
@@ -142,11 +128,11 @@ class Section:
     def add(self, part: str) -> Iterator[Part]:
         """Yield what a part of the text completes."""
         self._text += part
-        if self.syntax.text is not None and (match := self.syntax.text.match(self._text)) is not None:
-            if text := self._text[max(match.end(), len(self._text) - len(part)) :]:
+        if (begin := self._text_begin()) is not None:
+            if text := self._text[max(begin, len(self._text) - len(part)) :]:
                 yield Piece(text)
         elif self.syntax.name is not None:
-            yield from self._read_json()
+            yield from self._read_json(self.syntax.name)
         elif self.syntax.closing is not None and ">" in part and self.syntax.first in self._text:
             yield from self._read_elements(self._text[: self._text.rindex(">") + 1] + self.syntax.closing)
 
@@ -156,60 +142,52 @@ class Section:
         Args:
             is_cut: the answer ends without the mark. Some parsers would take a part of a call for all of it.
         """
-        if self.syntax.text is not None and self.syntax.text.match(self._text) is not None:
-            return
         rest = self._text[self._begin :]
-        if self._num_calls and self._open is None and _REST.fullmatch(rest):
+        if self._text_begin() is not None or (self._num_calls and not self._open and regex.fullmatch(_REST, rest)):
             return
-        try:
-            is_broken = is_cut and self.syntax.closing == ""
-            calls = [] if is_broken else _calls_in(self.syntax, self._text, self.tools)[self._num_calls :]
-        except _UNREADABLE:
-            calls = []
+        calls = [] if is_cut and self.syntax.closing == "" else self._calls(self._text)
         for call in calls:
             yield from self._end_call(call, json.dumps(call.arguments, ensure_ascii=False))
         if not calls and rest:
             yield Piece(rest)
 
-    def _read_json(self) -> Iterator[Part]:
-        assert self.syntax.name is not None and self.syntax.gap is not None
+    def _text_begin(self) -> int | None:
+        """Return where the text of a section begins that is text."""
+        match = None if self.syntax.text is None else regex.match(self.syntax.text, self._text)
+        return None if match is None else match.end()
+
+    def _read_json(self, name: str) -> Iterator[Part]:
         while True:
             if self._open is None:
-                match = self.syntax.name.match(self._text, self._at)
+                match = regex.match(_BETWEEN + name, self._text, pos=self._at)
                 if match is None:
                     return
-                name = match["name"]
                 self._at = match.end()
-                yield self._begin_call(json.loads(name) if name[0] == '"' else name, match.groupdict().get("id"))
+                yield self._begin_call(match["name"], match.groupdict().get("id"))
             assert self._open is not None
             if not self._sent:
-                match = self.syntax.gap.match(self._text, self._at)
+                match = regex.match(self.syntax.gap + r"\s*(?=\{)", self._text, pos=self._at)
                 if match is None:
                     return
                 self._at = match.end()
             new = self._text[self._at + len(self._sent) :]
-            value, end = _value_at(self._text, self._at) if "}" in new else ({}, 0)
+            value, end = _object_at(self._text, self._at) if "}" in new else ({}, 0)
             if not end:
                 yield from self._send(new)
                 return
-            text = self._text[self._at : end]
-            self._at = self._begin = end
+            text, self._at, self._begin = self._text[self._at : end], end, end
             yield from self._end_call(ToolCall(self._open.name, value, self._open.id), text)
 
     def _read_elements(self, text: str) -> Iterator[Part]:
-        try:
-            calls = _calls_in(self.syntax, text, self.tools)[self._num_calls :]
-        except _UNREADABLE:
-            return
-        for number, call in enumerate(calls):
-            text = json.dumps(call.arguments, ensure_ascii=False)
-            if number < len(calls) - 1:
-                yield from self._end_call(call, text)
-                continue
+        calls = self._calls(text)
+        for call in calls[:-1]:
+            yield from self._end_call(call, json.dumps(call.arguments, ensure_ascii=False))
+        for call in calls[-1:]:
             if self._open is None:
                 yield self._begin_call(call.name, call.id)
-            if text[:-1].startswith(self._sent):
-                yield from self._send(text[len(self._sent) : -1])
+            arguments = json.dumps(call.arguments, ensure_ascii=False)[:-1]
+            if arguments.startswith(self._sent):
+                yield from self._send(arguments[len(self._sent) :])
 
     def _begin_call(self, name: str, number: str | None) -> CallBegun:
         self._open, self._sent = CallBegun(name, number), ""
@@ -229,25 +207,28 @@ class Section:
         self._num_calls += 1
         yield call
 
+    def _calls(self, text: str) -> list[ToolCall]:
+        """Return the calls of a text after those that are complete; none if it cannot be read."""
+        try:
+            found = self.syntax.parse(text, list(self.tools))
+            calls = [_tool_call(call) for call in (found if isinstance(found, list) else [found])]
+        except _UNREADABLE:
+            return []
+        return calls[self._num_calls :]
 
-def _value_at(text: str, at: int) -> tuple[dict[str, Any], int]:
+
+def _object_at(text: str, at: int) -> tuple[dict[str, Any], int]:
     """Return the JSON object that begins at a place, and its end; 0 if it is not complete."""
     try:
-        found: tuple[dict[str, Any], int] = _decoder.raw_decode(text, at)
+        found: tuple[dict[str, Any], int] = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
         return {}, 0
     return found
 
 
-def _calls_in(syntax: Syntax, text: str, tools: Sequence[Any]) -> list[ToolCall]:
-    found = syntax.parse(text, list(tools))
-    return [_tool_call(call) for call in (found if isinstance(found, list) else [found])]
-
-
 def _tool_call(call: dict[str, Any]) -> ToolCall:
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(call["name"], str) or not isinstance(arguments, dict):
         raise TypeError("a tool call needs a name and arguments")
     return ToolCall(call["name"], arguments, call.get("id"))

@@ -28,6 +28,7 @@ REFUSED = {
     "prefetch_layers": ("the number of slots decides how far the reader is ahead", "num_slots"),
     "eviction": ("free memory and the way of reading decide what the page cache keeps", "io"),
     "quant_warn_below": ("the checkpoint decides on the bits of weights", ""),
+    "ranks_mode": ("each of several ranks computes some layers; tensor mode is gone", ""),
 }
 """Settings that are not available: the reason, and our setting for the same purpose if there is one."""
 

@@ -31,7 +31,6 @@ IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "disk"]
 Batching = Literal["auto", "exact", "stock"]
 PrefixMode = Literal["off", "exact", "longest"]
-RanksMode = Literal["layers", "tensor"]
 
 _BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
@@ -90,7 +89,6 @@ class FlashConfig:
             dropped as keys, values and intermediate results need their memory.
         speculation: guess tokens from earlier text, and check several in one pass where computing them costs no time.
             The output is the same either way.
-        ranks_mode: what each of several ranks computes: some layers, or with ``"tensor"`` a part of every layer.
         num_slots: buffers that streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts that stay between tokens, in GB. None takes what the rest of the plan leaves
             of the budget. 0 keeps none and reads layers whole, with all of their experts.
@@ -126,7 +124,6 @@ class FlashConfig:
     batching: Batching = "auto"
     lend_reserves: bool = True
     speculation: bool = True
-    ranks_mode: RanksMode = "layers"
     num_slots: int | None = None
     expert_pool_gb: float | None = None
     expert_lookahead: bool = True

@@ -2,12 +2,11 @@
 
 Every rank streams its part of a small random model at the smallest budget: calls one after another, then several
 sequences that share passes, one of them with a prompt in parts. It compares logits, tokens and their log probabilities
-with those of the whole model on one rank, and of mlx-lm. In tensor mode both references are mlx-lm's own divided model.
+with those of the whole model on one rank, and of mlx-lm.
 With NCCL each rank uses a GPU of its own. Prints a line of JSON for each rank.
 
 Examples:
     python scripts/check_ranks.py --backend nccl --ranks 2
-    python scripts/check_ranks.py --ranks 2 --ranks-mode tensor
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ Found = list[Any]
 """Logits of calls, tokens, and for each sequence its tokens and their log probabilities."""
 
 
-def run_rank(model: Path, mode: str) -> bool:
+def run_rank(model: Path) -> bool:
     """Compare one rank of a group with one rank alone, and with mlx-lm. Return whether it equals the former."""
     import mlx.core as mx
     import mlx_lm.utils
@@ -60,23 +58,18 @@ def run_rank(model: Path, mode: str) -> bool:
     found: list[Found] = []
     read, passes = [], []
     for ranks in (group, None):
-        more = {"ranks_mode": mode} if ranks is not None else {}
-        with mlx_flash.load_model(model, replace(settings, **more), group=ranks)[0] as streamed:
+        with mlx_flash.load_model(model, settings, group=ranks)[0] as streamed:
             found.append([logits(streamed), tokens(streamed), rows(streamed)])
             assert streamed.engine is not None
             read.append(streamed.engine.reader.stats.nbytes)
             passes.append(streamed.counters.num_passes)
     stock = mlx_lm.utils.load_model(model)[0]
-    if mode == "tensor":
-        stock.shard(group)
-        mx.eval(stock.parameters())
     found.append([logits(stock), tokens(stock), rows_by_stock(stock)])
     names = ("logits", "tokens", "sequences")
     equal = [dict(zip(names, map(are_equal, found[0], other), strict=True)) for other in found[1:]]
     report: dict[str, Any] = {
         "rank": group.rank(),
         "ranks": group.size(),
-        "mode": mode,
         "device": str(mx.default_device()),
         "equal_one_rank": equal[0],
         "equal_mlx_lm": equal[1],
@@ -86,8 +79,7 @@ def run_rank(model: Path, mode: str) -> bool:
         "passes_of_one_rank": passes[1],
     }
     print(json.dumps(report), flush=True)
-    reference = equal[mode == "tensor"]  # sums over ranks have other last bits than one machine
-    return group.size() > 1 and all(reference.values()) and 0 < read[0] < read[1]
+    return group.size() > 1 and all(equal[0].values()) and 0 < read[0] < read[1]
 
 
 def logits(model: Any) -> list[Any]:
@@ -179,17 +171,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["ring", "nccl"], default="ring")
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
-    parser.add_argument("--ranks-mode", choices=["layers", "tensor"], default="layers")
     parser.add_argument("--model", type=Path, help="a model directory (default: a random model of 0.3 GB is made)")
     args = parser.parse_args()
     if "MLX_RANK" in os.environ:
-        return int(not run_rank(args.model, args.ranks_mode))
+        return int(not run_rank(args.model))
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             make = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(model), *SHAPE.split()]
             subprocess.run(make, check=True)
-        command = [sys.executable, __file__, "--model", str(model), "--ranks-mode", args.ranks_mode]
+        command = [sys.executable, __file__, "--model", str(model)]
         # Files that ranks wrote for a model are removed with the model.
         cache = {"XDG_CACHE_HOME": folder} if args.model is None else {}
         found = environments(args.backend, args.ranks, Path(folder))
@@ -199,8 +190,7 @@ def main() -> int:
         finally:
             for process in started:
                 process.kill()
-    reference = "mlx-lm's divided model" if args.ranks_mode == "tensor" else "one rank"
-    print(f"{args.ranks} ranks, {args.backend}: " + (f"ranks {failed} FAILED" if failed else f"equal to {reference}"))
+    print(f"{args.ranks} ranks, {args.backend}: " + (f"ranks {failed} FAILED" if failed else "equal to one rank"))
     return int(bool(failed))
 
 

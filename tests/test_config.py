@@ -68,7 +68,6 @@ def test_defaults() -> None:
         "batching": "auto",
         "lend_reserves": True,
         "speculation": True,
-        "ranks_mode": "layers",
         "num_slots": None,
         "expert_pool_gb": None,
         "expert_lookahead": True,
@@ -92,7 +91,6 @@ def test_every_field_is_tested_here() -> None:
         "kv_step",
         "kv_directory",
         "batching",
-        "ranks_mode",
         "kv_prefixes",
         "kv_prefix_tenant",
     }
@@ -374,7 +372,6 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "batching": ("auto", "exact", "stock"),
     "lend_reserves": (True, False),
     "speculation": (True, False),
-    "ranks_mode": ("layers", "tensor"),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),

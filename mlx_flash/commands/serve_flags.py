@@ -14,7 +14,7 @@ _OWN = ("--model", "--max-tokens", "--allowed-origins", "--chat-template-args", 
 """mlx-lm's flags that are checked here."""
 
 _WITHOUT_EFFECT = ("--pipeline", "--use-default-chat-template")
-"""mlx-lm's flags that change nothing: ``ranks_mode`` decides, and no tokenizer has such a template any more."""
+"""mlx-lm's flags that change nothing: ranks always share layers, and no tokenizer has such a template any more."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

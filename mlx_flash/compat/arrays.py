@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ _WRAPPED = {
     **dict.fromkeys(("stack", "concatenate", "split", "contiguous"), mx),
     **dict.fromkeys(("view", "reshape", "flatten", *CHANGING), mx.array),
 }
-"""Functions with which mlx-lm's ``sanitize`` and ``shard`` rearrange tensors, and what they are attributes of."""
+"""Functions with which mlx-lm's ``sanitize`` rearranges tensors, and what they are attributes of."""
 
 for _name, _owner in _WRAPPED.items():
     require(_owner, _name)
@@ -41,29 +41,7 @@ def wrapped_functions(wrap: Callable[[str, Callable[..., Any]], Callable[..., An
     Args:
         wrap: given the name of a function and the function, returns what takes its place.
     """
-    with _replaced(_WRAPPED, wrap):
-        yield
-
-
-_COLLECTIVES = dict.fromkeys(("all_sum", "all_gather", "all_max", "all_min"), mx.distributed)
-"""Functions with which models that are divided among ranks exchange results."""
-
-for _name, _owner in _COLLECTIVES.items():
-    require(_owner, _name)
-
-
-@contextmanager
-def collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace the functions of MLX that exchange arrays with all ranks while a block runs."""
-    with _replaced(_COLLECTIVES, lambda name, function: wrap(function)):
-        yield
-
-
-@contextmanager
-def _replaced(
-    functions: Mapping[str, Any], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    originals = [(owner, name, getattr(owner, name)) for name, owner in functions.items()]
+    originals = [(owner, name, getattr(owner, name)) for name, owner in _WRAPPED.items()]
     for owner, name, original in originals:
         setattr(owner, name, wrap(name, original))
     try:

@@ -63,7 +63,6 @@ def adopt_derived(
     progress: Progress | None = None,
     *,
     write: bool = True,
-    share: str = "",
 ) -> None:
     """Give derived parameters a place on disk to be read from: they become direct ones.
 
@@ -80,7 +79,6 @@ def adopt_derived(
         progress: called while they are written and read back.
         write: False, for a plan, writes and removes nothing: where there is no copy, parameters count as direct ones
             of the copy that would be made. The model must not be called then.
-        share: name of the part that this is of a model that several ranks share.
 
     Raises:
         FileChangedError: the checkpoint changed meanwhile.
@@ -90,7 +88,7 @@ def adopt_derived(
     total = sum(parameter.spec.nbytes for parameter in derived)
     if limit_gb == 0 or not derived or total < LEAST_BYTES:
         return
-    copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, share, limit_gb)
+    copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, limit_gb)
     if (held := copying.use()) is not None or (write and (held := copying.make(load, progress)) is not None):
         weakref.finalize(loaded.model, os.close, held)
         with loaded.streams.in_force():
@@ -108,12 +106,11 @@ class _Copying:
         checkpoint: Checkpoint,
         source: str,
         derived: Sequence[DerivedParameter],
-        share: str,
         limit_gb: float | None,
     ) -> None:
         self._loaded, self._source, self._limit_gb = loaded, source, limit_gb
         state = state_of(checkpoint)
-        self._fingerprint = fingerprint_of(loaded, state) + share
+        self._fingerprint = fingerprint_of(loaded, state)
         self._parameters = {parameter.spec.name: parameter for parameter in derived}
         self._folder = derived_directory() / self._fingerprint
         layers = groupby((parameter.spec for parameter in derived), lambda spec: _layer_of(spec.name))

@@ -18,8 +18,7 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import snapshot, trimmable
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.ranks.chain import is_elsewhere
-from mlx_flash.ranks.spread import Spread
+from mlx_flash.ranks.chain import Chain, is_elsewhere
 from mlx_flash.streaming.lockstep import Lockstep, Results
 from mlx_flash.streaming.stream import Place
 
@@ -81,7 +80,7 @@ class CallGroup:
         chain: what each rank computes; None where there is one rank.
     """
 
-    def __init__(self, engine: Engine, chain: Spread | None = None) -> None:
+    def __init__(self, engine: Engine, chain: Chain | None = None) -> None:
         self._engine = engine
         self._chain = chain
         self._is_proven = False
@@ -91,8 +90,6 @@ class CallGroup:
     def can_share(self) -> bool:
         """True if calls gain by sharing a pass, and nobody counts passes of single calls."""
         experts = self._engine.experts
-        if self._chain is not None and not self._chain.can_share:
-            return False
         if experts is None:  # other ranks may read, and all do the same
             return bool(self._engine.stream.units) or self._chain is not None
         return not experts.listeners
@@ -108,8 +105,6 @@ class CallGroup:
         return self._refusal(cache)
 
     def _refusal(self, cache: Sequence[Any]) -> str | None:
-        if self._chain is not None and not self._chain.can_share:
-            return "ranks exchange parts of each layer, in the order of calls"
         if not self.can_share:
             return "all weights are in memory" if self._engine.experts is None else "experts are traced call by call"
         if self._needs_order:

@@ -31,10 +31,9 @@ from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.footprint import map_large_blocks
+from mlx_flash.ranks.chain import Chain
 from mlx_flash.ranks.neededfiles import RankFolder, complete_folder, needed_files
 from mlx_flash.ranks.peers import Peers
-from mlx_flash.ranks.spread import Spread
-from mlx_flash.ranks.tensor import Shards, divide
 from mlx_flash.residency.kv import for_context, with_stock_caches
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import ResidencyPlan
@@ -70,7 +69,7 @@ class Prepared:
     identity: ModelIdentity
     checkpoint: Checkpoint
     fingerprint: str | None = None
-    chain: Spread | None = None
+    chain: Chain | None = None
     folder: RankFolder | None = None
     needed_context: int | None = None
 
@@ -182,36 +181,28 @@ def prepare(
     folder = None if peers is None else complete_folder(path, peers)
     path = path if folder is None else folder.path
     checkpoint = read_checkpoint(path)
-    dividing = peers if config.ranks_mode == "tensor" else None
-    if folder is not None and dividing is not None:
-        folder.check_complete()
-    share = "" if dividing is None else f"-{dividing.rank}of{dividing.size}"
 
     def load() -> LoadedModel:
         loaded = loader(path, checkpoint, model_config, **loading)
-        loaded = loaded if dividing is None else divide(loaded, checkpoint, dividing)
         check_direct(path, checkpoint, (record for records in loaded.sources.values() for record in records))
         return loaded
 
     loaded = load()
     _check_kernels(loaded.model, path)
     if folder is None or folder.is_complete:
-        adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes, share=share)
+        adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
     check_direct(path, checkpoint, (record for unit in layout.units for p in unit.large for record in p.records))
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
     machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config, checkpoint)
     machine = replace(machine, reached_bytes=reached_bytes(Path(model_path)))
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
-    chain: Spread | None = None
+    chain: Chain | None = None
     if folder is not None and peers is not None:
         folder.let_go()
         peers.share_seed()
-        if dividing is not None:
-            chain = Shards(layers_of(loaded.model), dividing)
-        else:
-            able = folder.able_ranks(needed_files(layers_of(loaded.model), layout, checkpoint))
-            chain = make_chain(loaded, _sizes(loaded, layout), config, machine, able, peers)
+        able = folder.able_ranks(needed_files(layers_of(loaded.model), layout, checkpoint))
+        chain = make_chain(loaded, _sizes(loaded, layout), config, machine, able, peers)
         layout = chain.own_part(layout)
     sizes = _sizes(loaded, layout)
     config = for_context(sizes, config, needed_context)
@@ -227,7 +218,7 @@ def _settings_of_ranks(config: FlashConfig) -> FlashConfig:
 
 
 def _agreed(
-    plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine, chain: Spread | None
+    plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine, chain: Chain | None
 ) -> ResidencyPlan:
     """Return a plan with the smallest prefill step of all ranks: they have to cut prompts at the same tokens."""
     step = plan.prefill_step_size

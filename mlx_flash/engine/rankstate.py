@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.ranks.spread import Spread
+from mlx_flash.ranks.chain import Chain
 from mlx_flash.storage.readstats import ReadStats
 
 Json = dict[str, Any]
@@ -22,7 +22,7 @@ class RankMeter:
         read_stats: returns what the rank has read.
     """
 
-    def __init__(self, chain: Spread, counters: PassCounters, read_stats: Callable[[], ReadStats]) -> None:
+    def __init__(self, chain: Chain, counters: PassCounters, read_stats: Callable[[], ReadStats]) -> None:
         self._chain = chain
         self._counters = counters
         self._read_stats = read_stats

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +199,7 @@ def _sharded_load(
 ) -> tuple[Any, ...]:
     """Load a model that the ranks share, like ``mlx_lm.utils.sharded_load``.
 
-    With a ``tensor_group`` each rank has a part of every layer, and else some layers. mlx-lm's server gives such a
-    group unless told otherwise, so there the settings decide.
+    Each rank has some layers, with a ``tensor_group`` too.
     """
     if trust_remote_code:
         raise ConfigError(
@@ -211,8 +209,6 @@ def _sharded_load(
     path = resolve(repo)
     settings = _State.config
     tokenizer = load_tokenizer(path, tokenizer_config, settings)
-    if settings is not None and tensor_group is not None and "mlx_lm.server" not in calling_modules():
-        settings = replace(settings, ranks_mode="tensor")
     model, config = load_model(path, settings, group=group)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 

@@ -36,11 +36,6 @@ class Sources:
         """The tensors, or rows of them, whose bytes one after another are the array's. Empty when it was computed."""
         return self._found.get(id(array), (array, ()))[1]
 
-    def adopt(self, arrays: Sequence[mx.array], sources: Mapping[int, tuple[TensorRecord, ...]]) -> None:
-        """Take over what is known of some arrays, by their ``id``."""
-        for array in arrays:
-            self._note(array, sources[id(array)])
-
     def read(self, weights: Mapping[str, mx.array]) -> None:
         """Note arrays as they come from the checkpoint, by the names of their tensors."""
         for name, array in weights.items():

@@ -9,6 +9,7 @@ compute other tokens unnoticed.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map
 
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import BudgetError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Unit
@@ -27,7 +29,18 @@ from mlx_flash.layout.reachable import Opaque, arrays_in
 from mlx_flash.layout.swap import mixed_class
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import runs
-from mlx_flash.ranks.spread import HAND_ON, HAND_OVER, HANDED, Spread
+
+NUM_SPEEDS = 3
+"""Numbers that each rank tells the others with each pass."""
+
+HAND_ON, HAND_OVER, HANDED = "hand on", "hand over", "handed"
+"""Points at which calls that share a pass wait: before this rank sends a layer's output; before it receives one, or
+other ranks exchange one; and when it has received one. No call of a group passes the first two before all are there."""
+
+_NUM_DIGESTS = 4
+
+_LARGEST = 1 << 20
+"""Numbers are sent as float32, which holds integers up to here."""
 
 _STATE = "_flash_rank"
 
@@ -57,8 +70,8 @@ class _Link:
     chain: Chain
 
 
-class Chain(Spread):
-    """The layers of a model, each on one rank.
+class Chain:
+    """The layers of a model, each on one rank. All ranks call the model with the same tokens.
 
     Args:
         layers: the model's layers, in calling order.
@@ -66,13 +79,17 @@ class Chain(Spread):
         peers: the ranks.
 
     Attributes:
+        peers: the ranks.
         owners: the rank of each layer.
+        measure: returns the speeds of this rank, for the others; as many numbers on all of them.
+        measured: the speeds of each rank before the last pass; empty before the first one.
     """
 
-    can_share = True
-
     def __init__(self, layers: Sequence[nn.Module], owners: Sequence[int], peers: Peers) -> None:
-        super().__init__(peers)
+        self.peers = peers
+        self.measure: Callable[[], list[float]] = lambda: [0.0] * NUM_SPEEDS
+        self.measured: list[list[float]] = []
+        self._num_passes = 0
         self.owners = tuple(owners)
         self._layers = list(layers)
         self._users: dict[int, int] | None = None
@@ -92,7 +109,7 @@ class Chain(Spread):
         self._layers.clear()
 
     def runs_of(self, rank: int) -> list[tuple[int, int]]:
-        """Return the runs of layers of a rank."""
+        """Return the runs of layers that a rank computes: the first of each, and the one after its last."""
         return runs(self.owners, rank)
 
     def own_part(self, layout: ModelLayout) -> ModelLayout:
@@ -110,7 +127,17 @@ class Chain(Spread):
         caches: Sequence[Sequence[Any] | None],
         wait_turn: Callable[[tuple[str, int]], None] | None = None,
     ) -> Iterator[None]:
-        """Compute calls of the model on all ranks. As :meth:`Spread.calls`."""
+        """Compute calls of the model on all ranks, one alone or several that share a pass.
+
+        Args:
+            tokens: of each call.
+            caches: the prompt caches that they add to.
+            wait_turn: called with ``HAND_ON``, ``HAND_OVER`` or ``HANDED`` and the number of a layer, whose output is
+                evaluated then. Returns when it is the turn of this call. None for one call alone.
+
+        Raises:
+            PeerError: the ranks were called differently, or a connection was lost.
+        """
         self._check_equal(tokens)
         entries = list(_entries([cache for cache in caches if cache is not None]))
         self._users, self._wait_turn = {}, wait_turn
@@ -123,7 +150,14 @@ class Chain(Spread):
 
     @contextmanager
     def computing(self, cache: Sequence[Any] | None) -> Iterator[None]:
-        """Compute one of these calls. As :meth:`Spread.computing`."""
+        """Compute one of these calls.
+
+        Args:
+            cache: what the call takes for its prompt cache.
+
+        Raises:
+            StreamedWeightsError: the model cannot be shared in this way.
+        """
         assert self._users is not None
         self._users |= {id(entry): -1 for entry in _entries(cache or ())}
         try:
@@ -135,6 +169,57 @@ class Chain(Spread):
                 "the model uses the output of a layer in other places than the next layer, or looks at numbers within "
                 "a layer: it cannot be spread over ranks. Hint: run it on one machine."
             ) from error
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the numbers of all ranks."""
+        return int(min(numbers[0] for numbers in self.peers.gather([number])))
+
+    def worst(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the largest of each number over all ranks, and the first rank that has it."""
+        found = list(zip(*self.peers.gather(numbers), strict=True))
+        return [(int(max(each)), each.index(max(each))) for each in found]
+
+    @contextmanager
+    def all_have_room(self) -> Iterator[None]:
+        """Let the errors of a check of memory be those of all ranks, so that all cut or refuse a call, or none.
+
+        Raises:
+            FlashError: the one that was raised here, or another rank has raised one.
+        """
+        try:
+            yield
+        except FlashError as error:
+            self._agree(error)
+            raise
+        self._agree(None)
+
+    def _agree(self, error: FlashError | None) -> None:
+        own = 0.0 if error is None else 1.0 if isinstance(error, BudgetError) else 2.0
+        found = [numbers[0] for numbers in self.peers.gather([own])]
+        rank = found.index(max(found))
+        if own < found[rank]:
+            told = (
+                f"rank {rank} has no room for the call, or cannot compute it. Hint: see its budget, and what it prints."
+            )
+            raise (BudgetError(told, 0) if found[rank] == 1.0 else PeerError(told)) from error
+
+    def _check_equal(self, tokens: Sequence[mx.array | None]) -> None:
+        """Check that all ranks compute the same tokens in a pass, and exchange speeds.
+
+        Raises:
+            PeerError: they do not.
+        """
+        self._num_passes += 1
+        told = self.peers.gather([self._num_passes % _LARGEST, *_digest(tokens), *self.measure()])
+        found = [numbers[:_NUM_DIGESTS] for numbers in told]
+        self.measured = [numbers[_NUM_DIGESTS:] for numbers in told]
+        for rank, numbers in enumerate(found):
+            if numbers != found[self.peers.rank]:
+                raise PeerError(
+                    f"pass {self._num_passes} of rank {self.peers.rank} is {found[self.peers.rank]} (number, calls, "
+                    f"tokens, digest of tokens), that of rank {rank} is {numbers}. Hint: start the same program with "
+                    "the same arguments and seed on all ranks."
+                )
 
     def _fill_others(self, entries: Sequence[Any], make: Callable[[mx.array], mx.array]) -> None:
         """Replace what entries of other ranks' layers hold: by traps in calls, and else by nothing, to be evaluated."""
@@ -281,6 +366,16 @@ def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Mod
         cache=add_sizes([entry.sizes for entry in entries]),
         cache_entries=entries,
     )
+
+
+def _digest(calls: Sequence[mx.array | None]) -> list[float]:
+    """Return how many calls and tokens there are, and a number that other tokens are unlikely to have."""
+    known = [tokens for tokens in calls if tokens is not None]
+    crc = 0
+    for tokens in known:
+        crc = zlib.crc32(repr(tokens.shape).encode(), crc)
+        crc = zlib.crc32(np.array(tokens).astype(np.int64).tobytes(), crc)
+    return [float(len(calls)), float(sum(tokens.size for tokens in known) % _LARGEST), float(crc % _LARGEST)]
 
 
 def _containers(layers: Sequence[nn.Module]) -> set[int]:

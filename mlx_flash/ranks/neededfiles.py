@@ -125,20 +125,6 @@ class RankFolder:
         for path in self._stand_ins:
             os.truncate(path, 0)
 
-    def check_complete(self) -> None:
-        """Check that all ranks have all shards: each reads a part of every layer.
-
-        Raises:
-            CheckpointError: one lacks some.
-        """
-        for rank, missing in enumerate(self.missing):
-            if missing:
-                names = ", ".join(sorted(missing))
-                raise CheckpointError(
-                    f"ranks_mode='tensor' needs all shards on every rank, and the folder of rank {rank} lacks {names}. "
-                    "Hint: copy them, or leave ranks_mode unset."
-                )
-
     def able_ranks(self, needed: NeededFiles) -> list[list[int]]:
         """Return for each layer the ranks that have its files.
 

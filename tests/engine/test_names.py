@@ -171,7 +171,7 @@ def test_other_names_mean_the_same_everywhere(
     assert parse_flash_directives(f"FLASH_{name.upper()} {text}") == wanted
 
 
-@pytest.mark.parametrize("name", ["top_k", "prefetch_layers", "eviction", "quant_warn_below"])
+@pytest.mark.parametrize("name", ["top_k", "prefetch_layers", "eviction", "quant_warn_below", "ranks_mode"])
 def test_settings_without_counterpart_are_refused_with_the_reason(name: str) -> None:
     hint = r"Hint: (set (FLASH_)?(num_slots|io|NUM_SLOTS|IO)|leave it out)\.$"
     with pytest.raises(ConfigError, match=rf"^{name} is not available: .*{hint}"):

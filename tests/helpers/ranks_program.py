@@ -17,7 +17,6 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.generate import generation_stream
 
 from local_ranks import join
-from mlx_flash.convert import derived
 from mlx_flash.engine import layershares, sharing
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.generation import generate_step
@@ -30,9 +29,6 @@ SUMS_ONLY = "-sums"
 
 OWN_FILES = "-files"
 """After the name of a model: the rank's folder is the one of its number, and has a part of the shards."""
-
-TENSOR = "-tensor"
-"""After the name of a model: each rank has a part of every layer, and the reference is stock's own divided model."""
 
 PROMPT = mx.array([1, 5, 9, 30, 2, 7])
 
@@ -52,21 +48,17 @@ def main(root: str, names: list[str], fault: str = "") -> None:
     group = join()
     layershares.share_layers = lambda layers, ranks: [i % len(ranks) for i in range(len(layers))]
     for name in names:
-        whole = directory = Path(root) / name.removesuffix(SUMS_ONLY).removesuffix(OWN_FILES).removesuffix(TENSOR)
-        mode = "tensor" if name.endswith(TENSOR) else "layers"
+        whole = directory = Path(root) / name.removesuffix(SUMS_ONLY).removesuffix(OWN_FILES)
         if name.endswith(OWN_FILES):
             directory = whole / f"rank-{group.rank()}"
         if name.endswith(SUMS_ONLY):
             peers._uses_nccl = lambda: True
             mx.distributed.send = mx.distributed.recv = None
         model = stock(whole)
-        if mode == "tensor":
-            model.shard(group)
-            derived.LEAST_BYTES = 0  # columns are read from a copy
         expected, tokens = run(model, PREFILL_AND_DECODE), tokens_of(stock_generate_step, model)
         mx.synchronize(generation_stream)  # it computes a token ahead, and the ranks would exchange two things at once
         try:
-            pool_slots, more = 0 if "moe" in name else None, {"telemetry": True, "ranks_mode": mode}
+            pool_slots, more = 0 if "moe" in name else None, {"telemetry": True}
             if fault == "less room" and group.rank() == 0:
                 more["prefill_step_size"] = 8
             with streamed_whole(directory, pool_slots=pool_slots, group=group, **more) as streamed:
@@ -85,7 +77,6 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 got = expected if fault == "less room" else run(streamed, other)  # parts change last bits
                 is_equal = same_bits(got, expected) and tokens == tokens_of(generate_step, streamed)
                 rows, told = streamed.plan.kv.rows, streamed._life.session._publisher._collect()["ranks"]
-                told["layer_bytes"] = sum(unit.nbytes for unit in streamed.layout.layers)
                 units = [unit.name for unit in streamed.engine.stream.units]
             is_equal = is_equal and same_bits(run(model, PREFILL_AND_DECODE), expected)
             assert streamed.name == f"test (rank {group.rank()} of {group.size()})"  # what flash-monitor shows

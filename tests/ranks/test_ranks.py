@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import socket
@@ -11,8 +10,7 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -21,21 +19,16 @@ from hypothesis import strategies as st
 
 from local_ranks import run_ranks
 from mlx_flash import cli
-from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
-from mlx_flash.layout.sources import Sources
 from mlx_flash.ranks import chain
 from mlx_flash.ranks.shares import RankSpeed, runs, share_layers
-from mlx_flash.ranks.tensor import divide
-from mlx_flash.storage.safetensors import read_checkpoint
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
 from rank_programs import PROGRAM, lines_of
 from ranks_zoo import compare_all
-from streamed import config
 from zoo import configuration
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
-MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7", "gpt_oss")}
+MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7")}
 
 SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13), st.floats(1e6, 1e13))
 
@@ -59,7 +52,7 @@ def launch(num_ranks: int, *arguments: object) -> subprocess.CompletedProcess[st
 
 
 def test_all_ranks_get_the_logits_and_tokens_of_one_machine(root: Path) -> None:
-    num_ranks, names = 3, [*(name for name in MODELS if name not in ("afm7", "gpt_oss")), "llama-sums"]
+    num_ranks, names = 3, [*(name for name in MODELS if name != "afm7"), "llama-sums"]
     done = run_ranks(num_ranks, PROGRAM, root, ",".join(names))
     found = {(rank, name): (is_equal, units) for rank, name, is_equal, units, *_ in lines_of(done)}
     assert {key: is_equal for key, (is_equal, _) in found.items()} == {
@@ -83,43 +76,6 @@ def test_architectures_of_other_kinds_have_the_logits_of_one_machine() -> None:
     """``scripts/zoo.py --ranks 2`` compares all of them."""
     outcomes = list(compare_all(["gpt_oss", "qwen3_next"], 2, timeout=200))
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("ok", "")] * 2
-
-
-def test_tensor_mode_has_the_logits_of_mlx_lms_own_division(root: Path, tmp_path: Path) -> None:
-    """Of the last model, experts are read one by one. Columns are read from a copy, rows from the checkpoint."""
-    names = ["llama-tensor", "gpt_oss-tensor", "qwen3_moe-tensor"]  # gpt_oss divides a bias in place
-    done = run_ranks(2, PROGRAM, root, ",".join(names), env={"XDG_CACHE_HOME": str(tmp_path)})
-    found = {(rank, name): is_equal for rank, name, is_equal, *_ in lines_of(done)}
-    assert found == {(rank, name): True for rank in range(2) for name in names}, done
-    hidden, width = LLAMA["hidden_size"], LLAMA["intermediate_size"]
-    for _, name, _, units, _, told in lines_of(done):
-        assert {unit for unit in units if ".layers." in unit} == {
-            f"model.layers.{i}" for i in range(MODELS[name.removesuffix("-tensor")]["num_hidden_layers"])
-        }
-        if name == "llama-tensor":  # half of queries, keys, values and outputs, and of three matrices
-            assert told["layer_bytes"] == 5 * 4 * (3 * hidden * hidden + 3 * hidden * width) // 2
-
-
-def test_tensor_mode_keeps_no_whole_tensors(root: Path) -> None:
-    """The class that watched ``sanitize`` holds them, until the garbage is collected."""
-    gc.collect()
-    gc.disable()
-    try:
-        loaded = prepare(root / "llama", config()).loaded
-        assert _num_watchers()
-        divide(loaded, read_checkpoint(root / "llama"), cast(Any, SimpleNamespace(group=mx.distributed.init(), size=1)))
-        assert not _num_watchers()
-    finally:
-        gc.enable()
-
-
-def _num_watchers() -> int:
-    return sum(isinstance(found, Sources) for found in gc.get_objects())
-
-
-def test_a_model_without_shard_has_no_tensor_mode(root: Path) -> None:
-    with pytest.raises(ConfigError, match="needs shard"):
-        divide(prepare(root / "gemma3", config()).loaded, read_checkpoint(root / "gemma3"), Any)
 
 
 def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:

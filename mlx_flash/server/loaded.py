@@ -18,7 +18,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batchoptions import BatchOptions, make_rows
-from mlx_flash.server.boundary import ends_alone, refused
+from mlx_flash.server.boundary import ends_alone, refusal_of, refused
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.chances import detail_of
@@ -324,7 +324,9 @@ class LoadedModel:
     def _take_reading(self, job: Job, event: Piece | Vector | Exception) -> None:
         """Send what a request wants of its prompt's hidden states. One that wants nothing else ends."""
         if isinstance(event, Exception):
-            raise event
+            self.drop(job)
+            self._fail(job, refusal_of(event))
+            return
         job.send(event)
         if job.request.work == "embed":
             self.jobs.forget(job)

@@ -104,11 +104,9 @@ def _likeliest(targets: list[int], number: int, logits: mx.array) -> tuple[mx.ar
     for start in range(0, len(targets), _NUM_ROWS):
         logprobs = nn.log_softmax(logits[0, start : start + _NUM_ROWS].astype(mx.float32))
         chosen = mx.array(targets[start : start + _NUM_ROWS])[:, None]
-        best = mx.argmax(logprobs, axis=-1, keepdims=True)[:, :number]
-        if number > 1:
-            best = mx.argpartition(-logprobs, kth=number - 1, axis=-1)[:, :number]
-            order = mx.argsort(-mx.take_along_axis(logprobs, best, axis=-1), axis=-1)
-            best = mx.take_along_axis(best, order, axis=-1)
+        best = mx.argpartition(-logprobs, kth=max(0, number - 1), axis=-1)[:, :number]
+        order = mx.argsort(-mx.take_along_axis(logprobs, best, axis=-1), axis=-1)
+        best = mx.take_along_axis(best, order, axis=-1)
         tokens.append(mx.concatenate([chosen, best.astype(chosen.dtype)], axis=-1))
         values.append(mx.take_along_axis(logprobs, tokens[-1], axis=-1))
         mx.eval(tokens[-1], values[-1])

@@ -20,8 +20,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from conversations import model
 from live import Live, live
 from mlx_flash.engine.body import body_of, head_alone
+from mlx_flash.errors import BudgetError
 from mlx_flash.server.batchoptions import BatchOptions
-from models import VOCAB_SIZE, build, stock
+from models import GEMMA3, MAMBA2, QWEN3_MOE, build, save, stock
 from vocabularies import write_tokenizer
 from zoo import configuration
 
@@ -29,7 +30,7 @@ __all__ = ["model"]
 
 STEP = 32
 RANDOM = random.Random(1)
-PROMPTS = [[RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 7, 33, 64, 100, 20, 5)]
+PROMPTS = [[RANDOM.randrange(990) for _ in range(length)] for length in (1, 2, 7, 33, 64, 100, 20, 5)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "streamed": {"ram_budget_gb": "min", "lend_reserves": False},
     "streamed, with a prefix cache": {"ram_budget_gb": "min", "lend_reserves": False, "kv_prefixes": "exact"},
@@ -44,17 +45,23 @@ def served(model: str, request: pytest.FixtureRequest) -> Iterator[Live]:
         yield found
 
 
-def states_of(path: str, tokens: list[int]) -> list[mx.array]:
+def parts_of(module: Any, whole: nn.Module, tokens: list[int], step: int) -> list[mx.array]:
+    """Return what a module of mlx-lm's model returns for each part of a prompt."""
+    cache = make_prompt_cache(whole)
+    return [module(mx.array([tokens[at : at + step]]), cache=cache) for at in range(0, len(tokens), step)]
+
+
+def states_of(path: str, tokens: list[int], step: int = STEP) -> list[mx.array]:
     """Return the hidden states of mlx-lm's model after its final norm, a part of the prompt at a time."""
-    body, cache = cast(Any, stock(Path(path))).model, make_prompt_cache(stock(Path(path)))
-    return [body(mx.array([tokens[at : at + STEP]]), cache=cache) for at in range(0, len(tokens), STEP)]
+    whole = stock(Path(path))
+    return parts_of(getattr(whole, "backbone", None) or cast(Any, whole).model, whole, tokens, step)
 
 
-def scores_of(path: str, tokens: list[int]) -> list[float]:
+def scores_of(path: str, tokens: list[int], step: int = STEP) -> list[float]:
     """Return the log probabilities of all tokens but the first, as mlx_lm.evaluate has them."""
-    head, found = cast(Any, stock(Path(path))).lm_head, list[float]()
-    for states in states_of(path, tokens[:-1]):
-        logprobs = nn.log_softmax(head(states).astype(mx.float32))[0]
+    whole, found = stock(Path(path)), list[float]()
+    for logits in parts_of(whole, whole, tokens[:-1], step):
+        logprobs = nn.log_softmax(logits.astype(mx.float32))[0]
         targets = mx.array(tokens[len(found) + 1 : len(found) + 1 + len(logprobs)])
         found += cast(list[float], mx.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0].tolist())
     return found
@@ -126,6 +133,35 @@ def test_vectors_beside_an_answer_leave_its_bits(served: Live) -> None:
         others = [pool.submit(served.post, "/v1/embeddings", {"input": PROMPTS[3:]}) for _ in range(3)]
         assert answer.result() == alone
         assert all(other.result()[0] == 200 for other in others)
+
+
+@pytest.mark.parametrize("config", [GEMMA3, MAMBA2, QWEN3_MOE], ids=["windows", "states", "experts"])
+def test_readings_of_other_caches_and_of_experts(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = str(write_tokenizer(save(tmp_path, config), 990))
+    with live(path, options=BatchOptions(prefill_step_size=STEP), ram_budget_gb="min") as served:
+        plan, prompts = served.model.plan, PROMPTS[3:6]
+        choices = completed(served, prompt=prompts, echo=True, logprobs=1, max_tokens=1)
+        status, reply = served.post("/v1/embeddings", {"input": prompts})
+        assert status == 200 and plan.read_bytes
+        for tokens, choice, each in zip(prompts, choices, reply["data"], strict=True):
+            scores = scores_of(path, tokens, served.model.logits_step(STEP))
+            assert choice["logprobs"]["token_logprobs"][1:-1] == scores
+            expected = np.array(states_of(path, tokens, min(STEP, plan.prefill_step_size))[-1][0, -1])
+            assert each["embedding"] == (expected / np.linalg.norm(expected)).tolist()
+
+
+def test_a_request_without_room_for_logits_fails_alone(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply_head = served.model.apply_head
+
+    def without_room(heads: Any) -> list[Any]:
+        return [BudgetError("no room", 1), *apply_head(heads)[1:]]
+
+    monkeypatch.setattr(type(served.model), "apply_head", lambda model, heads: without_room(heads))
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt": PROMPTS[4]}
+    status, reply = served.post("/v1/completions", fields)
+    assert status == 500 and "no room" in reply["error"]["message"]
+    monkeypatch.undo()
+    assert served.post("/v1/completions", fields)[0] == 200
 
 
 def test_documents_are_sorted_by_the_yes_of_a_reranker_or_by_vectors(model: str, tmp_path: Path) -> None:

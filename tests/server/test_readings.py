@@ -33,7 +33,6 @@ RANDOM = random.Random(1)
 PROMPTS = [[RANDOM.randrange(990) for _ in range(length)] for length in (1, 2, 7, 33, 64, 100, 20, 5)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "streamed": {"ram_budget_gb": "min", "lend_reserves": False},
-    "streamed, with a prefix cache": {"ram_budget_gb": "min", "lend_reserves": False, "kv_prefixes": "exact"},
     "in memory": {},
 }
 
@@ -74,8 +73,9 @@ def completed(served: Live, **fields: Any) -> list[dict[str, Any]]:
 
 
 def test_echo_has_the_log_probabilities_of_mlx_lm(model: str, served: Live) -> None:
+    completed(served, prompt=PROMPTS, max_tokens=1)  # whose caches are kept, and not used
     before = served.model.counters.num_passes
-    for _ in range(2):  # nothing is taken from an earlier prompt
+    for _ in range(2):
         choices = completed(served, prompt=PROMPTS, echo=True, logprobs=1, max_tokens=1)
         for tokens, choice in zip(PROMPTS, choices, strict=True):
             found = choice["logprobs"]
@@ -121,6 +121,22 @@ def test_vectors_are_the_last_hidden_states_of_mlx_lm(model: str, served: Live) 
         np.allclose(reply["embeddings"][0], short / np.linalg.norm(short), atol=1e-7) and len(reply["embeddings"]) == 2
     )
     assert served.post("/v1/embeddings", {"input": text, "dimensions": 10**6})[0] == 400
+
+
+def test_the_prefix_cache_answers_no_reading(model: str, tmp_path: Path) -> None:
+    options, tokens = BatchOptions(prefill_step_size=256, prompt_cache_size=0), PROMPTS[5] * 6
+    settings = {"kv_prefixes": "longest", "kv_directory": str(tmp_path), "context_length": 4096}
+    with live(model, options=options, ram_budget_gb="min", **settings) as served:
+
+        def num_cached() -> int:
+            body = {"prompt": tokens, "max_tokens": 1, "temperature": 0}
+            return int(served.post("/v1/completions", body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        while not num_cached():
+            pass
+        step = served.model.logits_step(256)
+        (choice,) = completed(served, prompt=tokens, echo=True, logprobs=1, max_tokens=1)
+        assert choice["logprobs"]["token_logprobs"][1:-1] == scores_of(model, tokens, step)
 
 
 def test_vectors_beside_an_answer_leave_its_bits(served: Live) -> None:

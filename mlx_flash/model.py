@@ -35,10 +35,9 @@ from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import room_bytes, rows_bytes
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan, step_in_words
 from mlx_flash.speculation.worth import Times
 
-_SMALLER_STEP = "the budget has room for %d prompt tokens at a time: output is mlx-lm's own for --prefill-step-size %d"
 _NO_LIMIT = (
     "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the context. "
     "Hint: set kv_max_tokens to bound them."
@@ -161,8 +160,8 @@ class FlashLLM(ModelFacade):
         Args:
             tokens: ``(1, length)``.
             cache: the prompt cache, which the tokens are added to.
-            step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
-                one alone, as mlx-lm does.
+            step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, or of the
+                plan's step if that is smaller, and the last one alone, as mlx-lm does.
             wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
             ends: numbers of tokens at which segments end, and parts too, ascending.
             segment_left: tokens of the last segment that will come later.
@@ -186,10 +185,8 @@ class FlashLLM(ModelFacade):
         if given.shape[1] == 1 and wants_logits:
             return Row(call := token_call(given, cache), [call], owed)
         whole = token_call(given, cache, wants_logits=False)
-        limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits
-        if limit < min(step, num_together):
-            self._warn_once(_SMALLER_STEP, limit, limit)
+        step = self.prefill_step(step, num_together)
         starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
         borders = sorted({*starts, num_together, tokens.shape[1]})
         parts: list[ForwardCall] = []
@@ -198,7 +195,7 @@ class FlashLLM(ModelFacade):
             segment_end = ends[number] if number < len(ends) else num_together + segment_left
             chunk = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
             chunk.segment_left = max(0, segment_end - stop)
-            parts += chunk.parts(limit)
+            parts.append(chunk)
         if reads is not None:
             for part in parts[: -1 if wants_logits else None]:
                 part.runs = partial(_applied, reads, self.body)
@@ -207,6 +204,14 @@ class FlashLLM(ModelFacade):
             parts.insert(0, whole.part(0, 1))
             parts[0].wants_logits = True
         return Row(parts[0] if len(parts) == 1 else whole, parts, owed, before)
+
+    def prefill_step(self, step: int, num_tokens: int) -> int:
+        """Return mlx-lm's ``prefill_step_size``, or the plan's if it is smaller. Warn where it cuts so many tokens."""
+        self._life.make_ready()
+        limit = self.plan.prefill_step_size
+        if limit < min(step, num_tokens):
+            self._warn_once(step_in_words(limit, self._life.config))
+        return min(step, limit)
 
     def advance(self, rows: Sequence[Row]) -> None:
         """Compute at least a part of each row, in as few passes over the weights as memory allows.
@@ -233,7 +238,7 @@ class FlashLLM(ModelFacade):
         step = min(step, self.plan.prefill_step_size)
         while step > max(1, most):
             step = -(-step // 2)
-            self._warn_once(_SMALLER_STEP, step, step)
+            self._warn_once(step_in_words(step, self._life.config))
         return step
 
     def apply_head(self, heads: Sequence[tuple[mx.array, Callable[[mx.array], Any]]]) -> list[Any]:
@@ -283,7 +288,7 @@ class FlashLLM(ModelFacade):
     def _call(self, passes: Passes, call: ForwardCall) -> Any:
         step = call.step_within(self.plan.prefill_step_size)
         if step is not None:
-            self._warn_once(_SMALLER_STEP, step * call.batch_size, step * call.batch_size)
+            self._warn_once(step_in_words(step, self._life.config))
         row = Row(call, [call] if step is None else call.parts(step), joins=call.wants_logits)
         while not row.is_done:
             passes.advance(self.plan, [row], lends=self._life.lends)
@@ -298,14 +303,14 @@ class FlashLLM(ModelFacade):
         """
         requested = requested_kv_size(sys._getframe(1))
         if requested is not None and hasattr(self._model, "make_cache"):
-            self._warn_once(_NO_LIMIT, requested, self.name)
+            self._warn_once(_NO_LIMIT % (requested, self.name))
         stock = make_prompt_cache(self._model, requested)
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
-    def _warn_once(self, text: str, *values: object) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            _log.warning(text, *values)
+    def _warn_once(self, words: str) -> None:
+        if words not in self._warned:
+            self._warned.add(words)
+            _log.warning("%s", words)
 
     @property
     def is_batchable(self) -> bool:

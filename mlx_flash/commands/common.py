@@ -83,14 +83,6 @@ def note_lines(modelfile: Modelfile) -> None:
         note(f"{modelfile.path}:{found.line}: {found.text}")
 
 
-def note_step(step: int) -> None:
-    """Print that prompts are computed in smaller steps than mlx-lm's."""
-    note(
-        f"mlx-flash: the budget has room for {step} prompt tokens at a time: output is mlx-lm's own for "
-        f"--prefill-step-size {step}"
-    )
-
-
 def print_json(value: Json, out: TextIO) -> None:
     """Print one object on one line."""
     print(json.dumps(value, allow_nan=False), file=out, flush=True)

@@ -24,7 +24,7 @@ from mlx_flash.commands.common import (
     LOOP_FLAGS,
     load_tokenizer,
     make_config,
-    note_step,
+    note,
     print_json,
     print_rich,
     progress_bar,
@@ -44,7 +44,7 @@ from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import template_explained
 from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, step_in_words
 
 QUERY = "<query>"
 """Stands for the user's text, to find where it begins in a chat."""
@@ -266,4 +266,4 @@ def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO
     elif args.verbose:
         print_rich(render_generation(report), sys.stderr)
     elif not report.prefill_as_mlx_lm:
-        note_step(report.prefill_step_size)
+        note(f"mlx-flash: {step_in_words(report.prefill_step_size, make_config(args))}")

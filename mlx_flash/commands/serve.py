@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.common import make_config, note, note_lines, note_step
+from mlx_flash.commands.common import make_config, note, note_lines
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks.peers import launched_group
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, step_in_words
 from mlx_flash.vision.detect import check_installed
 
 try:
@@ -200,12 +200,12 @@ def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, k
         return int(not room.join())
     with closing(take_port(endpoint.host, endpoint.port)) as listener:
         plan = room.start()
-        if plan is not None:
-            _note_plan(plan, options)
+        if plan is not None and catalog.default is not None:
+            _note_plan(plan, catalog.default.config, options)
         return Server(room, access, is_strict=endpoint.is_strict).answer(listener)
 
 
-def _note_plan(plan: ResidencyPlan, options: BatchOptions) -> None:
+def _note_plan(plan: ResidencyPlan, config: FlashConfig, options: BatchOptions) -> None:
     """Print the plan in one line, and another prefill step."""
     expected = f", about {speed(1 / plan.opening_seconds)}" if plan.opening_seconds else ""
     note(
@@ -213,7 +213,7 @@ def _note_plan(plan: ResidencyPlan, options: BatchOptions) -> None:
         f"{size(plan.read_bytes)} read for each token{expected}"
     )
     if plan.prefill_step_size < options.prefill_step_size:
-        note_step(plan.prefill_step_size)
+        note(f"mlx-flash: {step_in_words(plan.prefill_step_size, config)}")
 
 
 def _named(text: str) -> tuple[str, str]:

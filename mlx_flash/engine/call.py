@@ -91,6 +91,11 @@ class ForwardCall:
             self.runs,
         )
 
+    def comes_before(self, after: ForwardCall) -> bool:
+        """Return whether it and the part of a prompt after it may be cut at other tokens."""
+        is_alike = self.wants_logits == after.wants_logits and (self.runs is None) == (after.runs is None)
+        return is_alike and self.segment_left == after.segment_left + after.length
+
     def parts(self, step: int) -> list[ForwardCall]:
         """Return calls with at most ``step`` new tokens of each sequence, one after another.
 
@@ -106,11 +111,16 @@ class ForwardCall:
         return [self.part(start, end) for start, end in zip(starts, [*starts[1:], length], strict=True)]
 
     def step_within(self, limit: int) -> int | None:
-        """Return how many new tokens of each sequence make at most ``limit``; None where a call is not to be cut."""
+        """Return how many new tokens of each sequence make at most ``limit``; None where a call is not to be cut.
+
+        Of several sequences it is a power of two: calls of usual lengths are cut at its multiples, one after another.
+        """
         if not self.is_plain or self.tokens is None:
             return None
         step = max(1, limit // max(1, self.batch_size))
-        return step if step < self.tokens.shape[1] else None
+        if step >= self.length:
+            return None
+        return step if self.batch_size == 1 else 1 << (step.bit_length() - 1)
 
 
 def token_call(tokens: mx.array, cache: Sequence[Any], *, wants_logits: bool = True) -> ForwardCall:

@@ -103,13 +103,28 @@ class Row:
         return self.whole.num_tokens - self.num_extra
 
     def cut(self) -> int:
-        """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
-        step, num_left = 1 << (self.length - 1).bit_length(), len(self.left)
-        while len(self.left) == num_left and step > 1:  # twice if a single token may not be left over
-            step //= 2
-            self.left = deque(part for call in self.left for part in call.parts(step))
+        """Cut the tokens that are left into parts of half the length. Return the new tokens of each sequence in one."""
+        step, length, joined = self.length, self.length, self._joined_parts()
+        while self.length == length and step > 1:  # twice if a single token may not be left over
+            step = (step + 1) // 2
+            self.left = deque(part for call in joined for part in call.parts(step))
         self.parts = tuple(self.left)
         return step
+
+    def _joined_parts(self) -> list[ForwardCall]:
+        """Return the parts that are left, joined to calls that may be cut anywhere."""
+        whole, start = self.whole.tokens, self.whole.length
+        assert whole is not None  # only such calls have parts
+        joined: list[tuple[ForwardCall, int, int]] = []  # the last part of each, and where it starts and stops
+        after = None
+        for part in reversed(self.left):
+            start, stop = start - part.length, start
+            if after is not None and part.comes_before(after):
+                joined[-1] = joined[-1][0], start, joined[-1][2]
+            else:
+                joined.append((part, start, stop))
+            after = part
+        return [last.with_tokens(whole[:, start:stop]) for last, start, stop in reversed(joined)]
 
     def undo(self, calls: Sequence[ForwardCall], put_back: Callable[[], None] | None = None) -> Callable[[], None]:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""

@@ -233,9 +233,10 @@ class Sharing:
         _log.log(
             level,
             "from token %d of a prompt on the budget has room for %d tokens at a time: output is mlx-lm's own for "
-            "parts of this length",
+            "--prefill-step-size %d from there on",
             row.num_done,
             step * row.whole.batch_size,
+            step,
         )
 
 

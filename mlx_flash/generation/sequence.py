@@ -104,12 +104,14 @@ class GeneratedSequence:
 
         Args:
             num_others: rows of others.
-            most: the most tokens of a prompt, a multiple of the step; None for as many as memory allows.
+            most: the most tokens of a prompt, at least a step; None for as many as memory allows.
         """
         if self.row is not None:
             return self.row
         self._num_guesses, self._at, self.num_rows = 0, -1, int(self._token is not None)
         if self._token is None:
+            if most is not None:
+                most -= most % self.model.prefill_step(self._step, 0)
             taken, self.ends_segment = _take_segments(self.segments, self.cache, most)
             self._new = [token for segment in taken for token in segment]
             ends, is_last = list(accumulate(map(len, taken[:-1]))), not self.segments

@@ -53,7 +53,7 @@ def generate_step(
     A model that is not streamed, ``kv_bits`` and ``input_embeddings`` are left to mlx-lm's own loop.
     """
     if not _is_ours(prompt, model, options):
-        return stock_generate_step(prompt, model, stream, **options)
+        return stock_generate_step(prompt, model, stream, **_within_plan(prompt, model, options))
     lookup = Lookup(cast("list[int]", prompt.tolist()))
     return _without_marks(_generate(prompt, model, stream, [lookup], MAX_GUESSES, **_ours(options)))
 
@@ -69,7 +69,8 @@ def speculative_generate_step(
     call, may be faster there; its last bits are others. Where the text itself promises more, it guesses instead. Unset,
     ``num_draft_tokens`` is what pays.
     """
-    stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **options)
+    within = _within_plan(prompt, model, options)
+    stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **within)
     if not _is_ours(prompt, model, options):
         return stock()
     caches = options.pop("prompt_cache", None)
@@ -89,6 +90,14 @@ def speculative_generate_step(
 def _is_ours(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> bool:
     is_stock = options.get("kv_bits") is not None or options.get("input_embeddings") is not None
     return isinstance(model, FlashLLM) and not is_stock and len(prompt) > 0
+
+
+def _within_plan(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of mlx-lm's own loop, with calls that a streamed model does not cut once more."""
+    if not isinstance(model, FlashLLM):
+        return dict(options)
+    step = options.get("prefill_step_size", DEFAULT_PREFILL_STEP_SIZE)
+    return {**options, "prefill_step_size": model.prefill_step(step, len(prompt))}
 
 
 def _ours(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from mlx_flash.config import GB
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.pagecache import round_up
@@ -310,6 +310,12 @@ def in_mb(nbytes: int) -> str:
 def round_up_to_mb(nbytes: int) -> int:
     """Return the next whole MB, in bytes."""
     return round_up(nbytes, MB)
+
+
+def step_in_words(step: int, config: FlashConfig) -> str:
+    """Return the limit that cuts prompts into parts, and the mlx-lm run that has the same output."""
+    limit = "prefill_step_size is" if config.prefill_step_size == step else "the budget has room for"
+    return f"{limit} {step} prompt tokens at a time: output is mlx-lm's own for --prefill-step-size {step}"
 
 
 def shares_parts(plan: ResidencyPlan) -> bool:

@@ -56,7 +56,7 @@ def test_other_calls_are_not_plain_and_not_cut(call: ForwardCall, num_tokens: in
     assert call.step_within(1) is None
 
 
-@pytest.mark.parametrize(("limit", "step"), [(1, 1), (4, 2), (13, 6), (14, None), (100, None)])
+@pytest.mark.parametrize(("limit", "step"), [(1, 1), (4, 2), (13, 4), (14, None), (100, None)])
 def test_limit_counts_tokens_of_all_sequences(limit: int, step: int | None) -> None:
     assert parse(TOKENS, cache=CACHE).step_within(limit) == step
 

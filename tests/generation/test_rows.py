@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
+from batches import alone, by_generator, check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.prepare import prepare
@@ -21,7 +23,7 @@ from mlx_flash.generation.member import Member
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure
-from models import LLAMA, same_bits, save, stock
+from models import LLAMA, MAMBA2, same_bits, save, save_initialised, stock
 from shared_passes import MODELS, NUM_TOKENS, PROMPTS, STEP, Directories, solo, together
 from shared_passes import directories as directories  # a fixture
 from streamed import config, failing_once, streamed_whole
@@ -216,6 +218,52 @@ def test_pinned_weights_leave_room_for_parts_of_a_prompt(tmp_path: Path, monkeyp
     expected = next(iter(stock_generate_step(mx.array(prompt), stock(directory), prefill_step_size=STEP)))
     assert [int(token) for token, _ in found] == [int(expected[0])] * 2
     assert all(same_bits([logprobs], [expected[1]]) for _, logprobs in found)
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose last bits depend on the parts of a prompt."""
+    return save_initialised(tmp_path_factory.mktemp("stateful") / "model", MAMBA2)
+
+
+@pytest.mark.parametrize(("plan", "step"), [(32, 33), (32, 100), (12, 2048)])
+def test_prompt_is_cut_at_one_step_that_mlx_lm_could_have(
+    stateful: Path, plan: int, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [[(37 * i + k) % 900 for i in range(length)] for k, length in enumerate((231, 109))]
+    expected = [alone(stateful, prompt, 3, prefill_step_size=plan) for prompt in prompts]
+    others = alone(stateful, prompts[0], 3, prefill_step_size=step)
+    assert not same_bits([logprobs for _, logprobs in others], [logprobs for _, logprobs in expected[0]])
+    with load_model(stateful, config(ram_budget_gb=1, prefill_step_size=plan))[0] as model:
+        for options in ({}, {"kv_bits": 8, "quantized_kv_start": 1000}):  # our loop, and mlx-lm's
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                steps = mlx_flash.generate_step(
+                    mx.array(prompt), model, prefill_step_size=step, max_tokens=3, **options
+                )
+                check_equal(list(steps), tokens)
+        generator = RowGenerator(model, prefill_step_size=step)
+        for tokens, wanted in zip(by_generator(generator, generator.insert(prompts, [3, 3])), expected, strict=True):
+            check_equal(tokens, wanted)
+    assert f"prefill_step_size is {plan} prompt tokens" in caplog.text
+    assert f"mlx-lm's own for --prefill-step-size {plan}" in caplog.text and "budget" not in caplog.text
+
+
+@pytest.mark.parametrize(("length", "step", "lengths"), [(237, 100, [50] * 4 + [36, 1]), (88, 33, [17] * 5 + [2, 1])])
+def test_parts_that_have_no_room_are_cut_at_one_step(
+    stateful: Path, length: int, step: int, lengths: list[int]
+) -> None:
+    prompt = [(37 * i) % 900 for i in range(length)]
+    with load_model(stateful, config(ram_budget_gb=1))[0] as model:
+        row = model.row(mx.array([prompt]), make_prompt_cache(model), step)
+        assert row.cut() == lengths[0] and [part.length for part in row.left] == lengths
+        while not row.is_done:
+            model.advance([row])
+        [(_, expected)] = alone(stateful, prompt, 1, prefill_step_size=lengths[0])
+        assert same_bits([row.outputs[-1][0, -1] - mx.logsumexp(row.outputs[-1][0, -1])], [expected])
+        row = model.row(mx.array([prompt]), make_prompt_cache(model), step, ends=[40, 60])
+        row.cut()
+        ends = list(accumulate(part.length for part in row.left))
+        assert {40, 60, length - 1, length} <= {*ends}, "segments end where parts end"
 
 
 def test_a_row_that_can_never_fit_fails_alone(directories: Directories) -> None:

@@ -165,6 +165,17 @@ def build(config: dict[str, Any], dtype: mx.Dtype = mx.float32, bits: int | None
     return model
 
 
+def save_initialised(directory: Path, config: dict[str, Any]) -> Path:
+    """Write a model with the weights that mlx-lm gives a new one. Unlike those of :func:`save`, states matter to it."""
+    mx.random.seed(7)
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    weights = dict(tree_flatten(model_class(args_class.from_dict(config)).parameters()))
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
+    return directory
+
+
 def save(
     directory: Path,
     config: dict[str, Any],

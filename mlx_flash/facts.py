@@ -27,8 +27,6 @@ _GAUGE, _COUNTER = "gauge", "counter"
 FACTS = {
     "model.bytes": Fact("bytes", _GAUGE, "Weights of the model", "model_bytes"),
     "budget.bytes": Fact("bytes", _GAUGE, "RAM budget of the process", "budget_bytes"),
-    "outlook.more_bytes": Fact("bytes", _GAUGE, "A larger budget than now"),
-    "outlook.times": Fact("ratio", _GAUGE, "Predicted speed with that budget, over the present speed"),
     # By the plan
     "plan.budget_bytes": Fact("bytes", _GAUGE, "Budget that the plan was made for"),
     "plan.base_bytes": Fact("bytes", _GAUGE, "The process's own memory, before any weight"),

@@ -21,7 +21,6 @@ from mlx_flash.engine.body import body_of, head_alone
 from mlx_flash.engine.call import ForwardCall, parse_call, token_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.passes import Passes
@@ -75,12 +74,10 @@ class FlashLLM(ModelFacade):
         batching: the setting.
         times: measured times of its passes. There from :meth:`start` on.
         prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
-        forecast: the gain of a larger budget; None before :meth:`start`.
     """
 
     plan = OfLifecycle[ResidencyPlan]()
     prefixes = OfLifecycle[PrefixCache | None]()
-    forecast = OfLifecycle[Forecast | None]()
     times = OfLifecycle[Times]()
 
     def __init__(

@@ -77,7 +77,7 @@ def _disk_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
 
 
 def roofline(report: GenerationReport) -> Iterator[tuple[str, str]]:
-    """Yield the speed of reading, the shares of the generation time, and the gain of a larger budget."""
+    """Yield the speed of reading, and the shares of the generation time."""
     if report.reading_bytes_per_second and report.disk_bytes_per_second:
         words = f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading"
         if report.cached_read_share:
@@ -89,9 +89,6 @@ def roofline(report: GenerationReport) -> Iterator[tuple[str, str]]:
         limit = source if waiting >= DISK_LIMITS else "computing"
         shares = f"reading {reading:.0%}, computing {1 - waiting:.0%}, waiting for {source} {waiting:.0%}"
         yield "Time:", f"{shares} of the generation: limited by {limit}"
-    if report.more_budget_bytes and report.more_tokens_per_second and report.generation_tokens_per_second:
-        now, then = speed(report.generation_tokens_per_second), speed(report.more_tokens_per_second)
-        yield "More memory:", f"+{size(report.more_budget_bytes)}: {now} -> {then} predicted"
 
 
 def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> RenderableType:

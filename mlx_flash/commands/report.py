@@ -42,7 +42,6 @@ class Recorder:
 
     Attributes:
         plan: the model's plan; None when mlx-lm alone runs it.
-        forecast: the gain of a larger budget; None when mlx-lm alone runs it.
         texts, tokens: the output so far.
         finish_reason: mlx-lm's, or ``"interrupted"``.
         start, first, last: samples at the start of prefill, at the first token and at the last one.
@@ -53,7 +52,6 @@ class Recorder:
         self._engine = None if own is None else own.engine
         experts = None if self._engine is None else self._engine.experts
         self._experts = ExpertStats() if experts is None else experts.pool.stats  # the engine drops its own
-        self.forecast = None if own is None else own.forecast
         self.plan: ResidencyPlan | None = None if own is None else own.plan
         self.num_prompt_tokens = num_prompt_tokens
         self.load_seconds = load_seconds
@@ -131,8 +129,6 @@ class GenerationReport:
     prompt_wait_share: float | None = None  # share of the time spent waiting for weights, keys and values
     generation_wait_share: float | None = None
     generation_read_share: float | None = None  # share of the time with a read in flight
-    more_budget_bytes: int | None = None  # so much more budget
-    more_tokens_per_second: float | None = None  # is predicted to give this speed
     kv_bytes_read: int | None = None  # keys and values of prompt and generation, from disk
     kv_bytes_written: int | None = None
     expert_hit_rate: float | None = None  # share of the experts needed in generation that were in memory or in flight
@@ -231,7 +227,6 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "prompt_wait_share": _share(first.waited(start), first.clock - start.clock),
         "generation_wait_share": _share(last.waited(first), last.clock - first.clock),
         "generation_read_share": _share(last.reading(first), last.clock - first.clock),
-        **_more(run),
         "kv_bytes_read": last.since(start, "kv.read_bytes"),
         "kv_bytes_written": last.since(start, "kv.written_bytes"),
         "plan": plan,
@@ -242,14 +237,6 @@ def _share(part: float, whole: float) -> float | None:
     """Return a share of a time. Clocks are read one after another, so that parts may exceed the whole a little."""
     found = ratio(part, whole)
     return None if found is None else min(found, 1.0)
-
-
-def _more(run: Recorder) -> Json:
-    found = None if run.forecast is None else run.forecast.outlook()
-    speed = ratio(len(run.tokens) - 1, run.last.clock - run.first.clock)
-    if found is None or speed is None:
-        return {}
-    return {"more_budget_bytes": found.more_bytes, "more_tokens_per_second": speed * found.times}
 
 
 def _expert_numbers(run: Recorder) -> Json:

@@ -13,7 +13,6 @@ import mlx.nn as nn
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.prepare import Prepared
@@ -47,7 +46,7 @@ class Lifecycle:
         counters: what its calls did so far.
         governor: counts writes.
         session: the plan in force; None before :meth:`start`.
-        engine, prefixes, forecast: those of the session; None without one.
+        engine, prefixes: those of the session; None without one.
         passes, times: its passes, and their measured times. There from :meth:`start` on.
         unfinished: puts back what is changed in the modules for a moment; None if nothing is. An interrupt may keep it
             from running to its end, so each use of the model begins with it.
@@ -65,7 +64,6 @@ class Lifecycle:
         self.engine: Engine | None = None
         self._release: weakref.finalize[..., Any] | None = None  # ends the session with this object
         self.prefixes: PrefixCache | None = None
-        self.forecast: Forecast | None = None
         self.unfinished: Callable[[], None] | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
@@ -110,7 +108,7 @@ class Lifecycle:
         self._release = finalize(self, session.end, waits=True)
         session.start(progress)
         self.layout, self.plan = prepared.layout, prepared.plan
-        self.prefixes, self.forecast = session.prefixes, session.forecast
+        self.prefixes = session.prefixes
         self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters, self._turns)
         expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
@@ -176,7 +174,7 @@ class Lifecycle:
             self.prepared = self.prepared.planned(self.config, base_bytes)
             self.plan, self._is_planned = self.prepared.plan, is_alone
             self.promised_bytes = 0
-            self.engine = self.prefixes = self.forecast = None
+            self.engine = self.prefixes = None
             self._stop()
             release_freed_memory()
 

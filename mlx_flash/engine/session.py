@@ -11,7 +11,6 @@ from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
-from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
@@ -52,8 +51,7 @@ class Session:
 
     Attributes:
         engine: carries the plan out.
-        meter: measures the speed that is reached. There from :meth:`start` on, as the forecast is.
-        forecast: the gain of a larger budget.
+        meter: measures the speed that is reached. There from :meth:`start` on.
         prefixes: the prefix cache; None where the settings want none.
         chain: what each rank computes; None where there is one rank.
     """
@@ -97,7 +95,6 @@ class Session:
             self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
             if tuner is not None:
                 self.engine.stream.after_wait = self.meter.waited
-            self.forecast = Forecast(prepared.sizes, config, prepared.machine, plan, self.meter)
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
@@ -113,7 +110,6 @@ class Session:
         """Publish the state for flash-monitor."""
         reader = self._reader
         status.tell("budget", ModelManager.of_process().telemetry)
-        status.tell("outlook", self.forecast.telemetry)
         if self.chain is not None:
             status.tell("ranks", RankMeter(self.chain, self._counters, lambda: reader.stats).telemetry)
         if self.prefixes is not None:
@@ -123,7 +119,6 @@ class Session:
 
     def adapt(self, plan: ResidencyPlan) -> None:
         """Go on with a plan for another budget."""
-        self.forecast.plan = plan
         self._reader.cached.room = _room(self._config, plan)
 
     def end(self) -> None:

@@ -115,16 +115,12 @@ def read_words(history: History) -> str:
 
 def limit_line(history: History, shares: Shares) -> Iterator[Line]:
     """Yield what limits the speed now; nothing while the engine is idle."""
-    rates, facts, in_calls = history.rates, history.facts, 1 - shares.between
+    rates, in_calls = history.rates, 1 - shares.between
     if rates.reading_share is None or in_calls < SHORT_SHARE:
         return
     source = "page cache" if (rates.cached_share or 0.0) >= ALL_CACHED else "disk"
     limit = source if shares.disk >= DISK_LIMITS * in_calls else "computing"
-    words = f"{limit}; the {source} is busy {rates.reading_share:.0%} of the time"
-    more, times, mean = facts["outlook.more_bytes"], facts["outlook.times"], rates.mean_tokens_per_second
-    if more and times and mean:
-        words += f"; +{size(more)}: {rate(mean)} -> {rate(mean * times)} tokens/s predicted"
-    yield "limit", words
+    yield "limit", f"{limit}; the {source} is busy {rates.reading_share:.0%} of the time"
 
 
 def expert_lines(facts: Facts, rates: ExpertRates) -> Iterator[Line]:

@@ -79,21 +79,17 @@ def test_lent_memory_leaves_before_the_plan_changes(directories: dict[str, Path]
         assert model.engine is engine and active_memory() > before
 
 
-def test_forecast_and_page_cache_are_those_of_the_budget_in_force(
+def test_page_cache_is_that_of_the_budget_in_force(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 10**12 - budget)
-    monkeypatch.setattr("mlx_flash.engine.meter.SpeedMeter.speed", lambda meter, planned: planned)
-    monkeypatch.setattr("mlx_flash.engine.forecast.outlook", lambda sizes, config, machine, plan: plan.budget_bytes)
     settings = FlashConfig(ram_budget_gb=0.18, telemetry=False, context_length=256)
     with load_model(directories["dense"], settings)[0] as model:
         engines = set()
         for megabytes in (180, 300, 190, 150):
             ModelManager.of_process().set_ram_budget(megabytes / 1000)
-            assert model.engine is not None or model.forecast is None
             model.start()
             engines.add(model.engine)
-            assert model.forecast is not None and model.forecast.outlook() == megabytes * MB
             assert model.engine is not None and model.engine.reader.cached.room() == 10**12 - megabytes * MB
         assert len(engines) == 2
 

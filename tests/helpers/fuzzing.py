@@ -366,7 +366,6 @@ STATES: list[dict[str, Any]] = [
         **COMMON,
         "stream": {"wait_seconds": 0.1, "held_seconds": 0.2},
         "read": {"nbytes": 10**9, "busy_seconds": 0.3, "cached_bytes": 10**8, "cached_file_bytes": 10**8},
-        "outlook": {"more_bytes": 10**9, "times": 1.5},
     },
     {
         **COMMON,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.memory.others import OtherLoad
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import Speed, faster, save_speed
@@ -21,6 +20,9 @@ LEAST_PASSES = 2
 
 MIN_READ_BYTES = 64 << 20
 """Less that was read says little of a disk."""
+
+_PROBED_AGAIN = 0.5
+"""Share of the planned speed below which a disk is probed again."""
 
 
 @dataclass(slots=True)
@@ -37,16 +39,12 @@ class SpeedMeter:
         plan: the plan that is carried out.
         read: returns the counters of its reader.
         stream: counters of its ring.
-        tuner: finds the fastest way of reading.
     """
 
-    def __init__(
-        self, plan: ResidencyPlan, read: Callable[[], ReadStats], stream: StreamStats, tuner: ReadTuner | None = None
-    ) -> None:
+    def __init__(self, plan: ResidencyPlan, read: Callable[[], ReadStats], stream: StreamStats) -> None:
         self._plan = plan
         self._read = read
         self._stream = stream
-        self._tuner = tuner
         self._read_before = read()
         self._others = OtherLoad()
         self._began = self._waited = 0.0
@@ -55,16 +53,9 @@ class SpeedMeter:
         self._prompt = _Passes()
 
     def begin(self, *, is_comparable: bool) -> None:
-        """Note that a pass begins. If it is comparable with others, another way of reading may be tried."""
-        if self._tuner is not None:
-            self._tuner.begin(may_try=is_comparable)
+        """Note that a pass begins. It is comparable with others if it decodes one token of each sequence."""
         self._decode_ended = self._decode_ended if is_comparable else None
         self._began, self._waited = time.perf_counter(), self._stream.wait_seconds
-
-    def waited(self) -> None:
-        """Note that the pass has waited for reads."""
-        if self._tuner is not None:
-            self._tuner.waited(self._stream.wait_seconds - self._waited)
 
     def end(self, num_tokens: int, num_sequences: int, num_guesses: int = 0) -> None:
         """Note that the pass ended well. Not called for passes of several sequences with caches of their own.
@@ -77,8 +68,6 @@ class SpeedMeter:
         now = time.perf_counter()
         seconds, waited = now - self._began, self._stream.wait_seconds - self._waited
         is_decode = num_tokens == num_sequences
-        if is_decode and self._tuner is not None:
-            self._tuner.end(seconds, waited, num_sequences + num_guesses)
         passes = self._decode if is_decode else self._prompt
         passes.num_passes += 1
         passes.num_tokens += num_tokens
@@ -87,20 +76,22 @@ class SpeedMeter:
             passes.compute_seconds += min(self._began - self._decode_ended, seconds)
         self._decode_ended = now if is_decode else None
 
-    def save(self, key: str, planned: Speed) -> None:
-        """Keep the speed that the run reached for later plans.
+    def save(self, key: str, planned: Speed) -> bool:
+        """Keep the speed that the run reached for later plans. Return True if the disk should be probed again.
 
-        A run that was short, or beside busy processes, only shows that the machine is faster than planned.
+        That is so if it read at less than half of the planned speed. A run that was short, or beside busy processes,
+        only shows that the machine is faster than planned.
         """
         speed, reached = self.speed(planned), self._reached(planned, LEAST_PASSES)
         if reached is None:
-            return
+            return False
         if speed is None or self._others.is_high:
             speed = faster(planned, reached)
         if self._read().cached_bytes > self._read_before.cached_bytes:
             speed = replace(speed, disk_bytes_per_second=planned.disk_bytes_per_second)  # it is memory's in part
         if speed != planned:
             save_speed(key, speed)
+        return speed.disk_bytes_per_second < planned.disk_bytes_per_second * _PROBED_AGAIN
 
     def speed(self, planned: Speed) -> Speed | None:
         """Return the speed that the run reached, else as planned; None when it was too short to tell."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,19 +15,17 @@ from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.rankstate import RankMeter
 from mlx_flash.engine.status import PassCounters, Status
-from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.buffers import end_limit, limit_buffers
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.memory.pressure import FREE_SHARE
 from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
 from mlx_flash.residency.kv import largest_page
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.ranges import Way
+from mlx_flash.storage.probe import forget_profile
 from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
 
@@ -91,10 +88,7 @@ class Session:
         self.engine.start(progress)
         with ExitStack() as stack:
             stack.callback(self.engine.close)
-            tuner = _tuner(reader, config, plan)
-            self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
-            if tuner is not None:
-                self.engine.stream.after_wait = self.meter.waited
+            self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats)
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
@@ -128,7 +122,9 @@ class Session:
         if self.prefixes is not None:
             self.prefixes.close()
         if self._has_started:
-            self.meter.save(self._prepared.machine.speed_key, self._prepared.machine.speed)
+            machine = self._prepared.machine
+            if self.meter.save(machine.speed_key, machine.speed):
+                forget_profile(self._prepared.checkpoint.shards[0].path)
         self._reader.close()
         end_limit(self)
 
@@ -154,7 +150,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     is_free = config.io == "auto" and config.queue_depth is None and config.read_size_mb is None
     if is_free and plan.pool is not None and all_cached(paths, plan.budget_bytes):
         read_size, queue_depth = cached_reads(read_size, queue_depth)
-    reader = BackgroundPrefetcher(
+    return BackgroundPrefetcher(
         paths,
         direct=reads_directly(config.io),
         read_size=read_size,
@@ -162,10 +158,9 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         arrival=prepared.machine.arrival,
         tables=checkpoint.tables,
         identities=checkpoint.identities,
+        through_cache=disk.through_cache,
         room=_room(config, plan),
     )
-    reader.way = replace(reader.way, direct=not disk.through_cache)
-    return reader
 
 
 def all_cached(paths: Sequence[Path], budget_bytes: int) -> bool:
@@ -182,21 +177,6 @@ def cached_reads(read_size: int, queue_depth: int) -> tuple[int, int]:
     """
     size, depth = max(read_size, _CACHED_SIZE), min(queue_depth, _CACHED_DEPTH)
     return (size, depth) if size * depth <= read_size * queue_depth else (read_size, queue_depth)
-
-
-def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPlan) -> ReadTuner | None:
-    """Return trials of buffered and of smaller reads; None where the way is set, or little is read at once."""
-    is_set = config.io != "auto" or config.read_size_mb is not None
-    if is_set or not reader.is_direct or not plan.read_bytes or plan.pool is not None:
-        return None
-    return ReadTuner(partial(_ways, reader, reader.way), partial(setattr, reader, "way"))
-
-
-def _ways(reader: BackgroundPrefetcher, first: Way) -> list[Way]:
-    """Return the ways to read, the most promising first. Where memory caches nothing, less of it is no other way."""
-    less = [replace(first, cached=0.5, direct=True), replace(first, cached=0.0, direct=True)]
-    smaller = replace(first, read_size=max(first.read_size // 2, DIRECT_ALIGNMENT))
-    return [first, *(less if reader.cached.share else []), replace(first, direct=not first.direct), smaller]
 
 
 def _room(config: FlashConfig, plan: ResidencyPlan) -> Callable[[], int]:

@@ -64,10 +64,9 @@ class CachedShare:
         elif found >= self.share + _STEP:
             self.share = found // _STEP * _STEP
 
-    def holds(self, path: Path, offset: int, most: float = 1.0) -> bool:
-        """Return whether the block at an offset of a file is read through the page cache, with a share at most."""
-        share = min(self.share, most)
-        if share in (0.0, 1.0):
-            return share == 1.0
+    def holds(self, path: Path, offset: int) -> bool:
+        """Return whether the block at an offset of a file is read through the page cache."""
+        if self.share in (0.0, 1.0):
+            return self.share == 1.0
         start = zlib.crc32(path.name.encode()) / 2**32
-        return (start + offset // CACHED_BLOCK_BYTES * GOLDEN) % 1.0 < share
+        return (start + offset // CACHED_BLOCK_BYTES * GOLDEN) % 1.0 < self.share

@@ -44,9 +44,16 @@ class Measurements:
         """Add an entry, and the time."""
         now = time.time()
         kept = {name: known for name, known in self.load().items() if self._is_fresh(known, now)}
+        self._write({**kept, key: {**entry, "time": now}})
+
+    def drop(self, start: str) -> None:
+        """Drop all entries whose keys begin with some text."""
+        self._write({name: known for name, known in self.load().items() if not name.startswith(start)})
+
+    def _write(self, entries: dict[str, Any]) -> None:
         with suppress(OSError):  # such as a read-only home
             make_private(self.file.parent)
-            write_atomically(self.file, json.dumps({**kept, key: {**entry, "time": now}}, indent=1))
+            write_atomically(self.file, json.dumps(entries, indent=1))
 
     def _is_fresh(self, entry: object, now: float) -> bool:
         written = entry.get("time") if isinstance(entry, dict) else None

@@ -17,7 +17,7 @@ from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import Arrival, RangeReader, Way
+from mlx_flash.storage.ranges import Arrival, RangeReader
 from mlx_flash.storage.readstats import ReadCounter, ReadStats
 from mlx_flash.storage.source import FileIdentity, SourceFile
 from mlx_flash.workers import Job, Workers
@@ -151,6 +151,7 @@ class BackgroundPrefetcher:
         read_size: bytes of one read; rounded up to whole pages.
         queue_depth: reads in flight at once in each pool.
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
+        through_cache: read through the page cache, although reads could bypass it; the pages are dropped at once.
         room: returns the memory in bytes that the page cache may use for the files; None for none.
         tables: the places of the blocks in files of compressed tensors. Without its table, a file is read as it is.
         identities: the files as they were when the model was loaded. Without its own, a file counts as it is opened.
@@ -171,6 +172,7 @@ class BackgroundPrefetcher:
         read_size: int = DEFAULT_READ_SIZE,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         arrival: Arrival = "in place",
+        through_cache: bool = False,
         room: Callable[[], int] = lambda: 0,
         tables: Mapping[Path, BlockTable] | None = None,
         identities: Mapping[Path, FileIdentity] | None = None,
@@ -178,7 +180,7 @@ class BackgroundPrefetcher:
         tables, known = tables or {}, identities or {}
         self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
-        self._ranges = RangeReader(self.read_size, arrival)
+        self._ranges = RangeReader(self.read_size, arrival, through_cache=through_cache)
         self._counter = ReadCounter()
         self._gate = Gate()
         self._files: dict[Path, SourceFile] = {}
@@ -201,15 +203,6 @@ class BackgroundPrefetcher:
     def busy_seconds(self) -> float:
         """The time with at least one read in flight, up to now."""
         return self._counter.busy_seconds
-
-    @property
-    def way(self) -> Way:
-        """The way of reads that are submitted from now on."""
-        return self._ranges.way
-
-    @way.setter
-    def way(self, way: Way) -> None:
-        self._ranges.way = way
 
     @property
     def is_direct(self) -> bool:
@@ -264,7 +257,7 @@ class BackgroundPrefetcher:
         A task has at most ``read_size`` bytes, and few enough that all threads get work. Ranges of what stays in memory
         are larger.
         """
-        read_size = self.way.read_size
+        read_size = self.read_size
         share = min(read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
         task: list[_Part] = []
         nbytes = 0
@@ -315,7 +308,7 @@ class BackgroundPrefetcher:
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:
             return is_cached(file.buffered_fd, *file.stored(start, stop))
-        return caching != "none" and self.cached.holds(file.path, start, self.way.cached)
+        return caching != "none" and self.cached.holds(file.path, start)
 
     def close(self) -> None:
         """End the threads and close the files. Another call does nothing."""

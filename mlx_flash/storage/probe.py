@@ -85,7 +85,7 @@ def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfi
     """
     status = path.stat()
     may_cache = may_cache and direct
-    key = f"{platform.node()}:{status.st_dev}:{'any' if may_cache else 'direct' if direct else 'buffered'}"
+    key = _disk(path) + ("any" if may_cache else "direct" if direct else "buffered")
     remembered = _remembered(key)
     if remembered is not None:
         return remembered
@@ -94,6 +94,15 @@ def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfi
     if status.st_size >= 2 * SAMPLE_BYTES and not others.is_high:
         PROFILES.save(key, asdict(profile))
     return profile
+
+
+def forget_profile(path: Path) -> None:
+    """Forget the profile of the disk that holds a file: it reads otherwise now, so the next load probes it."""
+    PROFILES.drop(_disk(path))
+
+
+def _disk(path: Path) -> str:
+    return f"{platform.node()}:{path.stat().st_dev}:"
 
 
 @contextmanager
@@ -137,8 +146,9 @@ def _best(path: Path, candidates: Sequence[tuple[int, int]], measure: Callable[.
 def _measure(
     path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int, *, through_cache: bool = False
 ) -> DiskProfile:
-    reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
-    reader.way = replace(reader.way, direct=not through_cache)
+    reader = BackgroundPrefetcher(
+        [path], direct=direct, read_size=read_size, queue_depth=queue_depth, through_cache=through_cache
+    )
     try:
         if through_cache or not reader.is_direct:
             drop_file(path, start, nbytes)  # a file that was just downloaded would be read at the speed of memory

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,21 +32,6 @@ RETRY_SECONDS = 0.02
 Arrival = Literal["in place", "copied by the driver", "bounced", "buffered"]
 """Ways of bytes to MLX's memory: the disk writes them there; all reads go to bounce buffers, and CUDA's driver copies
 them; direct reads go to bounce buffers, and the processor copies them; there are no direct reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way of reading.
-
-    Attributes:
-        read_size: bytes of one read.
-        direct: past the page cache, if the file system can.
-        cached: the part of the files at most that is read through the page cache to stay there.
-    """
-
-    read_size: int
-    direct: bool = True
-    cached: float = 1.0
 
 
 _Copy = tuple[Segment, int, memoryview, memoryview]
@@ -94,9 +78,9 @@ class RangeReader:
     Args:
         read_size: the longest range in bytes.
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
+        through_cache: read through the page cache, although reads could bypass it.
 
     Attributes:
-        way: of reading; its ``read_size`` is at most the one given.
         num_retries: reads that were repeated after an I/O error.
         in_place: whether aligned bytes go to the caller's memory without a bounce buffer.
 
@@ -104,8 +88,8 @@ class RangeReader:
         DriverError: the driver is to copy, and cannot.
     """
 
-    def __init__(self, read_size: int, arrival: Arrival) -> None:
-        self.way = Way(read_size)
+    def __init__(self, read_size: int, arrival: Arrival, *, through_cache: bool = False) -> None:
+        self._through_cache = through_cache
         self._read_size = read_size
         self.num_retries = 0
         self.in_place = arrival == "in place"
@@ -133,7 +117,7 @@ class RangeReader:
         Raises:
             ReadError: bytes could not be read.
         """
-        fd = None if keep_cached or not self.way.direct else file.direct_fd
+        fd = None if keep_cached or self._through_cache else file.direct_fd
         wanted = _Range(file, fd, segment, start, stop, buffer, keep_cached)
         if file.table is not None:
             self._read_blocks(wanted, file.table)

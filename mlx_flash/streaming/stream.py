@@ -128,7 +128,6 @@ class WeightStream:
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
         wait_turn: while several calls share a pass, returns when a call may go on at a place; a unit is acquired then.
         before_release: called with the number of a unit that is about to be released, and the memory of its slot.
-        after_wait: called after each wait for reads.
     """
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
@@ -137,7 +136,6 @@ class WeightStream:
         self.is_guessing = False
         self.wait_turn: Callable[[Place], None] | None = None
         self.before_release: Callable[[int, memoryview], None] | None = None
-        self.after_wait: Callable[[], None] | None = None
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
         self._reader = reader
@@ -199,8 +197,6 @@ class WeightStream:
         try:
             if slot.ticket is not None:
                 self.stats.wait_seconds += slot.ticket.wait()
-                if self.after_wait is not None:
-                    self.after_wait()
         except BaseException:
             slot.empty()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
+from mlx_flash.storage.probe import PROFILES
 from mlx_flash.storage.readstats import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 from models import LLAMA, run, save
@@ -210,6 +212,26 @@ def test_speed_of_the_disk_is_kept_unless_reads_came_from_memory(
     assert speed is not None and speed.is_measured
     expected = MIN_READ_BYTES / 0.5 if is_disk else PROBED.disk_bytes_per_second
     assert speed.disk_bytes_per_second == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("planned", "is_probed_again"), [(1e15, True), (1.0, False)])
+def test_disk_slower_than_half_its_planned_speed_is_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: float, is_probed_again: bool
+) -> None:
+    monkeypatch.setattr(meter, "MIN_READ_BYTES", 1)
+    monkeypatch.setattr(OtherLoad, "share", 0.0)
+    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 0)  # nothing is in the page cache
+    directory = save(tmp_path / "model", LLAMA)
+    machine = prepare(directory, FlashConfig()).machine
+    save_speed(machine.speed_key, replace(machine.speed, disk_bytes_per_second=planned))
+    profile = {"bytes_per_second": planned, "read_size": 1 << 20, "queue_depth": 4, "direct": True}
+    for way in ("any", "direct"):
+        key = f"{platform.node()}:{directory.stat().st_dev}:{way}"
+        PROFILES.save(key, {**profile, "through_cache": False})
+    with load_model(directory, FlashConfig(ram_budget_gb="min"))[0] as model:
+        run(model, [[token] for token in range(MIN_PASSES + 1)])
+        assert PROFILES.load()
+    assert (not PROFILES.load()) == is_probed_again
 
 
 @dataclass(frozen=True)

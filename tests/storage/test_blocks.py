@@ -23,7 +23,6 @@ from mlx_flash.storage.blocks import BlockTable, join_head, make_head, read_head
 from mlx_flash.storage.codec import CodecError, Compression, Decoder, Encoder
 from mlx_flash.storage.placement import place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
-from mlx_flash.storage.ranges import Way
 from mlx_flash.storage.safetensors import Shard, TensorRecord, read_shard
 
 # --- the codec -------------------------------------------------------------------------
@@ -148,8 +147,6 @@ def read(
     shard: Shard,
     records: Sequence[TensorRecord],
     caching: Caching = "shared",
-    *,
-    way: Way | None = None,
     **options: object,
 ) -> list[bytes]:
     """Read some records with the reader's threads."""
@@ -158,7 +155,6 @@ def read(
     buffer = memoryview(mmap.mmap(-1, placement.nbytes))
     reader = BackgroundPrefetcher([shard.path], tables={shard.path: shard.blocks}, **options)  # type: ignore[arg-type]
     try:
-        reader.way = way or reader.way
         reader.submit(placement.segments, buffer, caching=caching).wait()
         assert reader.stats.nbytes == sum(record.nbytes for record in records)
     finally:

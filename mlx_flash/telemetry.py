@@ -2,7 +2,7 @@
 
 A thread of the engine's process replaces the file a few times a second, and removes it when the model is closed or the
 process ends. The next look removes the file of a crashed process. No connection, no port: readers cost the engine
-nothing. A reader that calls :func:`watch` gets the final state, which a later look removes.
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from mlx_flash.files import open_locked, write_atomically
+from mlx_flash.files import write_atomically
 
 SCHEMA = 1
 """Version of the state. New values may come without a new number."""
@@ -66,7 +66,6 @@ class Published:
     written: float  # time of the state, in seconds since the epoch
     clock: float  # the same time by the process's time.perf_counter(), as all times in the state
     state: Json  # result of collect
-    ended: bool = False  # this is the final state of a model that was closed
 
     @property
     def is_newer(self) -> bool:
@@ -146,12 +145,9 @@ class Publisher:
                 last, last_clock = state, clock
             with contextlib.suppress(Empty):
                 self._wake.get(timeout=self._interval)
-        if self.path is not None and _is_watched(self.path.parent):
-            self._write(time.perf_counter(), self._collect(), ended=True)
-            self.path = None  # the reader removes it
 
-    def _write(self, clock: float, state: Json, *, ended: bool = False) -> None:
-        entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state, "ended": ended}
+    def _write(self, clock: float, state: Json) -> None:
+        entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
         text = json.dumps(entry, allow_nan=False, separators=(",", ":"))
         path = self.path
         if path is None:
@@ -180,25 +176,6 @@ def find() -> list[Published]:
             _check_private(folder)
             found += _look(folder)
     return sorted(found, key=lambda published: (published.pid, published.number))
-
-
-def watch() -> list[int]:
-    """Ask the engines that publish here to leave their final state. Ends when the returned descriptors are closed.
-
-    Raises:
-        PermissionError: a folder is not private to the user.
-    """
-    return [open_locked(_make_folder(folder), shared=True, required=False) for folder in folders()]
-
-
-def _is_watched(folder: Path) -> bool:
-    try:
-        os.close(open_locked(folder, wait=False))
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # the folder is gone, or its file system has no locks
-    return False
 
 
 def folders() -> list[Path]:
@@ -268,14 +245,12 @@ def _read(path: Path, pid: int, number: int) -> Published | None:
         return None
     if (found["pid"], found["number"]) != (pid, number) or not all(math.isfinite(found[key]) for key in _TIMES):
         return None
-    return Published(path, **{key: found[key] for key in _KINDS}, ended=found.get("ended") is True)
+    return Published(path, **{key: found[key] for key in _KINDS})
 
 
 def _is_wanted(pid: int, published: Published | None) -> bool:
-    """Return False for a file of a dead process, and for a final state that every reader has had time to see."""
+    """Return False for a file of a dead process."""
     is_fresh = published is not None and abs(time.time() - published.written) < SILENT_SECONDS
-    if published is not None and published.ended:
-        return is_fresh
     try:
         process = psutil.Process(pid)
         is_running, began = process.status() != psutil.STATUS_ZOMBIE, process.create_time()

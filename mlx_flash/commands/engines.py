@@ -40,7 +40,7 @@ _LEFT = ("program", "model", "state")
 
 def ps(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash ps``. Engines of mlx-flash's own commands come first."""
-    entries = sorted(map(_to_json, running()), key=lambda entry: not _is_own(entry["program"]))
+    entries = sorted(map(_to_json, find()), key=lambda entry: not _is_own(entry["program"]))
     if args.json:
         print_json({"engines": entries}, out)
     elif not entries:
@@ -58,11 +58,11 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
     Raises:
         ConfigError: not exactly one running process is meant, or it does not end in time.
     """
-    engine = choose(args.engine, running())
+    engine = choose(args.engine, find())
     name = _describe(engine)
     os.kill(engine.pid, signal.SIGTERM)
     deadline = time.monotonic() + args.timeout
-    while engine.pid in (left.pid for left in running()):
+    while engine.pid in (left.pid for left in find()):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"process {name} has not ended {duration(args.timeout)} after SIGTERM. Hint: it ends after the pass "
@@ -72,11 +72,6 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
     if not args.quiet:
         print(f"stopped process {name}", file=out)
     return 0
-
-
-def running() -> list[Published]:
-    """Return the engines that run now."""
-    return [engine for engine in find() if not engine.ended]
 
 
 def choose(wanted: str, engines: Sequence[Published]) -> Published:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
-from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.system import SystemMemory, system_memory
-from mlx_flash.telemetry import Json, find, watch
+from mlx_flash.telemetry import Json, find
 
 Key = tuple[int, int, float]
 
@@ -34,7 +31,6 @@ class Watcher:
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
-        weakref.finalize(self, _close, watch())
         self._known: dict[Key, History] = {}
         self._chosen: Key | None = None
         self.other_pids: list[int] = []
@@ -60,11 +56,8 @@ class Watcher:
             if self._pid not in (None, published.pid):
                 continue
             key = (published.pid, published.number, published.started)
-            history = self._known.get(key)
-            if not published.ended:
-                history = running[key] = history or History(published)
-            if history is not None:
-                history.add(published)
+            history = running[key] = self._known.get(key) or History(published)
+            history.add(published)
         gone = [history for key, history in self._known.items() if key not in running]
         if gone:
             self.ended = gone[-1]
@@ -73,9 +66,7 @@ class Watcher:
             self.ended = None
         self._known = running
         self.histories = list(running.values())
-        self.other_pids = sorted(
-            {published.pid for published in found if not published.ended} - {key[0] for key in running}
-        )
+        self.other_pids = sorted({published.pid for published in found} - {key[0] for key in running})
         self.system = system_memory()
 
     def choose_next(self) -> None:
@@ -87,11 +78,6 @@ class Watcher:
     def to_json(self) -> list[Json]:
         """Return one JSON object for each running engine."""
         return [_to_json(history, self.system) for history in self.histories]
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for fd in descriptors:
-        os.close(fd)
 
 
 def _to_json(history: History, system: SystemMemory) -> Json:

@@ -434,7 +434,7 @@ def state(folder: Path) -> Iterator[Case]:
 
     def look(watcher: enginewatch.Watcher, state: dict[str, Any], clock: float) -> None:
         entry = published(state) | {"clock": clock, "started": 1.0}
-        found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS}, ended=False)]
+        found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS})]
         watcher.look()
 
     def case(dice: random.Random) -> None:

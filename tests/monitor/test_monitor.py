@@ -300,20 +300,6 @@ def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
     publisher.close()
 
 
-def test_the_final_state_of_an_engine_is_shown(runtime: Path) -> None:
-    name = "first"
-    publisher = Publisher(lambda: state(model={"name": name}), 60)
-    publisher.start()
-    watcher = Watcher()
-    while not watcher.histories:
-        watcher.look()
-    name = "last"
-    publisher.close()
-    watcher.look()
-    assert watcher.histories == [] and watcher.ended is not None
-    assert watcher.ended.latest.state["model"]["name"] == "last"
-
-
 def test_several_engines_are_listed() -> None:
     histories = [History(published(state(model={"name": f"model-{i}"}), pid=100 + i)) for i in range(3)]
     lines = text_of(*histories, chosen=1)

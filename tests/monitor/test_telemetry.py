@@ -21,7 +21,7 @@ import pytest
 
 from children import ROOT
 from mlx_flash import telemetry
-from mlx_flash.telemetry import HEARTBEAT_SECONDS, SCHEMA, SILENT_SECONDS, Publisher, find, folders, watch
+from mlx_flash.telemetry import HEARTBEAT_SECONDS, SCHEMA, SILENT_SECONDS, Publisher, find, folders
 
 
 @pytest.fixture(autouse=True)
@@ -117,21 +117,6 @@ def test_closing_removes_the_file_and_ends_the_thread(publish: Any) -> None:
     assert not any(thread.name == "mlx-flash-telemetry" for thread in threading.enumerate())
     publisher.close()
     assert list(found.path.parent.iterdir()) == []
-
-
-def test_a_watched_publisher_leaves_its_final_state_for_a_few_seconds(
-    publish: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = publish(dict)
-    eventually(find)
-    watching = watch()
-    publisher.close()
-    for fd in watching:
-        os.close(fd)
-    (found,) = find()
-    assert found.ended and found.path.exists()
-    monkeypatch.setattr(time, "time", lambda: found.written + SILENT_SECONDS + 1)
-    assert find() == [] and not found.path.exists()
 
 
 def test_closing_in_its_own_thread_does_not_wait_for_itself() -> None:
@@ -311,7 +296,7 @@ def test_a_clock_that_was_set_does_not_make_a_living_engine_dead() -> None:
 
 PROGRAM = """
 import os, sys, time
-from mlx_flash.telemetry import Publisher, find, watch
+from mlx_flash.telemetry import Publisher, find
 publisher = Publisher(lambda: {"model": "it"}, 0.01)
 publisher.start()
 while not any(published.pid == os.getpid() for published in find()):

@@ -455,7 +455,7 @@ def test_misspelt_flags_and_commands_get_a_suggestion(
 def test_serve_takes_the_flags_and_defaults_of_mlx_lm() -> None:
     args = parse_arguments(["serve", "--model", "a", "--model", "b=c", "--port=80", "--temp", "0.5"])
     assert (args.model, args.port, args.temp) == (["a", "b=c"], 80, 0.5)
-    assert (args.max_tokens, args.top_p, args.prompt_cache_size, args.decode_concurrency) == (512, 1.0, 10, 32)
+    assert (args.max_tokens, args.top_p, args.prompt_cache_size, args.decode_concurrency) == (4096, 1.0, 10, 32)
     assert (args.kv_bits, args.kv_group_size, args.quantized_kv_start) == (None, 64, DEFAULT_QUANTIZED_KV_START)
     assert parse_arguments(["serve", "--prompt-cache-bytes", "1.5GB"]).prompt_cache_bytes == 1_500_000_000
     assert parse_arguments(["serve", "--pipeline"]).model == []

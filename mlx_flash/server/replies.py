@@ -132,6 +132,7 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
         RefusedError: the request is refused.
         ClientLeftError: the client has left.
     """
+    began = time.monotonic()
     try:
         refusals = asyncio.gather(*(answer.refusal(BEAT_SECONDS) for answer in answers))
         for error in await while_connected(request.receive, refusals):
@@ -141,7 +142,7 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
         for answer in answers:
             answer.leave()
         raise
-    return Stream(_parts(writer, answers), answers, writer.media_type, writer.beat)
+    return Stream(_parts(writer, answers), answers, writer.media_type, writer.beat, began)
 
 
 async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -192,6 +193,7 @@ class Stream(Response):
         answers: what they are made from; left when the stream ends in any way.
         media_type: of the whole.
         beat: returns a part to send when there was none for :data:`BEAT_SECONDS`; None sends none.
+        began: since when the client waits, by ``time.monotonic()``.
     """
 
     def __init__(
@@ -200,11 +202,12 @@ class Stream(Response):
         answers: Sequence[Answer],
         media_type: str,
         beat: Callable[[], bytes] | None = None,
+        began: float = 0.0,
     ) -> None:
         super().__init__(status_code=200, media_type=media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._parts, self._answers, self._beat = parts, answers, beat
-        self._sent_at = 0.0
+        self._sent_at = began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts."""
@@ -218,7 +221,6 @@ class Stream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._sent_at = time.monotonic()
         beating = asyncio.ensure_future(self._send_beats(send))
         try:
             async for part in self._parts:

@@ -102,7 +102,10 @@ def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "mlx_flash.errors")
-    value = getattr(import_module(home), name)
+    from mlx_flash.errors import mlx_explained
+
+    with mlx_explained():
+        value = getattr(import_module(home), name)
     globals()[name] = value  # the next use finds it at once
     return value
 

@@ -60,11 +60,11 @@ class FlashConfig:
             load time, at most 40, 70 and 80 % of the machine's memory, and never less than ``"min"``. None is
             ``"balanced"``. ``"auto"`` follows the memory that others leave: it falls when they need memory, and rises
             when some has been free for a while.
-        context_length: tokens of KV cache to reserve memory for, over all sequences. None reserves 4096, fewer where
-            those would take more than a quarter of the budget, or more where they are on disk. A call that needs more
-            memory than the budget has left is refused.
-        prefill_step_size: prompt tokens in one forward call. None takes mlx-lm's default, or fewer where that would
-            take more than a fifth of the budget.
+        context_length: tokens of KV cache to reserve memory for, over all sequences. None is 4096, or fewer where those
+            would take more than a quarter of the budget. On disk it may be more. A call that needs more memory than the
+            budget has left is refused.
+        prefill_step_size: prompt tokens in one forward call. None is mlx-lm's 2048, or fewer where those would take
+            more than a fifth of the budget.
         kv_cache: storage of the KV cache. ``"stock"`` leaves it to mlx-lm. ``"preallocated"`` takes the memory of
             ``context_length`` tokens at once, and never copies old tokens. ``"disk"`` keeps ``kv_ram_gb`` in memory and
             the rest in files, so that the disk limits the context. None keeps it in memory as mlx-lm does, and offloads

@@ -27,6 +27,9 @@ An error says what was asked, what was found, where, and, when the user can act,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FlashError(Exception):
     """Base class of all errors of mlx-flash."""
@@ -131,3 +134,15 @@ class RefusedError(FlashError, ValueError):
 
 class CompatibilityError(FlashError, ImportError):
     """The installed MLX or mlx-lm lacks something that mlx-flash relies on."""
+
+
+@contextmanager
+def mlx_explained() -> Iterator[None]:
+    """Raise a CompatibilityError in a block that imports MLX, where its compiled part cannot be loaded."""
+    try:
+        yield
+    except ImportError as error:
+        if "/mlx/core." not in (error.path or ""):
+            raise
+        hint = "on Linux MLX needs a back end: pip install 'mlx[cpu]', 'mlx[cuda12]' or 'mlx[cuda13]'."
+        raise CompatibilityError(f"MLX cannot be loaded: {error}. Hint: {hint}") from error

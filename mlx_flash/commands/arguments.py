@@ -16,35 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from mlx_flash import __version__
-from mlx_flash.commands.borrowed import DRAFTED, borrow_flags, flags_of
-from mlx_flash.commands.flags import (
-    ACCESS,
-    BENCH,
-    CACHE,
-    COMPLETION,
-    CREATE,
-    DOCTOR,
-    EXEC,
-    JSON,
-    LIST,
-    LOG,
-    PACK,
-    PLAN,
-    PULL,
-    RM,
-    RUN,
-    SHOW,
-    STOP,
-    VERIFY,
-    VISION,
-    Flag,
-)
-from mlx_flash.commands.flagtypes import (
-    boolean,
-    json_object,
-    max_tokens,
-    setting,
-)
+from mlx_flash.commands import flags
+from mlx_flash.commands.borrowed import DRAFTED, borrow_flags, default_of
+from mlx_flash.commands.flags import JSON, LOG, VISION, Flag
+from mlx_flash.commands.flagtypes import boolean, json_object, max_tokens, setting
 from mlx_flash.commands.parser import SHOWN, Parser
 from mlx_flash.commands.serve_flags import add_model_flags, add_serve_flags
 from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
@@ -63,13 +38,14 @@ class Command:
     """A subcommand.
 
     Attributes:
-        usage: the arguments in a usage line.
+        usage: the arguments after the model in a usage line.
         help: one line about the command.
         flags: its own flags; or a function that adds them.
         more: further flags.
         first: adds flags before all others.
         streams: the command loads models, so it takes the flags of all settings.
-        model: the command requires ``--model``.
+        model: the model in a usage line, in brackets if it may be left out, with ``...`` if there may be several; empty
+            for a command without one. It is the first argument, or ``--model``.
     """
 
     usage: str
@@ -78,7 +54,7 @@ class Command:
     more: Sequence[Flag] = ()
     first: Callable[[Parser], None] | None = None
     streams: bool = True
-    model: bool = True
+    model: str = ""
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -93,11 +69,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if name is not None and _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
         print(_whole_help(name), end="")
         parser.exit()
-    args, unknown = parser.parse_known_args(argv)
-    if command is not None and unknown:
-        command.error(_unrecognized(unknown, re.findall(r"--[a-z][a-z-]+", _whole_help(args.command))))
-    if command is not None and COMMANDS[args.command].model and args.model is None:
-        command.error("the following arguments are required: --model")
+    if name is None or command is None:
+        return parser.parse_args(argv)
+    parse = command.parse_known_args if name == "exec" else command.parse_known_intermixed_args
+    args, unknown = parse(argv[1:], argparse.Namespace(command=name))
+    if unknown:
+        command.error(_unrecognized(unknown, re.findall(r"--[a-z][a-z-]+", _whole_help(name))))
+    if kind := COMMANDS[name].model:
+        if args.first and args.model and "..." not in kind:
+            command.error(f"two models are given, {args.first} and --model {args.model}")
+        args.model = [*args.first, *args.model] if "..." in kind else args.first or args.model
+        if not args.model and not kind.startswith("["):
+            command.error(f"the following arguments are required: {kind}, as the first argument or by --model")
     return args
 
 
@@ -128,7 +111,7 @@ def make_parser(chosen: str | None = None, *, is_whole: bool = False) -> tuple[P
     found = None
     for name, command in COMMANDS.items():
         words = f"{command.help[0].upper()}{command.help[1:]}."
-        usage = f"mlx-flash {name} {command.usage}"
+        usage = " ".join(["mlx-flash", name, *command.model.split(), command.usage])
         made = adding.add_parser(name, help=command.help, description=words, usage=usage, allow_abbrev=False)
         if name == chosen:
             found = made
@@ -142,7 +125,9 @@ def _add_flags(parser: Parser, command: Command) -> None:
     """Add all flags of a command: the basics first, those for tuning last."""
     help_texts = setting_help() if command.streams else {}
     if command.model:
-        parser.add_argument("--model", help="model directory, or Hugging Face repository")
+        nargs, options = ("*", {"action": "append", "default": []}) if "..." in command.model else ("?", {})
+        parser.add_argument("first", nargs=nargs, metavar="MODEL", help="folder, Hugging Face repository, or name")
+        parser.add_argument("--model", metavar="MODEL", help="the same, at any place", **options)
     if command.first is not None:
         command.first(parser)
     for name in BASICS if command.streams else ():
@@ -172,17 +157,24 @@ def _add_loudness(parser: Parser) -> None:
 
 
 def setting_help() -> dict[str, str]:
-    """Return the first sentence of each setting's documentation, by field of ``FlashConfig``."""
+    """Return help by field of ``FlashConfig``: the first sentence of its documentation, and the default.
+
+    The default of an unset field is what the sentence that begins with None says.
+    """
     text = inspect.cleandoc(FlashConfig.__doc__ or "")
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
-    return {name: re.split(r"\.\s", " ".join(words.split()) + " ")[0].replace("`", "") for name, words in entries}
+    found = {}
+    for name, entry in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE):
+        sentences = re.split(r"\.\s", " ".join(entry.replace("`", "").split()) + " ")
+        unset = next((words[5:].removeprefix("is ") for words in sentences if words.startswith("None ")), "none")
+        default = getattr(FlashConfig, name)
+        value = unset if default is None else ("off", "on")[default] if isinstance(default, bool) else default
+        found[name] = f"{sentences[0]} (default: {value})"
+    return found
 
 
 def _add_setting(parser: Any, name: str, words: str) -> None:
-    """Add the flag of a field of ``FlashConfig``: its type and choices are the field's, and it has no default."""
-    kind, default = setting_kinds(name)[0], getattr(FlashConfig, name)
-    if default is not None:
-        words += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+    """Add the flag of a field of ``FlashConfig``: its type and choices are the field's, and it is None if unset."""
+    kind = setting_kinds(name)[0]
     options: dict[str, Any] = {"help": words, "default": None}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
@@ -199,7 +191,8 @@ def _add_generate_flags(parser: Parser) -> None:
     """Add mlx-lm's own flags after those that we check more strictly."""
     words = "tokens to generate at most; -1: no limit"
     add = parser.add_argument
-    add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
+    text = "the prompt; '-' reads it from standard input (default: what is piped in, or"
+    add("--prompt", "-p", metavar="TEXT", help=f"{text} {default_of('generate', '--prompt')!r})")
     add("--max-tokens", "-m", type=max_tokens, default=100, metavar="N", help=words)
     words = "False: text alone on stdout; without a value: print the log, too"
     add("--verbose", type=boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
@@ -214,74 +207,65 @@ def _add_generate_flags(parser: Parser) -> None:
     add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
 
 
-def _add_chat_model(parser: Parser) -> None:
-    for names, options in flags_of("chat"):
-        if names[0] == "--model":
-            parser.add_argument(*names, **options)
+def _add_run_flags(parser: Parser) -> None:
+    """Add the flags of prompts and Modelfiles, and those of conversations."""
+    _add_talk_flags(parser, *flags.RUN)
+    parser.set_defaults(seed=None)
 
 
 def _add_chat_flags(parser: Parser) -> None:
-    """Add mlx-lm's own flags. Those that a Modelfile may give have no default."""
-    borrow_flags(parser, "chat")
-    parser.set_defaults(temp=None, top_p=None, max_tokens=None)
-    parser.add_argument(
-        "--verbose", action="store_const", const=LOG, default=False, help="print the log, and all measurements"
-    )
+    """Add the flags of conversations."""
+    _add_talk_flags(parser)
+    parser.set_defaults(words=(), file=None, serve=False)
+
+
+def _add_talk_flags(parser: Parser, *more: Flag) -> None:
+    """Add our flags and mlx-lm's. A Modelfile may give some of their values."""
+    for names, options in (*more, *flags.CHAT):
+        parser.add_argument(*names, **options)
+    borrow_flags(parser, "chat", without=["--model"], described=["--temp", "--top-p"])
 
 
 COMMANDS = {
-    "generate": Command("--model MODEL [flags]", "generate text", _add_generate_flags),
+    "generate": Command("[flags]", "generate text", _add_generate_flags, model="MODEL"),
     "run": Command(
         "[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
         "chat with, prompt, or serve a model or a Modelfile",
-        RUN,
-        model=False,
+        _add_run_flags,
     ),
-    "chat": Command(
-        "--model MODEL [flags]",
-        "chat, with the flags of mlx-lm's chat",
-        _add_chat_flags,
-        first=_add_chat_model,
-        model=False,
-    ),
+    "chat": Command("[flags]", "chat, with the flags of mlx-lm's chat", _add_chat_flags, model="[MODEL]"),
     "serve": Command(
-        "--model MODEL [flags]",
+        "[flags]",
         "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
         add_serve_flags,
-        ACCESS,
+        flags.ACCESS,
         first=add_model_flags,
-        model=False,
+        model="[[NAME=]MODEL ...]",
     ),
-    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", PLAN),
-    "bench": Command("--model MODEL [flags]", "measure a model against its plan", BENCH),
-    "verify": Command("--model MODEL [flags]", "compare streamed output with mlx-lm's, bit for bit", VERIFY),
+    "plan": Command("[flags]", "show what stays in memory, and the expected speed", flags.PLAN, model="MODEL"),
+    "bench": Command("[flags]", "measure a model against its plan", flags.BENCH, model="MODEL"),
+    "verify": Command("[flags]", "compare streamed output with mlx-lm's, bit for bit", flags.VERIFY, model="MODEL"),
     "doctor": Command(
-        "[--model MODEL] [flags]", "look at machine, disk and MLX, and compare budgets of a model", DOCTOR, model=False
+        "[flags]", "look at machine, disk and MLX, and compare budgets of a model", flags.DOCTOR, model="[MODEL]"
     ),
-    "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", LIST, model=False),
-    "pull": Command("REPOSITORY [flags]", "download a model, after showing its plan", PULL, model=False),
-    "show": Command("MODEL [flags]", "show a model's files and its plan, or a Modelfile", SHOW, model=False),
-    "create": Command("NAME [-f MODELFILE]", "give a Modelfile a name", CREATE, streams=False, model=False),
-    "rm": Command("NAME ... [--yes]", "remove downloaded models and named Modelfiles", RM, streams=False, model=False),
-    "ps": Command("[--json]", "list running engines", (JSON,), streams=False, model=False),
-    "stop": Command("PID | MODEL", "end a running engine", STOP, streams=False, model=False),
-    "exec": Command("[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", EXEC, model=False),
+    "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", flags.LIST),
+    "pull": Command("[flags]", "download a model, after showing its plan", flags.PULL, model="REPOSITORY"),
+    "show": Command("[flags]", "show a model's files and its plan, or a Modelfile", flags.SHOW, model="MODEL"),
+    "create": Command("NAME [-f MODELFILE]", "give a Modelfile a name", flags.CREATE, streams=False),
+    "rm": Command(
+        "[--yes]", "remove downloaded models and named Modelfiles", flags.RM, streams=False, model="NAME ..."
+    ),
+    "ps": Command("[--json]", "list running engines", (JSON,), streams=False),
+    "stop": Command("[flags]", "end a running engine", flags.STOP, streams=False, model="PID|MODEL"),
+    "exec": Command("[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", flags.EXEC),
     "pack": Command(
-        "SOURCE TARGET",
-        "rewrite a checkpoint in the order in which it is read",
-        PACK,
-        streams=False,
-        model=False,
+        "TARGET", "rewrite a checkpoint in the order in which it is read", flags.PACK, streams=False, model="SOURCE"
     ),
     "cache": Command(
-        "list|clear",
-        "list models and cached data, or remove the cached data",
-        CACHE,
-        streams=False,
-        model=False,
+        "list|clear", "list models and cached data, or remove the cached data", flags.CACHE, streams=False
     ),
     "completion": Command(
-        "bash|zsh|fish", "print code that completes commands, flags and models", COMPLETION, streams=False, model=False
+        "bash|zsh|fish", "print code that completes commands, flags and models", flags.COMPLETION, streams=False
     ),
 }
 """The commands by name, in the order of help."""

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import mlx.core as mx
-from rich.progress import DownloadColumn
 
-from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar, tokenizer_if_any
+from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
 from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
+from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.vision import is_vision, seeing
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
@@ -55,9 +55,9 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         return _measure_seeing(args, path)
     tokenizer = tokenizer_if_any(path, args)
     began = time.perf_counter()
-    with progress_bar(args, "Loading", DownloadColumn()) as progress:
+    with Status("Loading", args.verbose) as status:
         # The text is noise: nothing is guessed from it.
-        model, _ = load_model(path, replace(config, speculation=False), progress=progress)
+        model, _ = load_model(path, replace(config, speculation=False), progress=status.show_bytes)
     with model:
         engine = model.engine
         assert engine is not None
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         step = model.plan.prefill_step_size
         # Beyond max_tokens, mlx-lm computes one token ahead; it is not part of the measured time.
         for token, _ in generate_step(prompt, model, max_tokens=args.max_tokens, prefill_step_size=step):
-            run.add(SimpleNamespace(token=token, text="", finish_reason=None))
+            run.add(SimpleNamespace(token=token, text="", finish_reason=None, generation_tokens=len(run.tokens) + 1))
         cold = _cold(engine)
     run.finish_reason = "length"
     del tokenizer
@@ -81,11 +81,11 @@ def _measure_seeing(args: argparse.Namespace, path: Path) -> tuple[GenerationRep
     with seeing(args, path) as (model, processor):
         prompt = sample_prompt(model, processor, args.prompt_tokens)  # before the plan, which counts the process
         model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
-        with progress_bar(args, "Loading", DownloadColumn()) as progress:
-            model.start(progress)
+        with Status("Loading", args.verbose) as status:
+            model.start(status.show_bytes)
         run = Recorder(model.language_model, len(prompt.tokens), time.perf_counter() - began)
         for token in tokens_after(model, prompt, args.max_tokens):
-            run.add(SimpleNamespace(token=token, text="", finish_reason=None))
+            run.add(SimpleNamespace(token=token, text="", finish_reason=None, generation_tokens=len(run.tokens) + 1))
         cold = _cold(model.engine)
     run.finish_reason = "length"
     return make_report(run, args.model, model.plan.prefill_step_size), model.plan, cold

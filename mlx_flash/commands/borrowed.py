@@ -24,6 +24,7 @@ def borrow_flags(
     parser: argparse.ArgumentParser,
     program: str,
     without: Sequence[str] = (),
+    described: Sequence[str] = (),
 ) -> None:
     """Add the flags of one of mlx-lm's programs that the parser lacks, with mlx-lm's defaults.
 
@@ -31,10 +32,14 @@ def borrow_flags(
         parser: the parser.
         program: module of mlx-lm, such as ``server``.
         without: flags to leave out.
+        described: flags whose values a Modelfile may give. Their default is None.
     """
     for names, keywords in flags_of(program):
         if names[0] not in without:
             options = {**keywords, **_type_of(names)}
+            if names[0] in described:
+                words = f"{options['help']} (default: the Modelfile's, or {options['default']})"
+                options |= {"default": None, "help": words}
             with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
                 parser.add_argument(*names, **options)
 
@@ -54,6 +59,11 @@ def flags_of(program: str) -> Sequence[tuple[list[str], dict[str, Any]]]:
             given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
             found.append((names, {name: value for name, value in given.items() if value is not None}))
     return found
+
+
+def default_of(program: str, flag: str) -> Any:
+    """Return mlx-lm's default of a flag."""
+    return next(options["default"] for names, options in flags_of(program) if flag in names)
 
 
 def _parse(module: str) -> ast.Module:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from mlx_flash.commands.arguments import SETTINGS
+from mlx_flash.commands.borrowed import default_of
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import Modelfile
@@ -43,12 +43,26 @@ def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = 
     return config
 
 
-def prompt_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
-    r"""Return the text of ``--prompt``; for ``-``, what is read. ``\n`` and ``\t`` are replaced, as mlx-lm does."""
-    prompt = str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
+def prompt_text(args: argparse.Namespace, read: Callable[[TextIO], str]) -> str:
+    r"""Return the text of ``--prompt``; for ``-``, standard input. ``\n`` and ``\t`` are replaced, as mlx-lm does.
+
+    Without the flag it is what is piped in. If that is nothing, it is mlx-lm's default, with a note.
+
+    Args:
+        args: of the command.
+        read: reads a file.
+    """
     for name, text in (("--system-prompt", args.system_prompt), ("--prefill-response", args.prefill_response)):
         check_text(text or "", name)
-    return check_text(read(), "standard input") if prompt == "-" else check_text(prompt, "--prompt")
+    if args.prompt == "-":
+        return check_text(read(sys.stdin), "standard input")
+    if args.prompt is not None:
+        return check_text(args.prompt.replace("\\n", "\n").replace("\\t", "\t"), "--prompt")
+    if piped := read(io.StringIO() if sys.stdin.isatty() else sys.stdin):
+        return check_text(piped, "standard input")
+    default = str(default_of("generate", "--prompt"))
+    note(f"mlx-flash: there is no --prompt: the prompt is {default!r}, as with mlx_lm.generate")
+    return default
 
 
 def load_tokenizer(
@@ -91,24 +105,3 @@ def print_json(value: Json, out: TextIO) -> None:
 def print_rich(value: RenderableType, out: TextIO) -> None:
     """Print for people, as wide as the terminal; 80 columns without one."""
     Console(file=out, markup=False, highlight=False, emoji=False).print(value)
-
-
-@contextmanager
-def progress_bar(args: argparse.Namespace, words: str, column: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that draws (done, total) on stderr, from the first report to the last.
-
-    Nothing is drawn when stderr is no terminal or ``--verbose`` is False.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), column)
-    is_shown = args.verbose and sys.stderr.isatty()
-    bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not is_shown)
-    task = bar.add_task(words)
-
-    def draw(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        bar.start() if done < total else bar.stop()
-
-    try:
-        yield draw
-    finally:
-        bar.stop()

@@ -42,7 +42,7 @@ def _values(prefix: str, action: argparse.Action, **_: object) -> list[str]:
     folder = Path(prefix).expanduser() if prefix.endswith("/") else Path(prefix).expanduser().parent
     found = sorted(folder.glob("*")) if folder.is_dir() else []
     folders = [f"{path}/" for path in found if path.is_dir()]
-    if "--model" not in action.option_strings:
+    if action.dest not in ("model", "first"):
         return [*folders, *(str(path) for path in found if not path.is_dir())]
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

@@ -25,7 +25,7 @@ from mlx_flash.commands.arguments import make_parser, parse_arguments
 from mlx_flash.commands.completion import REQUEST_VARIABLE, complete, completion
 from mlx_flash.commands.flags import LOG
 from mlx_flash.commands.parser import EXIT_USAGE
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import FlashError, mlx_explained
 
 EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 129, 130, 141, 143
 """The last four are what a shell reports for programs that the signals end."""
@@ -52,7 +52,7 @@ def run_command(argv: Sequence[str]) -> int:
         _set_encodings()
     try:
         with _ended_by_signals(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
-            with _sign_of_life(args), _ended_at_once():
+            with _sign_of_life(args), _ended_at_once(), mlx_explained():
                 run = _load_command(args.command)
             return run(args, out)
     except _TerminatedError as error:
@@ -88,36 +88,37 @@ def _load_command(name: str) -> Run:
 
 
 def _load_commands_of_models() -> dict[str, Run]:
-    from mlx_flash.commands.bench import bench
-    from mlx_flash.commands.cache import cache
-    from mlx_flash.commands.chat import chat
-    from mlx_flash.commands.doctor import doctor
-    from mlx_flash.commands.generate import generate
-    from mlx_flash.commands.modellist import list_
-    from mlx_flash.commands.named import create, remove, show
-    from mlx_flash.commands.pack import pack
-    from mlx_flash.commands.plan import plan
-    from mlx_flash.commands.programs import execute
-    from mlx_flash.commands.pull import pull
-    from mlx_flash.commands.run import run
-    from mlx_flash.commands.verify import verify
+    from mlx_flash.commands import (
+        bench,
+        cache,
+        doctor,
+        generate,
+        modellist,
+        named,
+        pack,
+        plan,
+        programs,
+        pull,
+        run,
+        verify,
+    )
 
     return {
-        "generate": generate,
-        "run": run,
-        "chat": chat,
-        "plan": plan,
-        "bench": bench,
-        "verify": verify,
-        "doctor": doctor,
-        "list": list_,
-        "pull": pull,
-        "show": show,
-        "create": create,
-        "rm": remove,
-        "exec": execute,
-        "pack": pack,
-        "cache": cache,
+        "generate": generate.generate,
+        "run": run.run,
+        "chat": run.run,
+        "exec": programs.execute,
+        "plan": plan.plan,
+        "bench": bench.bench,
+        "verify": verify.verify,
+        "doctor": doctor.doctor,
+        "list": modellist.list_,
+        "pull": pull.pull,
+        "pack": pack.pack,
+        "cache": cache.cache,
+        "show": named.show,
+        "create": named.create,
+        "rm": named.remove,
     }
 
 

@@ -24,7 +24,7 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.folders import cache_directory
 from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.monitor.system import SystemMemory, system_memory
-from mlx_flash.monitor.words import duration, rate, size
+from mlx_flash.monitor.words import duration, size, tokens_rate
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import load_speed
 from mlx_flash.storage.disks import Disk, disk_of
@@ -169,7 +169,10 @@ def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, ou
 
 def _measured(report: GenerationReport, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
     yield "Model:", f"{report.model}, {size(plan.model_bytes)}, in a budget of {size(plan.budget_bytes)}"
-    yield "Speed:", f"{rate(report.generation_tokens_per_second)} tokens/s; predicted: {rate(1 / plan.opening_seconds)}"
+    yield (
+        "Speed:",
+        f"{tokens_rate(report.generation_tokens_per_second)}; predicted: {tokens_rate(1 / plan.opening_seconds)}",
+    )
     first = plan.seconds_to_first_token(report.prompt_tokens)
     yield "First token:", f"{duration(report.time_to_first_token_seconds)}; predicted: {duration(first)}"
     yield "Peak memory:", f"{size(report.peak_memory_bytes)}; predicted: {size(plan.peak_bytes)}"

@@ -58,7 +58,7 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
     Raises:
         ConfigError: not exactly one running process is meant, or it does not end in time.
     """
-    engine = choose(args.engine, find())
+    engine = choose(args.model, find())
     name = _describe(engine)
     os.kill(engine.pid, signal.SIGTERM)
     deadline = time.monotonic() + args.timeout

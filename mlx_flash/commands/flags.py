@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.commands.flagtypes import count, max_tokens, port, prompt_tokens, ranks, seconds
+from mlx_flash.commands.flagtypes import count, duration, max_tokens, port, prompt_tokens, ranks, seconds
+from mlx_flash.modelfile.values import DEFAULT_MAX_TOKENS
+
+KEEP_ALIVE = ("--keepalive", "--keep-alive")
+"""A flag under Ollama's name and ours."""
 
 LOG = 2
 """Value of ``args.verbose`` that asks for the log, too."""
@@ -31,17 +35,36 @@ ACCESS = (
     flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
     flag("--no-auth", action="store_true", help="let other machines connect without a key"),
 )
-RUN = (
-    flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
-    flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
-    flag("--max-tokens", "-m", type=max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
+CHAT = (
+    flag("--image", type=Path, action="extend", nargs="+", metavar="FILE", help="pictures for the first message"),
+    VISION,
+    flag("--format", metavar="json|FILE", help="answer in JSON, or by the JSON schema in a file"),
+    flag("--resume", action="store_true", help="go on with the last conversation"),
+    flag(
+        *KEEP_ALIVE,
+        type=duration,
+        metavar="TIME",
+        help="time that the model stays in memory without a message, such as 5m (default: until the end)",
+    ),
+    flag(
+        "--max-tokens",
+        "-m",
+        type=max_tokens,
+        metavar="N",
+        help=f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})",
+    ),
     flag(
         "--verbose",
         action="store_const",
         const=LOG,
         default=False,
-        help="print the log, and budget, speed and peak memory after each answer",
+        help="print the log, and all measurements",
     ),
+)
+RUN = (
+    flag("--model", help="the same, at any place"),
+    flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model; a prompt to answer, '-' reads it"),
+    flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
     flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
     flag("--host", default="127.0.0.1", help="for --serve"),
     flag("--port", type=port, default=8080, help="for --serve"),
@@ -55,14 +78,14 @@ PLAN = (
     flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
 )
 BENCH = (
-    flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt (default: 64)"),
-    flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate (default: 16)"),
+    flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt"),
+    flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate"),
     VISION,
     JSON,
 )
 VERIFY = (
-    flag("--prompt-tokens", type=prompt_tokens, default=16, metavar="N", help="length of the prompt (default: 16)"),
-    flag("--max-tokens", "-m", type=count, default=4, metavar="N", help="tokens after it (default: 4)"),
+    flag("--prompt-tokens", type=prompt_tokens, default=16, metavar="N", help="length of the prompt"),
+    flag("--max-tokens", "-m", type=count, default=4, metavar="N", help="tokens after it"),
     flag(
         "--reference",
         choices=("resident", "layers"),
@@ -74,13 +97,12 @@ VERIFY = (
     JSON,
 )
 DOCTOR = (
-    flag("--model", help="model directory, or Hugging Face repository: compare budgets, and measure a short run"),
     flag(
         "--prompt-tokens",
         type=prompt_tokens,
         default=16,
         metavar="N",
-        help="prompt of the measured run (default: 16)",
+        help="prompt of the measured run",
     ),
     flag(
         "--max-tokens",
@@ -88,14 +110,13 @@ DOCTOR = (
         type=count,
         default=12,
         metavar="N",
-        help="tokens of the measured run (default: 12)",
+        help="tokens of the measured run",
     ),
     VISION,
     JSON,
 )
 EXEC = (flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
 PACK = (
-    flag("source", help="model directory, or Hugging Face repository"),
     flag("target", help="directory to make"),
     flag("--compress", action="store_true", help="compress what shrinks, if that is expected to pay on this machine"),
     flag("--compress-always", action="store_true", help="compress what shrinks"),
@@ -106,26 +127,18 @@ LIST = (
     JSON,
 )
 PULL = (
-    flag("repository", help="Hugging Face repository, such as mlx-community/Llama-3.2-3B-Instruct-4bit"),
     flag("--revision", metavar="NAME", help="branch, tag or commit (default: main)"),
     JSON,
 )
 SHOW = (
-    flag("model", help="model directory, Hugging Face repository, or name of a Modelfile"),
     flag("--modelfile", action="store_true", help="print the Modelfile"),
     JSON,
 )
 CREATE = (
     flag("name", metavar="NAME", help="for run, show, list, rm and the server"),
-    flag("-f", "--file", default="Modelfile", metavar="MODELFILE", help="default: ./Modelfile"),
+    flag("-f", "--file", default="Modelfile", metavar="MODELFILE", help="the Modelfile"),
 )
-RM = (
-    flag("names", nargs="+", metavar="NAME", help="Hugging Face repository, or name of a Modelfile"),
-    flag("-y", "--yes", action="store_true", help="do not ask"),
-)
-STOP = (
-    flag("engine", metavar="PID | MODEL", help="process or model, as ps shows it"),
-    flag("--timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for its end (default: 30)"),
-)
+RM = (flag("-y", "--yes", action="store_true", help="do not ask"),)
+STOP = (flag("--timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for its end"),)
 COMPLETION = (flag("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the printed code"),)
 CACHE = (flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), JSON)

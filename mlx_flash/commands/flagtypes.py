@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_flash.config import parse_setting
 from mlx_flash.errors import ConfigError
+from mlx_flash.monitor.words import seconds_of
 
 Type = Callable[[str], Any]
 
@@ -71,6 +72,14 @@ def setting(name: str) -> Type:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse
+
+
+def duration(text: str) -> float:
+    """Return a time in seconds, as Ollama takes it: ``300``, ``5m``; negative without end."""
+    try:
+        return seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def max_tokens(text: str) -> int:

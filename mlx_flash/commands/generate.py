@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -18,7 +17,6 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
-from rich.progress import DownloadColumn, MofNCompleteColumn
 
 from mlx_flash.commands.common import (
     LOOP_FLAGS,
@@ -27,11 +25,11 @@ from mlx_flash.commands.common import (
     note,
     print_json,
     print_rich,
-    progress_bar,
     prompt_text,
 )
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import GenerationReport, Recorder, follow, make_report
+from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
@@ -75,7 +73,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
                 stack.enter_context(streamed)
         run = Recorder(model, len(prompt), time.perf_counter() - began)
         step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
-        progress = stack.enter_context(progress_bar(args, "Prefill", MofNCompleteColumn()))
+        progress = stack.enter_context(Status("Prefill", args.verbose)).show
         stack.enter_context(routing_trace(model, args))
         options = generation_options(args, tokenizer)
         options |= {"prompt_cache": saved.cache, "draft_model": draft}
@@ -169,7 +167,7 @@ def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
     Raises:
         ConfigError: the prompt is empty.
     """
-    prompt = prompt_text(args, lambda: read_on_rank_0(sys.stdin))
+    prompt = prompt_text(args, read_on_rank_0)
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         prompt = apply_chat_template(tokenizer, prompt, args)
@@ -203,10 +201,10 @@ def load(
     config = make_config(args)
     is_streamed = config.enabled and not args.resident
     needed = needed_context(args, num_prompt_tokens, path)
-    with progress_bar(args, "Loading", DownloadColumn()) as progress:
+    with Status("Loading", args.verbose) as status:
         if is_streamed and args.draft_model is None:
-            load_streamed = partial(load_model, path, config, progress=progress, group=group, needed_context=needed)
-            return load_streamed(adapter_path=args.adapter_path)[0], None
+            options: dict[str, Any] = {"progress": status.show_bytes, "group": group, "needed_context": needed}
+            return load_model(path, config, adapter_path=args.adapter_path, **options)[0], None
         if is_streamed and config.context_length is None:
             config = replace(config, context_length=needed)
         with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():
@@ -214,7 +212,7 @@ def load(
         if args.adapter_path:
             apply_adapter(model, args.adapter_path)
         if isinstance(model, FlashLLM):
-            model.start(progress)  # both start here, since they share the budget
+            model.start(status.show_bytes)  # both start here, since they share the budget
         return model, draft
 
 

@@ -6,11 +6,27 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 _WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n"
 _STDERR = 2
+
+
+@contextmanager
+def alarm(seconds: float | None, action: Callable[[], None]) -> Iterator[None]:
+    """Call a function in the main thread once a block has waited so long; None and less wait for ever."""
+    is_set = seconds is not None and seconds >= 0
+    before = signal.signal(signal.SIGALRM, lambda *_: action()) if is_set else None
+    signal.setitimer(signal.ITIMER_REAL, max(seconds or 0, 1e-6) if is_set else 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if is_set:
+            signal.signal(signal.SIGALRM, before)
 
 
 class AnswerStoppedError(Exception):

@@ -10,10 +10,10 @@ from typing import TextIO
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from rich import box
-from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from mlx_flash.commands.common import make_config, note, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import make_config, note, print_json, print_rich
+from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
@@ -73,9 +73,9 @@ def list_(args: argparse.Namespace, out: TextIO) -> int:
     models = list(dict.fromkeys([*_downloaded(), *_in_folders(args.folders)]))
     models += _named({model.name: model for model in models})
     outcomes = []
-    with progress_bar(args, "Planning", MofNCompleteColumn()) as progress:
+    with Status("Planning", args.verbose) as status:
         for number, model in enumerate(models):
-            progress(number, len(models))
+            status.show(number, len(models))
             outcomes.append(_outcome(model, args, config))
     if args.json:
         entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]

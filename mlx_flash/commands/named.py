@@ -143,7 +143,7 @@ def remove(args: argparse.Namespace, out: TextIO) -> int:
         CheckpointNotFoundError: a name is neither.
         ConfigError: nobody can be asked.
     """
-    chosen = [_find(name) for name in dict.fromkeys(args.names)]
+    chosen = [_find(name) for name in dict.fromkeys(args.model)]
     listed = ", ".join(map(str, chosen))
     if not args.yes and not _ask(f"remove {listed}?"):
         print("nothing was removed", file=sys.stderr)

@@ -9,10 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-from rich.progress import DownloadColumn
-
-from mlx_flash.commands.common import print_json, progress_bar
+from mlx_flash.commands.common import print_json
 from mlx_flash.commands.render import compression_in_words as in_words
+from mlx_flash.commands.statusline import Status
 from mlx_flash.convert.order import ReadPattern
 from mlx_flash.convert.pack import PackReport
 from mlx_flash.convert.pack import pack as pack_checkpoint
@@ -30,10 +29,10 @@ from mlx_flash.storage.selftest import reads_directly
 
 def pack(args: argparse.Namespace, out: TextIO) -> int:
     """Write the packed checkpoint, and report its size and how it is read."""
-    source, target = resolve(args.source), Path(args.target)
+    source, target = resolve(args.model), Path(args.target)
     decision = _Decision(source, target, args.compress_always) if args.compress or args.compress_always else None
-    with progress_bar(args, "Packing", DownloadColumn()) as progress:
-        report = pack_checkpoint(source, target, progress=progress, compress=decision)
+    with Status("Packing", args.verbose) as status:
+        report = pack_checkpoint(source, target, progress=status.show_bytes, compress=decision)
     if args.json:
         print_json({**asdict(report), "target": str(report.target), **(decision.facts() if decision else {})}, out)
     else:

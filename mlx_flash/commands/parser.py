@@ -1,4 +1,7 @@
-"""The parser of the command line: short help, the whole help of ``--help-tuning``, and errors of one shape."""
+"""The parser of the command line: short help, the whole help of ``--help-tuning``, and errors of one shape.
+
+Help shows the default of every flag, as the parser has it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,17 @@ SHOWN = frozenset(
         *("--help", "--help-tuning", "--model", "--ram-budget-gb", "--context-length", "--prefill-step-size"),
         *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
         *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
-        *("--keep-alive", "--verbose", "--quiet", "--traceback", "--kv-cache", "--kv-prefixes"),
+        *(
+            "--file",
+            "--serve",
+            "--image",
+            "--format",
+            "--resume",
+            "--keep-alive",
+            "--verbose",
+            "--quiet",
+            "--traceback",
+        ),
     }
 )
 """Flags in the short help of commands with many flags."""
@@ -27,6 +40,11 @@ class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         super().__init__(prog, max_help_position=HELP_COLUMN, width=width - 2)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_known = default is None or default is argparse.SUPPRESS or default in ((), [], {}, "") or action.nargs == 0
+        return text if is_known or "default:" in text else f"{text} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):

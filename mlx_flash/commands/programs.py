@@ -1,4 +1,4 @@
-"""``mlx-flash exec``, and ``chat`` on several ranks: mlx-lm's own programs, under the patch."""
+"""``mlx-flash exec``: programs that use mlx-lm, under the patch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from mlx_flash.commands.common import make_config
-from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.workers import joined_to_the_end
-
-_CHAT_FLAGS = (
-    *("model", "adapter_path", "temp", "top_p", "xtc_probability", "xtc_threshold", "seed", "max_kv_size"),
-    *("prefill_step_size", "max_tokens", "system_prompt"),
-)
-"""The flags of ``mlx_lm.chat`` that have values."""
 
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:
@@ -31,15 +24,6 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
         raise ConfigError("exec: no program is named. Hint: mlx-flash exec -- mlx_lm.generate --model MODEL")
     with apply_flash_patch(make_config(args)), contextlib.redirect_stdout(out), joined_to_the_end():
         return run_program(command)
-
-
-def chat_on_ranks(args: argparse.Namespace, config: FlashConfig, out: TextIO) -> int:
-    """Run mlx-lm's chat, in which several ranks share a model."""
-    given = {name: getattr(args, name) for name in _CHAT_FLAGS}
-    words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
-    switches = [f"--{name.replace('_', '-')}" for name in ("trust_remote_code", "pipeline") if getattr(args, name)]
-    with apply_flash_patch(config), contextlib.redirect_stdout(out):
-        return run_program(["mlx_lm.chat", *(word for pair in words for word in pair), *switches])
 
 
 def run_program(command: Sequence[str]) -> int:

@@ -31,7 +31,7 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
         ConfigError: the name is a folder, or the disk has no room.
         ReadError: the download broke off.
     """
-    name = args.repository
+    name = args.model
     if Path(name).is_dir():
         raise ConfigError(f"pull {name}: it is a folder on this machine, which needs no download")
     hub.check_name(name)

@@ -130,12 +130,12 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
         yield "Batches:", _batches(plan)
     yield "First token:", _first_token(plan)
     if long := [n for n in PROMPT_LENGTHS if plan.seconds_to_first_token(n) > LONG_SECONDS]:
+        hint = "Hint: raise ram_budget_gb, or set a larger prefill_step_size."
+        if long[0] * plan.prompt_seconds_per_token >= plan.seconds_to_first_token(long[0]) / 2:
+            hint = "Computing takes most of it, which no budget shortens. Hint: kv_prefixes keeps computed prompts."
         yield (
             "Warning:",
-            (
-                f"prompts of {_thousands(long[0])} tokens and more wait over a minute for the first token. Hint: raise "
-                "ram_budget_gb, or set a larger prefill_step_size."
-            ),
+            f"prompts of {_thousands(long[0])} tokens and more wait over a minute for the first token. {hint}",
         )
     if plan.kv.num_on_disk:
         yield "KV cache:", _kv_on_disk(plan)

@@ -61,13 +61,15 @@ class Recorder:
         self.start = self.first = self.last = self.sample()
 
     def add(self, response: Any) -> None:
-        """Record a response of ``mlx_lm.stream_generate``."""
+        """Record a response of ``stream_generate``. mlx-vlm's last one may have no token of its own."""
+        self.texts.append(response.text)
+        self.finish_reason = response.finish_reason or self.finish_reason
+        if response.generation_tokens <= len(self.tokens):
+            return
         self.last = self.sample()
         if not self.tokens:
             self.first = self.last
         self.tokens.append(response.token)
-        self.texts.append(response.text)
-        self.finish_reason = response.finish_reason or self.finish_reason
 
     def sample(self) -> Sample:
         """Return the clock and the counters now."""
@@ -145,20 +147,11 @@ class GenerationReport:
 
 
 def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:
-    """Record responses as they come, and write their text. Return the interrupt that ends them, if one does.
-
-    mlx-vlm's last response is of no token of its own, unless the model ended its answer with it.
-    """
-    num_tokens = 0
+    """Record responses as they come, and write their text. Return the interrupt that ends them, if one does."""
     try:
         with closing(responses):
             for response in responses:
-                if response.generation_tokens > num_tokens:
-                    run.add(response)
-                    num_tokens = response.generation_tokens
-                else:
-                    run.texts.append(response.text)
-                    run.finish_reason = response.finish_reason or run.finish_reason
+                run.add(response)
                 if out is not None:
                     print(response.text, end="", file=out, flush=True)
     except KeyboardInterrupt as interrupt:

@@ -1,4 +1,4 @@
-"""``mlx-flash run``: a model or a Modelfile, prompted, in conversation, or served."""
+"""``mlx-flash run`` and ``chat``: a model or a Modelfile, prompted, in conversation, or served."""
 
 from __future__ import annotations
 
@@ -6,87 +6,127 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from mlx_flash.commands.borrowed import default_of
 from mlx_flash.commands.common import make_config, note, note_lines
+from mlx_flash.commands.format import Format
+from mlx_flash.commands.interrupt import alarm
+from mlx_flash.commands.kept import LAST, kept
 from mlx_flash.commands.preview import is_remote
 from mlx_flash.commands.slash import COMPLETIONS
 from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.talk import Talk
-from mlx_flash.commands.typedlines import make_reader
+from mlx_flash.commands.typedlines import begun, make_reader
+from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.hub import is_ollama_name
-from mlx_flash.loading import apply_adapter, load
+from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
+from mlx_flash.ranks.peers import launched_group
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash run``."""
-    modelfile, prompt = _described(args)
+    """Run ``mlx-flash run`` and ``chat``: answer a prompt, hold a conversation, or serve."""
+    if args.pipeline or launched_group() is not None:
+        raise ConfigError(f"{args.command} is for one rank. Hint: mlx-flash exec -- mlx_lm.chat --model MODEL")
+    last = kept(LAST) if args.resume else None
+    modelfile, prompt = _described(args, None if last is None else last[0])
     note_lines(modelfile)
     config = make_config(args, modelfile.flash)
     if args.serve:
         from mlx_flash.commands.serve import serve_modelfile  # an extra
 
         return serve_modelfile(modelfile, config, args)
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
-    talk_about(args, modelfile, config, prompt, out)
-    return 0
-
-
-def talk_about(
-    args: argparse.Namespace,
-    modelfile: Modelfile,
-    config: FlashConfig,
-    prompt: str | None,
-    out: TextIO,
-    tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
-) -> None:
-    """Load a model, and answer a prompt or hold a conversation.
-
-    Args:
-        args: ``max_tokens``, ``verbose`` and ``quiet``.
-        modelfile: the model, its prompts and its sampling.
-        config: how to stream.
-        prompt: the only message; None converses.
-        out: receives the answers.
-        tokenizer_config: settings of the tokenizer.
-        options: further arguments of :class:`Conversation`.
-    """
-    if args.max_tokens is not None:
-        modelfile = replace(modelfile, parameters=replace(modelfile.parameters, num_predict=args.max_tokens))
+    if not is_remote(modelfile.base):
+        resolve(modelfile.base)  # an error comes before a prompt is read
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("the prompt is empty. Hint: give it in quotes, or - to read it from standard input.")
     read = make_reader(COMPLETIONS) if prompt is None else None  # before loading: libraries are in the budget, too
-    _download(modelfile.base)
+    is_typed = read is not None and sys.stdin.isatty()
+    if read is not None and not is_typed:
+        read = begun(read)
+    answers = None if args.format is None else Format(args.format)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
     began = time.perf_counter()
     with ExitStack() as stack:
-        with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
-            loading = loaded(modelfile, config, status.show_loading, tokenizer_config)
-            model, tokenizer = stack.enter_context(loading)
-        if not tokenizer.has_chat_template:
+        opening, kind = _opening(args, modelfile, config, answers)
+
+        def open_() -> tuple[Any, Any]:
+            with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
+                return stack.enter_context(opening(status.show_bytes))
+
+        model, tokenizer = open_()
+        if kind is Conversation and not tokenizer.has_chat_template:
             note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
-        conversation = Conversation(model, tokenizer, modelfile, **options)
-        talk = Talk(conversation, model, time.perf_counter() - began, out, bool(args.verbose))
-        if read is not None:
-            talk.converse(read)
-        elif prompt is not None:
-            talk.answer(prompt)
+        conversation = kind(
+            model,
+            tokenizer,
+            modelfile,
+            max_kv_size=args.max_kv_size,
+            xtc={"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold},
+            processors=tuple if answers is None else answers.processors,
+        )
+        del model  # the conversation can release it
+        if last is not None:
+            conversation.resume(last[1])
+        conversation.pictures = [str(file.absolute()) for file in args.image or ()]
+        loading = time.perf_counter() - began
+        talk = Talk(conversation, loading, out, bool(args.verbose), is_typed or args.resume, reopen=open_)
+        if read is None or prompt is not None:
+            talk.answer(str(prompt))
+            return 0
+
+        def release() -> None:
+            conversation.release()
+            stack.close()
+
+        def read_or_release() -> str:
+            with alarm(args.keepalive, release):
+                return read()
+
+        return talk.converse(read_or_release, is_typed)
+
+
+def _opening(
+    args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig, answers: Format | None
+) -> tuple[Callable[[Progress], AbstractContextManager[tuple[Any, Any]]], type[Conversation]]:
+    """Return what opens a model, any number of times, and the kind of conversation with it."""
+    _download(modelfile.base)
+    path, prepare = resolve(modelfile.base), ignore if answers is None else answers.prepare
+    if not is_vision(args, path, prefers=False):
+        settings = {"trust_remote_code": True} if args.trust_remote_code else {}
+        return partial(loaded, modelfile, config, tokenizer_config=settings, prepare=prepare), Conversation
+    if modelfile.adapter is not None or modelfile.chat_template is not None or args.xtc_probability:
+        raise ConfigError(
+            f"{modelfile.base} sees, so mlx-vlm runs it, without ADAPTER, TEMPLATE and --xtc-probability. "
+            "Hint: leave them out, or give --no-vision."
+        )
+    return partial(seeing_talk, args, path, config, prepare), SeeingConversation
+
+
+def ignore(tokenizer: Any) -> None:
+    """Prepare nothing."""
 
 
 def _download(base: str) -> None:
@@ -97,28 +137,39 @@ def _download(base: str) -> None:
     disable_progress_bars()
 
 
-def _described(args: argparse.Namespace) -> tuple[Modelfile, str | None]:
-    """Return the Modelfile, or one that only names a model, and the prompt of the command line.
+def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, str | None]:
+    """Return the Modelfile, or one that only names a model, with what flags say, and the prompt of the command line.
+
+    Args:
+        args: of the command.
+        model: that of the conversation that goes on.
 
     Raises:
         ConfigError: there are too many words, or neither a model nor a Modelfile.
     """
-    words = list(args.words)
-    model = None
-    if args.file is None and words and (len(words) > 1 or _names_model(words[0])):
+    words, model = list(args.words), args.model or (model if args.file is None else None)
+    if args.model is None and args.file is None and words and (len(words) > 1 or _names_model(words[0])):
         model = words.pop(0)
     if len(words) > 1:
         raise ConfigError(f"run takes one prompt, not {len(words)}. Hint: put a prompt of several words in quotes.")
-    prompt = words[0] if words else None
-    if model is not None:
-        return described_model(model), prompt
-    if args.file is None and not Path("Modelfile").exists():
+    if model is None and args.command == "chat":
+        model = default_of("chat", "--model")
+    if model is not None and args.file is not None:
+        raise ConfigError(f"run: both a model, {model}, and a Modelfile, {args.file}, are given. Hint: leave one out.")
+    if model is None and args.file is None and not Path("Modelfile").exists():
         raise ConfigError('run found neither a model nor ./Modelfile. Hint: mlx-flash run DIR_OR_REPO "PROMPT"')
-    return read_modelfile(args.file or "Modelfile"), prompt
+    found = read_modelfile(args.file or "Modelfile") if model is None else described_model(model)
+    given = {"temperature": args.temp, "top_p": args.top_p, "num_predict": args.max_tokens}
+    parameters = replace(found.parameters, **{name: value for name, value in given.items() if value is not None})
+    adapter = Path(args.adapter_path) if args.adapter_path else found.adapter
+    system = args.system_prompt or found.system
+    return replace(found, parameters=parameters, adapter=adapter, system=system), words[0] if words else None
 
 
 def described_model(name: str) -> Modelfile:
-    """Return the Modelfile with a name, or one that only names a folder or repository."""
+    """Return the Modelfile with a name or at a path, or one that only names a folder or repository."""
+    if Path(name).is_file() and not name.endswith(".gguf"):
+        return read_modelfile(name)
     if not Path(name).is_dir() and (path := named_models().get(name)):
         return read_modelfile(path)
     return Modelfile(path=Path(name), base=name)
@@ -136,16 +187,28 @@ def loaded(
     config: FlashConfig,
     progress: Progress | None = None,
     tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
+    prepare: Callable[[Any], None] = ignore,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``."""
+    """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``.
+
+    Args:
+        modelfile: describes the model.
+        config: how to stream.
+        progress: as of :func:`~mlx_flash.load`.
+        tokenizer_config: settings of the tokenizer.
+        prepare: called with the tokenizer before the plan, which counts what it makes.
+    """
     adapter = None if modelfile.adapter is None else str(modelfile.adapter)
     template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
     settings = {**tokenizer_config, **template}
     if config.enabled:
-        options = {"adapter_path": adapter, "tokenizer_config": settings, "progress": progress}
-        model, tokenizer = load(modelfile.base, config, **options)  # type: ignore[arg-type]
+        path = resolve(modelfile.base)
+        tokenizer = load_tokenizer(path, settings, config)
+        prepare(tokenizer)
+        model: nn.Module = load_model(path, config, adapter_path=adapter, progress=progress)[0]
     else:
         model, tokenizer = mlx_lm.load(modelfile.base, tokenizer_config=settings)
+        prepare(tokenizer)
         if adapter is not None:
             apply_adapter(model, adapter)
     with model if isinstance(model, FlashLLM) else nullcontext():

@@ -10,12 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from rich.progress import MofNCompleteColumn
 
 from mlx_flash.commands.bytecheck import checked_bytes
-from mlx_flash.commands.common import progress_bar
 from mlx_flash.commands.receipt import Call, Notice, Report, digest_of, digests_of
 from mlx_flash.commands.report import Json
+from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.vision import seeing
 from mlx_flash.compat.vlm import current_vlm_load_model
 from mlx_flash.layout.parts import ModelLayout, Unit, bind
@@ -38,14 +37,14 @@ def stream_seeing(
     """Return the plan, the layers, the streamed calls, what reading and comparing bytes counted, and the prompt."""
     with (
         seeing(args, path) as (model, processor),
-        progress_bar(args, "Streamed", MofNCompleteColumn()) as progress,
+        Status("Streamed", args.verbose) as status,
     ):
         prompt = sample_prompt(model, processor, args.prompt_tokens)
         model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
         model.start()
         layers = {unit.name: unit.module for unit in _watched(model.layout)}
         with checked_bytes(model.engine, model.layout) as (check, numbers), model.towers.before_release(check.segments):
-            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, _keep, progress)
+            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, _keep, status.show)
         return model.plan, model.layout, calls, numbers, prompt
 
 

@@ -105,7 +105,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         any_name=args.any_model_name,
     )
     endpoint = replace(_endpoint(args, args.allowed_origins), is_strict=args.strict)
-    return serve_catalog(catalog, endpoint, _batch_options(args), args.keep_alive)
+    return serve_catalog(catalog, endpoint, _batch_options(args), args.keepalive)
 
 
 def _batch_options(args: argparse.Namespace) -> BatchOptions:
@@ -133,10 +133,9 @@ def _checked_folder(folder: Path | None, vision: bool | None) -> Path | None:
 def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Namespace) -> int:
     """Serve the model of a Modelfile, for ``mlx-flash run --serve``."""
     _log_at("INFO")
-    num_predict = modelfile.parameters.num_predict if args.max_tokens is None else args.max_tokens
+    num_predict = modelfile.parameters.num_predict
     if num_predict is not None and num_predict <= 0:
         note(f"{modelfile.path}: PARAMETER num_predict has no effect here: clients of the server set max_tokens")
-    modelfile = replace(modelfile, parameters=replace(modelfile.parameters, num_predict=num_predict))
 
     def describe(name: str, path: Path) -> Source:
         found = read_modelfile(path)
@@ -144,7 +143,7 @@ def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Na
 
     source = source_of(modelfile, modelfile.base, config, Defaults())
     options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
-    return serve_catalog(Catalog([source], config, describe=describe), _endpoint(args), options)
+    return serve_catalog(Catalog([source], config, describe=describe), _endpoint(args), options, args.keepalive)
 
 
 def _log_at(level: str) -> None:

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from mlx_flash.commands.borrowed import DRAFTED, borrow_flags
-from mlx_flash.commands.flags import VISION
-from mlx_flash.commands.flagtypes import count, json_object, seconds
+from mlx_flash.commands.flags import KEEP_ALIVE, VISION
+from mlx_flash.commands.flagtypes import count, duration, json_object
 
 _OWN = ("--model", "--max-tokens", "--allowed-origins", "--chat-template-args", "--prompt-cache-bytes")
 """mlx-lm's flags that are checked here."""
@@ -20,21 +20,14 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name models."""
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="[NAME=]MODEL",
-        help="model directory, or Hugging Face repository; may be repeated, and the first one is the default",
-    )
+    """Add the flag that names a folder of models."""
     parser.add_argument("--models-dir", type=Path, metavar="DIR", help="a folder of model directories and Modelfiles")
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Add all other flags."""
     add = parser.add_argument
-    words = "most tokens of an answer, where a request names none (default: 4096)"
+    words = "most tokens of an answer, where a request names none"
     add("--max-tokens", type=count, default=4096, metavar="N", help=words)
     words = "let the first model answer requests for unknown names (default: if it is the only one)"
     add("--any-model-name", action=argparse.BooleanOptionalAction, default=None, help=words)
@@ -44,8 +37,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--chat-template-args", type=json_object, default={}, metavar="JSON", help="variables of the chat template")
     words = "the most memory of prompt caches, such as 2GB (default: half of the memory for keys and values)"
     add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=words)
-    words = "seconds that an idle model stays in memory (default: until another one needs the memory)"
-    add("--keep-alive", type=seconds, metavar="S", help=words)
+    words = "time that an idle model stays in memory, such as 5m (default: until another one needs the memory)"
+    add(*KEEP_ALIVE, type=duration, metavar="TIME", help=words)
     parser.add_argument(*VISION[0], **VISION[1])
     words = "a folder whose files requests may name as pictures; implies --vision"
     add("--image-folder", type=Path, metavar="DIR", help=words)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 
-import mlx.nn as nn
 from rich.text import Text
 
-from mlx_flash.commands.common import print_rich
+from mlx_flash.commands.common import note, print_rich
+from mlx_flash.commands.kept import keep, kept
 from mlx_flash.config import GB, did_you_mean
 from mlx_flash.errors import ConfigError
 from mlx_flash.memory.footprint import footprint, peak_footprint
@@ -30,13 +31,24 @@ USAGES = {
     "/set verbose, /set quiet": "all measurements after an answer, or none; /set normal: one line",
     f"/show {' | '.join(VIEWS)}": "show it",
     "/clear": "forget the conversation",
+    "/save NAME, /load NAME": "keep the conversation, go on with one; run --resume goes on with the last one",
+    "/image FILE": "a picture for the next message, where the model sees",
     ", ".join(HELP): "show this",
     ", ".join(BYE): "end, as Ctrl-D does",
     '"""': "begins and ends a message of several lines; Alt-Enter adds a line",
 }
 
-NAMES = ("/set", "/show", "/clear", *HELP, *BYE)
-COMPLETIONS = ("/clear", *HELP, *BYE, *(f"/set {word}" for word in SETTINGS), *(f"/show {word}" for word in VIEWS))
+WITH_NAMES = ("/save", "/load", "/image")
+
+NAMES = ("/set", "/show", "/clear", *WITH_NAMES, *HELP, *BYE)
+COMPLETIONS = (
+    "/clear",
+    *WITH_NAMES,
+    *HELP,
+    *BYE,
+    *(f"/set {word}" for word in SETTINGS),
+    *(f"/show {word}" for word in VIEWS),
+)
 
 
 class Bye(Exception):
@@ -48,7 +60,6 @@ class Slash:
 
     Args:
         conversation: the conversation.
-        model: its model.
         verbose: the state of ``/set verbose`` at the beginning.
 
     Attributes:
@@ -56,9 +67,8 @@ class Slash:
         is_quiet: print none.
     """
 
-    def __init__(self, conversation: Conversation, model: nn.Module, verbose: bool) -> None:
+    def __init__(self, conversation: Conversation, verbose: bool) -> None:
         self._conversation = conversation
-        self._model = model
         self.is_verbose = verbose
         self.is_quiet = False
 
@@ -76,6 +86,8 @@ class Slash:
             _print("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()))
         elif name == "/clear":
             self._conversation.clear()
+        elif name in WITH_NAMES:
+            self._take(name, rest.strip())
         elif name == "/set":
             self._set(*_words(rest))
         elif name == "/show":
@@ -85,6 +97,19 @@ class Slash:
                 f"there is no command {name}; there are {', '.join(NAMES)}{did_you_mean(name, NAMES) or '.'} "
                 "Hint: put a blank before a message that begins with /"
             )
+
+    def _take(self, name: str, what: str) -> None:
+        """Keep, load, or show a picture."""
+        conversation = self._conversation
+        if not what:
+            raise ConfigError(f"{name} needs a name. Hint: /? shows the commands.")
+        if name == "/image":
+            conversation.pictures = [*conversation.pictures, str(Path(what).expanduser().absolute())]
+        elif name == "/save":
+            keep(what, conversation)
+        else:
+            conversation.resume(kept(what)[1])
+            note(f"{len(conversation.messages)} messages; the next answer goes on from there")
 
     def _set(self, what: str, rest: str) -> None:
         if what == "parameter":
@@ -124,7 +149,7 @@ class Slash:
         _print(views[what]() or f"there is no {what}")
 
     def _info(self) -> Iterator[str]:
-        conversation, model = self._conversation, self._model
+        conversation, model = self._conversation, self._conversation.model
         yield f"model       {conversation.modelfile.base}"
         if isinstance(model, FlashLLM):
             plan = model.plan

@@ -25,7 +25,7 @@ class Status:
     """
 
     def __init__(self, words: str, is_shown: bool = True) -> None:
-        self._words = words
+        self._words = self._activity = words
         self._began = time.monotonic()
         self._is_stopping: Callable[[], bool] = lambda: False
         self._spinner = Spinner("line")
@@ -46,19 +46,25 @@ class Status:
         """Show that the activity is about to stop, once a function says so. A thread calls it."""
         self._is_stopping = is_stopping
 
-    def show_loading(self, done: int, total: int) -> None:
-        """Show how many bytes of weights are in memory. A ``progress`` of ``load()``."""
-        self._words = f"reading weights: {size(done)} of {size(total)}"
+    def show_bytes(self, done: int, total: int) -> None:
+        """Show how many bytes are done. A ``progress`` of ``load()``."""
+        self._show(size(done), size(total), done < total)
 
-    def show_prompt(self, done: int, total: int) -> None:
-        """Show how much of the prompt is computed. A ``prompt_progress_callback`` of mlx-lm."""
-        self._words = f"computing the prompt: {done} of {total} tokens"
+    def show(self, done: int, total: int) -> None:
+        """Show how much is done. A ``prompt_progress_callback`` of mlx-lm. The line is removed when all is."""
+        self._show(str(done), str(total), done < total)
+
+    def _show(self, done: str, total: str, is_drawn: bool) -> None:
+        self._words = f"{self._activity}: {done} of {total}"
+        if self._live is not None and is_drawn:
+            self._live.start()
+        elif not is_drawn:
+            self.stop()
 
     def stop(self) -> None:
         """Remove the line."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         seconds = time.monotonic() - self._began

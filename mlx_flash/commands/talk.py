@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from contextlib import closing
-from typing import TextIO
+from typing import Any, TextIO
 
-import mlx.nn as nn
 from rich.text import Text
 
 from mlx_flash.commands.common import note, print_rich
 from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
+from mlx_flash.commands.kept import LAST, keep
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import Recorder, make_report, ratio
 from mlx_flash.commands.slash import Bye, Slash
 from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.typedlines import Read
 from mlx_flash.config import GB
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import FlashError, WriteError
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.monitor.words import counted, duration, tokens_rate
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
+AGAIN = "(Ctrl-C again, Ctrl-D or /bye ends)"
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters of an answer that would control the terminal."""
@@ -35,30 +37,54 @@ class Talk:
 
     Args:
         conversation: the conversation.
-        model: its model.
         load_seconds: duration of loading.
         out: receives the answers.
         verbose: print all measurements after each answer.
+        keeps: write the conversation to its file after each answer.
+        reopen: loads the model again that left memory. Returns it and its tokenizer.
     """
 
     def __init__(
-        self, conversation: Conversation, model: nn.Module, load_seconds: float, out: TextIO, verbose: bool
+        self,
+        conversation: Conversation,
+        load_seconds: float,
+        out: TextIO,
+        verbose: bool,
+        keeps: bool = False,
+        reopen: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
         self._conversation = conversation
-        self._model = model
         self._load_seconds = load_seconds
         self._out = out
         self._is_terminal = out.isatty()
-        self.slash = Slash(conversation, model, verbose)
+        self._keeps = keeps
+        self._reopen = reopen
+        self.slash = Slash(conversation, verbose)
 
-    def converse(self, read: Read) -> None:
-        """Answer messages until the user ends the conversation. An error of an answer does not end it."""
+    def converse(self, read: Read, is_typed: bool = False) -> int:
+        """Answer messages until the user ends the conversation. An error of an answer does not end it.
+
+        Args:
+            read: reads a message.
+            is_typed: a person types: Ctrl-C without a message asks for another one, and errors are no failure.
+
+        Returns:
+            The exit status.
+        """
         note(HINT)
+        is_interrupted, status = False, 0
         while True:
             try:
                 text = read()
             except EOFError:
-                return
+                return status
+            except KeyboardInterrupt as error:
+                if is_interrupted or not is_typed or type(error) is not KeyboardInterrupt:  # SIGTERM and SIGHUP
+                    raise
+                is_interrupted = True
+                note(AGAIN)
+                continue
+            is_interrupted = False
             try:
                 if text.startswith("/"):
                     self.slash.run(text)
@@ -66,19 +92,22 @@ class Talk:
                     self.answer(text.strip())
                     self._print_footer()
             except Bye:
-                return
+                return status
             except FlashError as error:
+                status = int(not is_typed)
                 print_rich(Text(f"mlx-flash: error: {' '.join(str(error).split())}"), sys.stderr)
 
     def answer(self, text: str) -> None:
         """Print the answer to a message until it ends or the user presses Ctrl-C."""
-        recorder = self._recorder = Recorder(self._model, 0, self._load_seconds)
+        if self._conversation.model is None and self._reopen is not None:
+            self._conversation.bind(*self._reopen())
+        recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
         with Interrupts() as interrupts, Status("computing the prompt", self._is_terminal) as status:
             status.watch(lambda: interrupts.is_pressed)
 
             def report(done: int, total: int) -> None:
                 interrupts.check(done, total)
-                status.show_prompt(done, total)
+                status.show(done, total)
 
             pieces = self._conversation.answer(text, report, recorder.add, lambda: interrupts.stopped)
             try:
@@ -90,6 +119,12 @@ class Talk:
             except AnswerStoppedError:
                 pass  # stopped before the first token
         print(file=self._out, flush=True)
+        if self._keeps:
+            try:
+                keep(LAST, self._conversation)
+            except WriteError as error:
+                self._keeps = False
+                note(f"mlx-flash: {error}")
         recorder.num_prompt_tokens = self._conversation.num_new_tokens
         if self.slash.is_verbose and recorder.tokens:
             step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE

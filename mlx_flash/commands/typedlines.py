@@ -27,11 +27,6 @@ def make_reader(words: Sequence[str]) -> Read:
     """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return read_plainly
-    try:
-        import prompt_toolkit  # noqa: F401
-    except ModuleNotFoundError:
-        note("mlx-flash: without prompt_toolkit there is no history and no editing. Hint: pip install prompt_toolkit")
-        return read_plainly
     return _make_editor(words)
 
 
@@ -69,10 +64,30 @@ def unquote(text: str) -> str:
     return text
 
 
+def begun(read: Read) -> Read:
+    """Read the first message now. Return a function that returns it, and reads the others.
+
+    Raises:
+        ConfigError: there is no message.
+    """
+    try:
+        while not (first := read()).strip():
+            pass
+    except EOFError:
+        raise ConfigError("there is no prompt: standard input is empty. Hint: mlx-flash run MODEL PROMPT") from None
+    messages = iter([first])
+    return lambda: next(messages, None) or read()
+
+
+def state_folder() -> Path:
+    """Return the folder of earlier messages and conversations. It need not exist."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else home_directory() / ".local" / "state") / "mlx-flash"
+
+
 def history_file() -> Path:
     """Return the file of earlier messages. It need not exist."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else home_directory() / ".local" / "state") / "mlx-flash" / "history"
+    return state_folder() / "history"
 
 
 def open_history(path: Path) -> bool:
@@ -103,7 +118,7 @@ def _make_editor(words: Sequence[str]) -> Read:
 
     @keys.add("c-c")
     def _(event: Any) -> None:
-        """Empty the line, or end the program where it is empty."""
+        """Empty the line, or interrupt the prompt where it is empty."""
         if event.current_buffer.text:
             event.current_buffer.reset()
         else:

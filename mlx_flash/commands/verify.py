@@ -11,10 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.progress import DownloadColumn, MofNCompleteColumn
-
 from mlx_flash.commands.bytecheck import checked_bytes
-from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import make_config, print_json, print_rich
 from mlx_flash.commands.receipt import (
     FORMAT,
     Call,
@@ -27,6 +25,7 @@ from mlx_flash.commands.receipt import (
 )
 from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import Json, surroundings
+from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.vision import is_vision
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.pack import pack
@@ -59,8 +58,8 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     if args.output is not None:
         _check_place(args.output)
     began = time.perf_counter()
-    with progress_bar(args, "Files", DownloadColumn()) as progress:
-        digests = file_digests(files, progress)
+    with Status("Files", args.verbose) as status:
+        digests = file_digests(files, status.show_bytes)
     prompt = None
     if is_vision(args, path, prefers=True):
         from mlx_flash.commands.seen import reference_seeing, stream_seeing
@@ -72,8 +71,8 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     if args.reference is None:
         resident = plan.model_bytes <= RESIDENT_SHARE * available_memory()
     library = "mlx-lm" if prompt is None else "mlx-vlm"
-    with _stock_copy(path) as stock, progress_bar(args, library, MofNCompleteColumn()) as progress:
-        again: dict[str, Any] = {"resident": resident, "report": progress}
+    with _stock_copy(path) as stock, Status(library, args.verbose) as status:
+        again: dict[str, Any] = {"resident": resident, "report": status.show}
         if prompt is None:
             expected = reference_trace(stock, layout, calls, **again).calls
         else:
@@ -117,10 +116,10 @@ def _stream(
     vocabulary = int(load_config(path).get("vocab_size", 98))
     prompt = [1 + i * 7 % (min(vocabulary, 98) - 1) for i in range(args.prompt_tokens)]
     model, _ = load_model(path, config)
-    with model, progress_bar(args, "Streamed", MofNCompleteColumn()) as progress:
+    with model, Status("Streamed", args.verbose) as status:
         assert model.engine is not None
         with checked_bytes(model.engine, model.layout) as (_, numbers):
-            found = streamed_trace(model, prompt, args.max_tokens, progress)
+            found = streamed_trace(model, prompt, args.max_tokens, status.show)
         return model.plan, model.layout, found.calls, numbers
 
 

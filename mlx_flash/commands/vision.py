@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.progress import DownloadColumn
-
-from mlx_flash.commands.common import LOOP_FLAGS, make_config, progress_bar, prompt_text
+from mlx_flash.commands.common import LOOP_FLAGS, make_config, prompt_text
 from mlx_flash.commands.report import Recorder, follow
+from mlx_flash.commands.statusline import Status
 from mlx_flash.config import FlashConfig
+from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import ConfigError
+from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 
@@ -74,24 +74,96 @@ def prepare_folder(path: Path, config: FlashConfig, probe: Path | None = None, *
 
 
 @contextlib.contextmanager
-def seeing(args: argparse.Namespace, path: Path) -> Iterator[tuple[Any, Any]]:
+def seeing(args: argparse.Namespace, path: Path, config: FlashConfig | None = None) -> Iterator[tuple[Any, Any]]:
     """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, and its processor.
 
     Args:
         args: of the command.
         path: the model's folder.
+        config: how to stream; None takes what flags and environment say.
     """
     import mlx_vlm
 
     from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
 
-    config = make_config(args)
+    config = config or make_config(args)
     trusts = vars(args).get("trust_remote_code", False)  # commands without the flag do not
     if not config.enabled or vars(args).get("resident"):
         yield mlx_vlm.load(str(path), trust_remote_code=trusts)
         return
     with load_vlm_model(path, config) as model:
         yield model, load_processor_of(path, model, trust_remote_code=trusts)
+
+
+@contextlib.contextmanager
+def seeing_talk(
+    args: argparse.Namespace, path: Path, config: FlashConfig, prepare: Callable[[Any], None], progress: Progress
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a model that sees and its processor, ready for a conversation that begins with ``args.image``.
+
+    Args:
+        args: of the command.
+        path: the model's folder.
+        config: how to stream.
+        prepare: called with the tokenizer before the plan.
+        progress: of loading.
+    """
+    from mlx_flash.vision.flashvlm import FlashVLM
+    from mlx_flash.vision.pictureprompts import make_prompt
+    from mlx_flash.vision.pictures import open_picture
+
+    with seeing(args, path, config) as (model, processor):
+        prepare(getattr(processor, "tokenizer", processor))
+        if isinstance(model, FlashVLM):
+            pictures = [open_picture(file, str(file)) for file in args.image or ()]
+            model.expect(None, make_prompt(model, processor, "?", pictures).keywords)
+            del pictures
+            model.start(progress)
+        yield model, processor
+
+
+class SeeingConversation(Conversation):
+    """A conversation over a model of mlx-vlm. Its caches are not kept: the same tokens may stand for other pictures."""
+
+    def bind(self, model: Any, tokenizer: Any) -> None:
+        """Use a model, and its processor."""
+        from mlx_flash.vision.flashvlm import FlashVLM
+
+        self._seeing = model
+        super().bind(model.language_model if isinstance(model, FlashVLM) else model, tokenizer)
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self._seeing = None
+        super().release()
+
+    def _new_cache(self) -> list[Any]:
+        return []
+
+    def _encode(self) -> list[int]:
+        from mlx_flash.vision.pictureprompts import make_prompt
+        from mlx_flash.vision.pictures import open_picture
+
+        self._check_messages()
+        files = [file for message in self.messages for file in message.get("images", ())]
+        pictures = [open_picture(Path(file), file) for file in files]
+        self._inputs = make_prompt(
+            self._seeing, self._tokenizer, list(map(_with_places, self.messages)), pictures, enable_thinking=False
+        )
+        return self._inputs.tokens
+
+    def _respond(self, rest: list[int], on_progress: Any, options: dict[str, Any]) -> Generator[Any, None, None]:
+        from mlx_flash.vision.pictureprompts import responses
+
+        if on_progress is not None:
+            on_progress(0, len(rest))
+        return responses(self._seeing, self._tokenizer, self._inputs, **options)
+
+
+def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in which each picture has its place, before the text."""
+    text, marks = {"type": "text", "text": message["content"]}, [{"type": "image"} for _ in message.get("images", ())]
+    return {"role": message["role"], "content": [*marks, text] if marks else message["content"]}
 
 
 def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> tuple[Recorder, int, Any]:
@@ -122,8 +194,8 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
         step, language = args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE, model
         if isinstance(model, FlashVLM):
             model.expect(num_prompt + args.max_tokens if args.max_tokens > 0 else None, prompt.keywords)
-            with progress_bar(args, "Loading", DownloadColumn()) as progress:
-                model.start(progress)
+            with Status("Loading", args.verbose) as status:
+                model.start(status.show_bytes)
             step, language = min(step, model.plan.prefill_step_size), model.language_model
         run = Recorder(language, num_prompt, time.perf_counter() - began)
         options = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
@@ -142,7 +214,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _messages(args: argparse.Namespace) -> Any:
-    prompt = prompt_text(args, sys.stdin.read)
+    prompt = prompt_text(args, lambda file: file.read())
     if args.ignore_chat_template or args.system_prompt is None:
         return prompt
     return [{"role": "system", "content": args.system_prompt}, {"role": "user", "content": prompt}]

@@ -14,12 +14,12 @@ from jinja2 import TemplateError
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import ConfigError, FlashError
 from mlx_flash.generation import stream_generate
 from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import Modelfile, Parameters
-from mlx_flash.modelfile.values import check_text
+from mlx_flash.modelfile.values import DEFAULT_MAX_TOKENS, check_text
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
@@ -27,7 +27,6 @@ Progress = Callable[[int, int], None]
 Listener = Callable[[Any], None]
 Question = Callable[[], bool]
 
-DEFAULT_MAX_TOKENS = 512
 DEFAULT_REPEAT_LAST_N = 64
 """Ollama's."""
 
@@ -46,10 +45,13 @@ class Conversation:
         modelfile: first messages, sampling, and texts that end an answer.
         max_kv_size: tokens that a rotating KV cache holds; None drops none.
         xtc: further arguments of ``mlx_lm.sample_utils.make_sampler``.
+        processors: returns further logits processors of an answer.
 
     Attributes:
+        model: None after :meth:`release`.
         modelfile: may be replaced between two answers; :meth:`set_system` changes its system prompt.
-        messages: the turns so far, as the chat template takes them.
+        messages: the turns so far, as the chat template takes them. Those with pictures have ``images``, their files.
+        pictures: files for the next message.
         finish_reason: ``"stop"`` or ``"length"``, of the last answer.
         num_new_tokens: prompt tokens of the last answer that the cache did not hold.
     """
@@ -61,22 +63,37 @@ class Conversation:
         modelfile: Modelfile,
         max_kv_size: int | None = None,
         xtc: Mapping[str, Any] = MappingProxyType({}),
+        processors: Callable[[], Sequence[LogitsProcessor]] = tuple,
     ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
         self.modelfile = modelfile
         self._max_kv_size = max_kv_size
-        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if xtc else []
-        self._xtc = {**xtc, "xtc_special_tokens": special} if xtc else {}
-        self._cache = self._new_cache()
-        self._cached: list[int] = []
-        self.messages = first_messages(modelfile)
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if xtc.get("xtc_probability") else []
+        self._xtc = {**xtc, "xtc_special_tokens": special} if special else {}
+        self._processors = processors
+        self.bind(model, tokenizer)
+        self.messages: list[dict[str, Any]] = first_messages(modelfile)
+        self.pictures: list[str] = []
         self.finish_reason: str | None = None
         self.num_new_tokens = 0
+
+    def bind(self, model: nn.Module, tokenizer: Any) -> None:
+        """Use a model, with nothing in its cache."""
+        self.model: Any = model
+        self._tokenizer = tokenizer
+        self._cache, self._cached = self._new_cache(), list[int]()
+
+    def release(self) -> None:
+        """Let go of the model. The messages stay; :meth:`bind` comes before the next answer."""
+        self.model, self._cache, self._cached = None, [], []
 
     def clear(self) -> None:
         """Forget everything but the messages that the Modelfile begins with."""
         self.messages = first_messages(self.modelfile)
+
+    def resume(self, messages: list[dict[str, Any]]) -> None:
+        """Go on with messages of another conversation, and with its system prompt."""
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        self.messages, self.modelfile = messages, replace(self.modelfile, system=system)
 
     def set_system(self, text: str | None) -> None:
         """Change the system prompt of this conversation; None removes it."""
@@ -111,8 +128,8 @@ class Conversation:
         Raises:
             ConfigError: the conversation has no tokens.
         """
-        self.messages.append({"role": "user", "content": text})
-        said = ""
+        pictures, self.pictures, said = self.pictures, [], ""
+        self.messages.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
         try:
             prompt = self._encode()
             rest = self._trim(prompt)
@@ -122,16 +139,18 @@ class Conversation:
                 said += piece
                 yield piece
             self.messages.append({"role": "assistant", "content": said})
-        except BaseException:
+        except BaseException as error:
             if said:
                 self.messages.append({"role": "assistant", "content": said})
             else:
                 self.messages.pop()
+                self.pictures = [] if isinstance(error, FlashError) else pictures
             raise
 
     def _encode(self) -> list[int]:
-        for message in self.messages:
-            check_text(message["content"], f"the message of the {message['role']}")
+        self._check_messages()
+        if any("images" in message for message in self.messages):
+            raise ConfigError("the conversation has pictures, and the model is loaded as text alone. Hint: --vision")
         if self._tokenizer.has_chat_template:
             with template_explained():
                 tokens: list[int] = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
@@ -142,6 +161,10 @@ class Conversation:
         if not tokens:
             raise ConfigError("the conversation has no tokens. Hint: does the chat template use 'messages'?")
         return tokens
+
+    def _check_messages(self) -> None:
+        for message in self.messages:
+            check_text(message["content"], f"the message of the {message['role']}")
 
     def _trim(self, prompt: list[int]) -> list[int]:
         """Trim the cache to the longest prefix of the prompt that it can hold. Return the tokens left to compute."""
@@ -155,7 +178,7 @@ class Conversation:
         return prompt[common:]
 
     def _new_cache(self) -> list[Any]:
-        cache: list[Any] = make_prompt_cache(self._model, self._max_kv_size)
+        cache: list[Any] = make_prompt_cache(self.model, self._max_kv_size)
         return cache
 
     def _generate(
@@ -171,20 +194,14 @@ class Conversation:
             mx.random.seed(parameters.seed)
         given = parameters.max_tokens(len(prompt))
         options = sampling(parameters, **self._xtc)
-        if isinstance(self._model, FlashLLM):
-            options["prefill_step_size"] = self._model.plan.prefill_step_size
+        options["logits_processors"] += self._processors()
+        options["max_tokens"] = DEFAULT_MAX_TOKENS if given is None else given
+        if isinstance(self.model, FlashLLM):
+            options["prefill_step_size"] = self.model.plan.prefill_step_size
         if rest != prompt:
             before = prompt[: len(prompt) - len(rest)]
             options["logits_processors"] = [_seeing(before, process) for process in options["logits_processors"]]
-        responses = stream_generate(
-            self._model,
-            self._tokenizer,
-            rest,
-            max_tokens=DEFAULT_MAX_TOKENS if given is None else given,
-            prompt_cache=self._cache,
-            **({} if on_progress is None else {"prompt_progress_callback": on_progress}),
-            **options,
-        )
+        responses = self._respond(rest, on_progress, options)
         self._cached += rest
         try:
             for response in responses:
@@ -198,6 +215,15 @@ class Conversation:
         finally:
             responses.close()
             self._agree_with_cache()
+
+    def _respond(
+        self, rest: list[int], on_progress: Progress | None, options: dict[str, Any]
+    ) -> Generator[Any, None, None]:
+        """Return the responses of ``stream_generate`` to tokens that the cache does not hold."""
+        progress = {} if on_progress is None else {"prompt_progress_callback": on_progress}
+        options |= {"prompt_cache": self._cache, **progress}
+        responses: Generator[Any, None, None] = stream_generate(self.model, self._tokenizer, rest, **options)
+        return responses
 
     def _agree_with_cache(self) -> None:
         """Drop tokens that mlx-lm has not computed from the record. A cache without an offset is replaced."""

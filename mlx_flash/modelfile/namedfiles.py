@@ -35,7 +35,8 @@ def check_model_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is no name for a model: it must have 1 to 100 letters, digits, and . : _ - (not at the start)"
+            f"{name!r} is no name for a model or a conversation: it must have 1 to 100 letters, digits, and . : _ - "
+            "(not at the start)"
         )
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from mlx_flash.config import did_you_mean
 from mlx_flash.errors import ConfigError
 
+DEFAULT_MAX_TOKENS = 512
+"""Tokens of an answer where nothing else is said."""
+
 ROLES = ("system", "user", "assistant")
 
 _MOST = 2**31 - 1

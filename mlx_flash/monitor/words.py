@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
+_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+
+_LONG = 48 * 3600
+"""Seconds from which on durations are in days."""
 
 
 def size(nbytes: float) -> str:
@@ -18,9 +26,28 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
+    if seconds >= _LONG:
+        return f"{seconds / 86_400:.1f} days"
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def seconds_of(value: float | str) -> float:
+    """Return a duration of Go, such as ``1h30m``, in seconds. Numbers are seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        return float(value)
+    text = value.strip()
+    if re.fullmatch(r"[+-]?\d{1,15}(\.\d{0,9})?", text):
+        return float(text)
+    if not _DURATION.fullmatch(text):
+        raise ValueError("a duration is a number of seconds, or a text such as 5m or 1h30m")
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    return -seconds if text.startswith("-") else seconds
 
 
 def percent(part: float | None) -> str:
@@ -44,18 +71,19 @@ SLOW = 0.1
 
 
 def rate(per_second: float | None) -> str:
-    """Return tokens per second, without the unit; for a slow speed the seconds for a token, with it."""
+    """Return tokens per second, without the unit, for columns of such numbers."""
     if per_second is None:
         return "-"
     if 0 < per_second < SLOW:
-        return speed(per_second)
+        return f"{per_second:.2g}"
     return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"
 
 
 def tokens_rate(per_second: float | None) -> str:
-    """Return a rate of tokens with its unit."""
-    words = rate(per_second)
-    return words if words.endswith("token") else f"{words} tokens/s"
+    """Return a rate of tokens with its unit; below one token in ten seconds, the seconds for a token."""
+    if per_second and per_second < SLOW:
+        return speed(per_second)
+    return f"{rate(per_second)} tokens/s"
 
 
 def speed(tokens_per_second: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -28,13 +29,14 @@ import children
 from children import ROOT
 from mlx_flash import __version__, cli
 from mlx_flash.commands import cache, dispatch
-from mlx_flash.commands.arguments import COMMANDS, parse_arguments
+from mlx_flash.commands.arguments import COMMANDS, SETTINGS, make_parser, parse_arguments
 from mlx_flash.commands.common import prompt_text
 from mlx_flash.commands.render import render_plan
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
-from mlx_flash.monitor.words import duration, rate, speed
+from mlx_flash.monitor.words import duration, rate, speed, tokens_rate
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from models import make_random_model
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
@@ -201,12 +203,12 @@ def test_summary_goes_to_stderr(model: Path) -> None:
 
 
 def test_verbose_false_writes_text_alone(model: Path) -> None:
-    done = run("generate", "--model", model, "-m", 4, "--verbose", "False")
+    done = run("generate", "--model", model, "-m", 4, "--verbose", "False", "--prompt", "hello")
     assert done.stderr == b"" and done.stdout.endswith(b"\n")
 
 
 def test_verbose_false_still_says_that_a_smaller_step_changes_last_bits(model: Path) -> None:
-    command = ["generate", "--model", model, "-m", 2, "--prefill-step-size", 4, "--verbose", "False"]
+    command = ["generate", model, "-p", "hello", "-m", 2, "--prefill-step-size", 4, "--verbose", "False"]
     told = run(*command).stderr
     assert told.count(b"\n") == 1 and b"output is mlx-lm's own for --prefill-step-size 4" in told
     assert run(*command, "--quiet").stderr == b""
@@ -217,6 +219,15 @@ def test_prompt_from_stdin(model: Path) -> None:
     piped = run_json(*command, "--prompt", "-", stdin="good morning")
     assert piped["tokens"] == run_json(*command, "--prompt", "good morning")["tokens"]
     assert piped["prompt_tokens"] > len("good morning")
+
+
+def test_without_a_prompt_the_prompt_is_piped_in_or_shown(model: Path) -> None:
+    command = ["generate", model, "-m", 3]
+    piped, given = run_json(*command, stdin="good morning"), run_json(*command, "--prompt", "good morning")
+    assert piped["tokens"] == given["tokens"]
+    done = run(*command)
+    assert b"there is no --prompt: the prompt is 'hello'" in done.stderr
+    assert done.stdout == run(*command, "--prompt", "hello").stdout
 
 
 def test_closed_standard_streams_are_no_files_of_the_model(model: Path) -> None:
@@ -249,7 +260,8 @@ def test_one_token(model: Path) -> None:
 def test_slow_speeds_are_seconds_per_token() -> None:
     assert speed(2.5) == "2.500 tokens-per-sec" and speed(0.1) == "0.100 tokens-per-sec"
     assert speed(0.0004) == "2500.0 s per token" and speed(0) == "0.000 tokens-per-sec"
-    assert rate(0.0004) == "2500.0 s per token" and rate(0.25) == "0.25" and rate(0) == "0.00"
+    assert tokens_rate(0.0004) == "2500.0 s per token" and tokens_rate(0.25) == "0.25 tokens/s"
+    assert rate(0.0004) == "0.0004" and rate(0.0219) == "0.022" and rate(0.25) == "0.25" and rate(0) == "0.00"
 
 
 def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
@@ -324,7 +336,14 @@ def test_plan_warns_of_prompts_that_take_longer_than_a_minute(model: Path) -> No
         text = file.getvalue()
         assert ("Warning:" in text) == warned == (slow.seconds_to_first_token(16_000) > 60)
         assert f"100 tokens {duration(30 * slow.prompt_passes(100))}" in text or seconds < 30
+        assert "Hint: raise ram_budget_gb" in text or not warned
     assert "30 s per token, from a short probe; up to 90 s are likely" in text
+    file = io.StringIO()
+    Console(file=file, width=200).print(
+        render_plan("tiny", prepared.layout, replace(plan, prompt_seconds_per_token=0.1))
+    )
+    assert "Computing takes most of it, which no budget shortens" in file.getvalue()
+    assert "raise ram_budget_gb" not in file.getvalue() and duration(8_304_709) == "96.1 days"
 
 
 def test_plan_of_a_kv_cache_on_disk_needs_no_context_length(model: Path) -> None:
@@ -394,7 +413,7 @@ def test_help_shows_the_basics_first_and_tuning_last(command: str) -> None:
     short = run(command, "--help")
     assert short.returncode == 0 and short.stdout == run("help", command).stdout
     lines = short.stdout.decode().splitlines()
-    assert len(lines) <= 40 and max(map(len, lines)) < 80 and "--queue-depth" not in short.stdout.decode()
+    assert len(lines) <= 52 and max(map(len, lines)) < 80 and "--queue-depth" not in short.stdout.decode()
     done = run(command, "--help-tuning")
     assert done.returncode == 0 and set(flags_in(short.stdout.decode())) <= set(flags_in(done.stdout.decode()))
     basics, *tuning = done.stdout.decode().split("\ntuning:\n")
@@ -408,9 +427,65 @@ def test_generate_takes_the_flags_and_defaults_of_mlx_lm() -> None:
     ours = vars(parse_arguments(["generate", "--model", "x"]))
     theirs = vars(setup_arg_parser().parse_args([]))
     not_supported = {"image", "quantize_activations"}
-    of_its_own = {"model", "prefill_step_size", "num_draft_tokens"}  # required here; chosen by the plan, by the pace
+    of_its_own = {"model", "prompt", "prefill_step_size", "num_draft_tokens"}  # first, piped, by the plan, by the pace
     for name in theirs.keys() - not_supported - of_its_own:
         assert ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if command.model])
+def test_a_model_is_the_first_argument_or_a_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["target"] if command == "pack" else []
+    found = [
+        parse_arguments([command, *words]) for words in (["m", *more], ["--model", "m", *more], ["--quiet", "m", *more])
+    ]
+    assert {str(args.model) for args in found} == {"['m']" if "..." in COMMANDS[command].model else "m"}
+    if "..." not in COMMANDS[command].model:
+        with pytest.raises(SystemExit):
+            parse_arguments([command, "m", *more, "--model", "n"])
+        assert "two models are given, m and --model n" in capsys.readouterr().err
+
+
+def test_words_of_run_stand_anywhere() -> None:
+    args = parse_arguments(["run", "m", "--max-tokens", "3", "a prompt", "--verbose"])
+    assert args.words == ["m", "a prompt"] and args.max_tokens == 3
+    args = parse_arguments(["run", "--model", "m", "a prompt"])
+    assert args.words == ["a prompt"] and args.model == "m"
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_states_every_default(command: str) -> None:
+    parser = make_parser(command, is_whole=True)[1]
+    assert parser is not None
+    for action in parser._actions:
+        shown = " ".join(parser._get_formatter()._expand_help(action).split()) if action.help else ""
+        if action.help != argparse.SUPPRESS and action.nargs != 0 and action.default not in (None, (), [], {}, ""):
+            assert f"efault: {action.default}" in shown, (action.option_strings, shown)
+        if action.dest in SETTINGS:
+            assert "(default: " in shown, action.option_strings
+    if COMMANDS[command].streams:
+        text = " ".join(parser.format_help().split())
+        assert f"mlx-lm's {DEFAULT_PREFILL_STEP_SIZE}, or fewer" in text and 'performance (default: "balanced")' in text
+
+
+def test_without_a_back_end_the_error_names_the_extra() -> None:
+    program = """
+import sys
+class NoBackEnd:
+    def find_spec(self, name, *_):
+        if name == "mlx.core":
+            raise ImportError("libmlx.so: cannot open", name="core", path="/site-packages/mlx/core.cpython-311.so")
+sys.meta_path.insert(0, NoBackEnd())
+from mlx_flash import cli
+status = cli.main(["plan", "x"])
+try:
+    from mlx_flash import load
+except ImportError as error:
+    sys.exit(str(error) if status == 1 else 3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and len(lines) == 2 and lines[0] == f"mlx-flash: error: {lines[1]}"
+    assert "libmlx.so" in lines[1] and "Hint: on Linux MLX needs a back end: pip install 'mlx[cpu]'" in lines[1]
 
 
 @pytest.mark.parametrize("command", [["--help"], ["help", "serve"], ["generate", "--help"], ["-V"]])
@@ -436,12 +511,12 @@ finally:
     ("words", "hint"),
     [
         ("generate --model x --ram-bugdet-gb 2", "Did you mean '--ram-budget-gb'?"),
-        ("generate --modle x", "unrecognized arguments: --modle x. Did you mean '--model'?"),
+        ("generate --modle x", "unrecognized arguments: --modle. Did you mean '--model'?"),
         ("plan --model x --kv-prefixs=exact", "Did you mean '--kv-prefixes'?"),
         ("serve --model x --prot 80", "Did you mean '--port'?"),
         ("chat --model x --tmep 1", "Did you mean '--temp'?"),
         ("genrate --model x", "there is no command 'genrate'. Did you mean 'generate'?"),
-        ("generate --prompt x", "the following arguments are required: --model"),
+        ("generate --prompt x", "the following arguments are required: MODEL, as the first argument or by --model"),
     ],
 )
 def test_misspelt_flags_and_commands_get_a_suggestion(
@@ -519,7 +594,7 @@ def test_errors_are_one_line(
 @contextlib.contextmanager
 def generating(model: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run that would take long, and whose first text has come."""
-    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000"]
+    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000", "-p", "hello"]
     command += ["--ram-budget-gb", "min"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import children
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.commands.interrupt import AnswerStoppedError
 from mlx_flash.commands.run import loaded
@@ -221,6 +223,83 @@ def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command
     shell.wait_for(">>>")
     shell.type("/bye\r")
     assert shell.end() == 0
+
+
+def test_an_empty_line_takes_two_interrupts_and_an_idle_model_leaves_memory(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    shell = Shell("-m", "mlx_flash", "run", model_dir, "-m", "3", "--keepalive", "500ms")
+    for message in ("Hello", "Again"):
+        shell.wait_for(">>>")
+        shell.type(f"{message}\r")
+        shell.wait_for("; prompt ")
+        shell.wait_for(">>>")
+        time.sleep(1)
+        shell.type("/show\r")
+        shell.wait_for(", 0 tokens in the KV cache")
+        if message == "Hello":
+            shell.wait_for(">>>")
+            shell.interrupt()
+            shell.wait_for("Ctrl-C again")
+    for _ in range(2):
+        shell.wait_for(">>>")
+        time.sleep(0.1)
+        shell.type("\x03")
+    assert shell.end() == 130 and "Traceback" not in shell.text
+    (file,) = tmp_path.rglob("last.json")
+    assert file.stat().st_mode & 0o077 == 0
+    asked = [message["content"] for message in json.loads(file.read_text())["messages"] if message["role"] == "user"]
+    assert asked == ["Hello", "Again"]
+
+
+def test_conversations_are_the_same_in_pieces_and_in_both_commands(model_dir: Path, tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": str(tmp_path)}
+
+    def lines(*words: object, stdin: str) -> tuple[int, str, str]:
+        done = children.run("-m", "mlx_flash", *words, "-m", 6, stdin=stdin, env=env)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    whole = lines("run", model_dir, stdin='Hello\n"""And\nthen"""\nGo on\n/bye\nnever\n')
+    assert whole[0] == 0 and whole[1] == lines("chat", model_dir, stdin='Hello\n"""And\nthen"""\nGo on')[1]
+    first = lines("run", model_dir, stdin='Hello\n"""And\nthen"""\n/save sea\n')
+    second = lines("chat", model_dir, stdin="/load sea\nGo on\n/save last\n")
+    assert whole[1] == first[1] + second[1] and second[0] == 0
+    told = lines("run", model_dir, stdin="/load see\n/save a/b\nHello\n")
+    assert told[0] == 1 and told[1] and "there are: last, sea" in told[2] and "no name for" in told[2]
+    status, answer, _ = lines("run", "--resume", "And now?", stdin="")
+    kept = json.loads((tmp_path / "mlx-flash" / "conversations" / "last.json").read_text())
+    assert status == 0 and kept["model"] == str(model_dir) and len(kept["messages"]) == 8
+    assert kept["messages"][-1]["content"] + "\n" == answer
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_without_a_prompt_nothing_is_loaded(model_dir: Path, command: str) -> None:
+    done = children.run("-m", "mlx_flash", command, model_dir, "--ram-budget-gb", 0.001, stdin="\n")
+    assert done.returncode == 1 and b"there is no prompt: standard input is empty. Hint: " in done.stderr
+
+
+def test_a_dash_reads_one_prompt(model_dir: Path) -> None:
+    command = ["-m", "mlx_flash", "run", model_dir, "-m", 4]
+    one = children.run(*command, "-", stdin="Hello\nthere")
+    assert one.stdout == children.run(*command, "Hello\nthere").stdout and one.returncode == 0
+    assert b"the prompt is empty" in children.run(*command, "-", stdin=" \n").stderr
+
+
+def test_answers_follow_a_format_within_the_budget(model_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    command = ["-m", "mlx_flash", "run", model_dir, "-m", 60, "--ram-budget-gb", "min", "--verbose"]
+    done = children.run(*command, "--format", tmp_path / "schema.json", stdin="Hello\nAgain", forks=False)
+    first, end = json.JSONDecoder().raw_decode(text := done.stdout.decode())
+    assert first == json.loads(text[end:]) == {"n": 7} and done.stderr.count(b"within the budget") == 2
+    (tmp_path / "list.json").write_text("[1]")
+    for text, words in (
+        ("none.json", b"No such file"),
+        (str(tmp_path / "list.json"), b"'list' object is not a mapping"),
+    ):
+        assert words in children.run(*command, "--format", text, "Hello").stderr
 
 
 def test_a_model_is_prompted_without_a_modelfile(

@@ -96,6 +96,33 @@ def test_generate_gives_the_answer_of_mlx_vlm_within_the_budget(folder: Path, nu
         assert report["tokens"] != answer_of_mlx_vlm(folder, [])
 
 
+def test_a_conversation_about_pictures_is_that_of_mlx_vlm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import mlx_vlm
+    from mlx_vlm.prompt_utils import apply_chat_template
+
+    from mlx_flash import cli
+    from tiny_vlms import picture
+
+    first, second = str(picture(folder, (56, 84))), str(picture(folder, (84, 56)))
+    flags = ["--image", first, "-m", "6", "--prefill-step-size", "16", "--ram-budget-gb", "0.5", "--no-telemetry"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(f"What is it?\n/image no.png\nLost\n/image {second}\nAnd this?\n"))
+        assert cli.main(["run", str(folder), *flags]) == 1
+    told, errors = capsys.readouterr()
+    assert "no.png does not exist" in errors
+    model, processor = mlx_vlm.load(str(folder))
+    messages: list[dict[str, Any]] = []
+    for pictures, text in (([first], "What is it?"), ([first, second], "And this?")):
+        messages.append({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]})
+        prompt = apply_chat_template(processor, model.config, messages, num_images=len(pictures), enable_thinking=False)
+        options = {"max_tokens": 6, "temperature": 0, "prefill_step_size": 16}
+        answer = mlx_vlm.generate(model, processor, prompt, image=pictures, **options).text
+        assert told.startswith(f"{answer}\n") and answer
+        told = told.removeprefix(f"{answer}\n")
+        messages.append({"role": "assistant", "content": answer})
+    assert not told
+
+
 def test_generate_refuses_flags_and_files_that_it_cannot_use(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no picture")
     words = ("--model", folder, "--prompt", "What?", "--image")

@@ -128,7 +128,7 @@ def conversation(loaded: tuple[Any, Any]) -> Conversation:
 def test_slash_commands_change_the_next_answers(
     conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slash = Slash(conversation, loaded[0], verbose=False)
+    slash = Slash(conversation, verbose=False)
     first = "".join(conversation.answer("Hello"))
     slash.run("/set parameter num_predict 2")
     slash.run("/clear")
@@ -175,7 +175,7 @@ def test_slash_commands_change_the_next_answers(
 )
 def test_wrong_commands_are_refused(conversation: Conversation, loaded: tuple[Any, Any], line: str, words: str) -> None:
     with pytest.raises(ConfigError) as found:
-        Slash(conversation, loaded[0], verbose=False).run(line)
+        Slash(conversation, verbose=False).run(line)
     assert words in str(found.value)
 
 
@@ -184,14 +184,14 @@ def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
 ) -> None:
     out = io.StringIO()
     messages = iter(["/nothing", "", "Hello", " /etc is a folder", "/set quiet", "Hello", "/bye", "never read"])
-    Talk(conversation, loaded[0], 0.0, out, verbose=False).converse(lambda: next(messages))
+    Talk(conversation, 0.0, out, verbose=False).converse(lambda: next(messages))
     told = " ".join(capsys.readouterr().err.split())
     assert "there is no command /nothing" in told and told.count("6 tokens, ") == 2
     assert "memory 0." in told and "of 1.00 GB" in told and "prompt " in told
     asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
     assert asked == ["Hello", "/etc is a folder", "Hello"] and next(messages) == "never read"
     with pytest.raises(Bye):
-        Slash(conversation, loaded[0], verbose=False).run("/quit")
+        Slash(conversation, verbose=False).run("/quit")
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -207,7 +207,7 @@ def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
     monkeypatch.setattr(conversation, "_tokenizer", loaded[1])
     conversation.set_system(None)
     messages = iter(["caf\udce9", "Hello", "/bye"])
-    Talk(conversation, loaded[0], 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
+    Talk(conversation, 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
     told = " ".join(capsys.readouterr().err.split())
     assert "the message of the user is no text: it has bytes that are not UTF-8 after 3 characters" in told
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
@@ -221,7 +221,7 @@ def test_more_tokens_to_keep_than_there_are_do_not_end_a_conversation(
     """In mlx-lm's compiled sampler the error took MLX's random state with it."""
     more = ["/set parameter temperature 1", "/set parameter top_k 99999", "Hello", "/set parameter top_k 3", "Hello"]
     messages = iter([*more, "/bye"])
-    Talk(conversation, loaded[0], 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
+    Talk(conversation, 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
     assert "top_k is 99999, and the model has 2048 tokens" in " ".join(capsys.readouterr().err.split())
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
 
@@ -231,7 +231,7 @@ def test_a_modelfile_is_shown_in_any_encoding_that_it_may_have(
 ) -> None:
     path = tmp_path / "Modelfile"
     path.write_text(f"FROM {MODEL}\nSYSTEM Größe", encoding="utf-16")
-    Slash(Conversation(*loaded, read_modelfile(path)), loaded[0], verbose=False).run("/show modelfile")
+    Slash(Conversation(*loaded, read_modelfile(path)), verbose=False).run("/show modelfile")
     assert "SYSTEM Größe" in capsys.readouterr().err
 
 
@@ -241,5 +241,5 @@ def test_an_answer_cannot_control_the_terminal(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setattr(conversation, "answer", lambda *_: (piece for piece in ["a\x1b]0;title\x07b", "\tc\n"]))
-    Talk(conversation, loaded[0], 0.0, out, verbose=False).answer("Hello")
+    Talk(conversation, 0.0, out, verbose=False).answer("Hello")
     assert out.getvalue() == "a]0;titleb\tc\n\n"

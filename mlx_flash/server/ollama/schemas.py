@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.openai.schemas import (
     Effort,
@@ -20,27 +20,6 @@ from mlx_flash.server.openai.schemas import (
     Temperature,
     TopK,
 )
-
-_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
-_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
-
-
-def seconds_of(value: float | str) -> float:
-    """Return a duration of Go, such as ``1h30m``, in seconds. Numbers are seconds.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(value, str):
-        return float(value)
-    text = value.strip()
-    if re.fullmatch(r"[+-]?\d{1,15}(\.\d{0,9})?", text):
-        return float(text)
-    if not _DURATION.fullmatch(text):
-        raise ValueError("a duration is a number of seconds, or a text such as 5m or 1h30m")
-    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
-    return -seconds if text.startswith("-") else seconds
 
 
 class Options(Lenient):

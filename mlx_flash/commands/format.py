@@ -1,4 +1,4 @@
-"""``--format``: answers that are JSON, or follow a JSON schema."""
+"""``--format``: answers that are JSON, or follow a JSON schema. Reasoning comes before them, as in the server."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ class Format:
 
     Args:
         text: ``json``, or a file with a JSON schema.
+        tokenizer: mlx-lm's wrapper. Made before the plan, which then counts the memory of this.
 
     Raises:
         ConfigError: the file is no schema, or llguidance is not installed.
-        RefusedError: the schema is not supported.
+        RefusedError: the schema is not supported, or the model's answers have no form that it could have.
     """
 
-    def __init__(self, text: str) -> None:
-        try:
-            from mlx_flash.server.grammar import json_grammar
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        from mlx_flash.server.grammars import Grammars, schema_grammar
 
+        try:
             schema = None if text == "json" else json.loads(Path(text).read_bytes())
-            self._grammar = json_grammar(schema, "--format")
+            self._rule = schema_grammar(schema, "--format")
         except ModuleNotFoundError as error:
             raise ConfigError("--format needs llguidance. Hint: pip install llguidance") from error
         except (FileNotFoundError, TypeError, json.JSONDecodeError) as error:
             raise ConfigError(f"--format {text}: {error}. Hint: json, or a file with a JSON schema.") from error
+        self._tokenizer, self._grammars = tokenizer, Grammars(tokenizer, len(tokenizer))
+        self.processors([])  # makes the table of the vocabulary
 
-    def prepare(self, tokenizer: Any) -> None:
-        """Take the memory for the vocabulary, before the plan counts that of the process."""
-        from mlx_flash.server.grammar import grammar_tokenizer
+    def processors(self, prompt: list[int]) -> list[Any]:
+        """Return the logits processors of the answer to a prompt."""
+        from mlx_flash.server.prompts import state_of, whole
+        from mlx_flash.server.request import GenerationRequest
 
-        self._tokens = grammar_tokenizer(tokenizer, len(tokenizer))
-
-    def processors(self) -> list[Any]:
-        """Return the logits processors of one answer."""
-        from mlx_flash.server.grammar import GrammarProcessor
-
-        return [GrammarProcessor(self._tokens, self._grammar)]
+        request = GenerationRequest(model="", messages=(), grammar=self._rule)
+        grammar = self._grammars.of(request, whole(prompt, state_of(self._tokenizer, prompt)))
+        return [self._grammars.processor(str(grammar))]

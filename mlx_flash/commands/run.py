@@ -36,7 +36,7 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.hub import is_ollama_name
-from mlx_flash.loading import apply_adapter, load_model
+from mlx_flash.loading import apply_adapter, load
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.namedfiles import named_models
@@ -65,29 +65,17 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     is_typed = read is not None and sys.stdin.isatty()
     if read is not None and not is_typed:
         read = begun(read)
-    answers = None if args.format is None else Format(args.format)
     if args.seed is not None:
         mx.random.seed(args.seed)
     began = time.perf_counter()
     with ExitStack() as stack:
-        opening, kind = _opening(args, modelfile, config, answers)
+        opening, kind = _opening(args, modelfile, config)
 
         def open_() -> tuple[Any, Any]:
             with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
                 return stack.enter_context(opening(status.show_bytes))
 
-        model, tokenizer = open_()
-        if kind is Conversation and not tokenizer.has_chat_template:
-            note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
-        conversation = kind(
-            model,
-            tokenizer,
-            modelfile,
-            max_kv_size=args.max_kv_size,
-            xtc={"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold},
-            processors=tuple if answers is None else answers.processors,
-        )
-        del model  # the conversation can release it
+        conversation = kind(*open_(), modelfile)
         if last is not None:
             conversation.resume(last[1])
         conversation.pictures = [str(file.absolute()) for file in args.image or ()]
@@ -109,24 +97,24 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _opening(
-    args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig, answers: Format | None
-) -> tuple[Callable[[Progress], AbstractContextManager[tuple[Any, Any]]], type[Conversation]]:
-    """Return what opens a model, any number of times, and the kind of conversation with it."""
+    args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig
+) -> tuple[Callable[[Progress], AbstractContextManager[tuple[Any, Any]]], Callable[..., Conversation]]:
+    """Return what opens a model, any number of times, and what makes a conversation with it."""
     _download(modelfile.base)
-    path, prepare = resolve(modelfile.base), ignore if answers is None else answers.prepare
+    path, settings = resolve(modelfile.base), {"trust_remote_code": bool(args.trust_remote_code)}
+    options: dict[str, Any] = {}
+    if args.format is not None:
+        options["processors"] = Format(args.format, load_tokenizer(path, settings)).processors
     if not is_vision(args, path, prefers=False):
-        settings = {"trust_remote_code": True} if args.trust_remote_code else {}
-        return partial(loaded, modelfile, config, tokenizer_config=settings, prepare=prepare), Conversation
-    if modelfile.adapter is not None or modelfile.chat_template is not None or args.xtc_probability:
+        xtc = {"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold}
+        kind = partial(Conversation, max_kv_size=args.max_kv_size, xtc=xtc, **options)
+        return partial(loaded, modelfile, config, tokenizer_config=settings), kind
+    if modelfile.adapter is not None or modelfile.chat_template is not None or args.xtc_probability or args.max_kv_size:
         raise ConfigError(
-            f"{modelfile.base} sees, so mlx-vlm runs it, without ADAPTER, TEMPLATE and --xtc-probability. "
+            f"{modelfile.base} sees, and mlx-vlm takes no ADAPTER, TEMPLATE, --xtc-probability or --max-kv-size. "
             "Hint: leave them out, or give --no-vision."
         )
-    return partial(seeing_talk, args, path, config, prepare), SeeingConversation
-
-
-def ignore(tokenizer: Any) -> None:
-    """Prepare nothing."""
+    return partial(seeing_talk, args, path, config), partial(SeeingConversation, **options)
 
 
 def _download(base: str) -> None:
@@ -187,29 +175,19 @@ def loaded(
     config: FlashConfig,
     progress: Progress | None = None,
     tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
-    prepare: Callable[[Any], None] = ignore,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``.
-
-    Args:
-        modelfile: describes the model.
-        config: how to stream.
-        progress: as of :func:`~mlx_flash.load`.
-        tokenizer_config: settings of the tokenizer.
-        prepare: called with the tokenizer before the plan, which counts what it makes.
-    """
+    """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``."""
     adapter = None if modelfile.adapter is None else str(modelfile.adapter)
     template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
     settings = {**tokenizer_config, **template}
     if config.enabled:
-        path = resolve(modelfile.base)
-        tokenizer = load_tokenizer(path, settings, config)
-        prepare(tokenizer)
-        model: nn.Module = load_model(path, config, adapter_path=adapter, progress=progress)[0]
+        options = {"adapter_path": adapter, "tokenizer_config": settings, "progress": progress}
+        model, tokenizer = load(modelfile.base, config, **options)  # type: ignore[arg-type]
     else:
         model, tokenizer = mlx_lm.load(modelfile.base, tokenizer_config=settings)
-        prepare(tokenizer)
         if adapter is not None:
             apply_adapter(model, adapter)
+    if not tokenizer.has_chat_template:
+        note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
     with model if isinstance(model, FlashLLM) else nullcontext():
         yield model, tokenizer

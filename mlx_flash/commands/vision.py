@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -97,7 +97,7 @@ def seeing(args: argparse.Namespace, path: Path, config: FlashConfig | None = No
 
 @contextlib.contextmanager
 def seeing_talk(
-    args: argparse.Namespace, path: Path, config: FlashConfig, prepare: Callable[[Any], None], progress: Progress
+    args: argparse.Namespace, path: Path, config: FlashConfig, progress: Progress
 ) -> Iterator[tuple[Any, Any]]:
     """Yield a model that sees and its processor, ready for a conversation that begins with ``args.image``.
 
@@ -105,7 +105,6 @@ def seeing_talk(
         args: of the command.
         path: the model's folder.
         config: how to stream.
-        prepare: called with the tokenizer before the plan.
         progress: of loading.
     """
     from mlx_flash.vision.flashvlm import FlashVLM
@@ -113,7 +112,6 @@ def seeing_talk(
     from mlx_flash.vision.pictures import open_picture
 
     with seeing(args, path, config) as (model, processor):
-        prepare(getattr(processor, "tokenizer", processor))
         if isinstance(model, FlashVLM):
             pictures = [open_picture(file, str(file)) for file in args.image or ()]
             model.expect(None, make_prompt(model, processor, "?", pictures).keywords)

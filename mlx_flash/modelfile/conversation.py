@@ -45,7 +45,7 @@ class Conversation:
         modelfile: first messages, sampling, and texts that end an answer.
         max_kv_size: tokens that a rotating KV cache holds; None drops none.
         xtc: further arguments of ``mlx_lm.sample_utils.make_sampler``.
-        processors: returns further logits processors of an answer.
+        processors: returns further logits processors of the answer to a prompt.
 
     Attributes:
         model: None after :meth:`release`.
@@ -63,7 +63,7 @@ class Conversation:
         modelfile: Modelfile,
         max_kv_size: int | None = None,
         xtc: Mapping[str, Any] = MappingProxyType({}),
-        processors: Callable[[], Sequence[LogitsProcessor]] = tuple,
+        processors: Callable[[list[int]], list[LogitsProcessor]] = lambda prompt: [],
     ) -> None:
         self.modelfile = modelfile
         self._max_kv_size = max_kv_size
@@ -194,7 +194,7 @@ class Conversation:
             mx.random.seed(parameters.seed)
         given = parameters.max_tokens(len(prompt))
         options = sampling(parameters, **self._xtc)
-        options["logits_processors"] += self._processors()
+        options["logits_processors"] += self._processors(prompt)
         options["max_tokens"] = DEFAULT_MAX_TOKENS if given is None else given
         if isinstance(self.model, FlashLLM):
             options["prefill_step_size"] = self.model.plan.prefill_step_size

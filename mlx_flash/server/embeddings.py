@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server.body import Asking, Lenient, Many
-from mlx_flash.server.ollama.schemas import seconds_of
 from mlx_flash.server.openai.common import head
 from mlx_flash.server.openai.schemas import Count, Name, Token
 from mlx_flash.server.replies import Whole, collect_all

@@ -62,10 +62,53 @@ def form_of(tokenizer: Any, field: str) -> CallForm:
     return form
 
 
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """The texts around the parts of an answer, each of which has a header.
+
+    Attributes:
+        reasoning: the header of reasoning.
+        end: the end of reasoning, and what follows it before the next header.
+        text: the header of text.
+    """
+
+    reasoning: str
+    end: str
+    text: str
+
+
+def headers_of(tokenizer: Any) -> Headers:
+    """Return the headers of a model's answers, as its chat template renders them.
+
+    Args:
+        tokenizer: mlx-lm's wrapper, with a state of answers for the headers.
+
+    Raises:
+        RefusedError: the template does not show them.
+    """
+    states, first = tokenizer.response_transitions, tokenizer.response_initial_state
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _NAMES[0]}]
+    try:
+        asked, begun, whole = (
+            str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generates))
+            for messages, generates in ((said[:1], False), (said[:1], True), (said, False))
+        )
+        reasoning = next(mark for mark, state in states[first] if state == "reasoning")
+        end = next(mark for mark, state in states["reasoning"] if state == first)
+        text = whole[len(begun) : whole.index(_NAMES[0])]
+        ends = [mark for mark, state in states[first] if state == "normal"]
+        if not begun.startswith(asked) or not whole.startswith(begun) or not text.endswith(tuple(ends)):
+            raise ValueError("answers in a conversation do not begin as new ones")
+        return Headers(reasoning, end + begun[len(asked) :], text)
+    except (jinja2.TemplateError, ValueError, TypeError, LookupError, StopIteration) as error:
+        message = "answers of this model cannot follow a schema: its chat template does not show how they begin."
+        raise RefusedError(message, 400, "response_format") from error
+
+
 def _no_form(field: str) -> RefusedError:
     return RefusedError(
         "calls of this model cannot be forced or checked: its chat template has no form of calls with JSON arguments. "
-        "Hint: use tool_choice auto without strict.",
+        "Hint: use tool_choice auto without strict, and no schema of the answer.",
         400,
         field,
     )

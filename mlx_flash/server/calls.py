@@ -51,7 +51,6 @@ class Syntax:
             there are no elements.
         first: text of a section that ``parse`` needs to find the name.
         text: a pattern of the beginning of a section that is text; None if all are calls.
-        header: text before an answer that is neither reasoning nor a call; empty where answers have no headers.
         opening: a pattern of the beginning of an answer that is a call without a mark, with ``NAMES`` for the names of
             the functions; None if calls have marks.
     """
@@ -62,7 +61,6 @@ class Syntax:
     closing: str | None = None
     first: str = ""
     text: str | None = None
-    header: str = ""
     opening: str | None = None
 
     def __call__(self, text: str, tools: list[Any]) -> Any:

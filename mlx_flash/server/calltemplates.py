@@ -131,7 +131,7 @@ _FORMS = (
         f"to=functions.{_NAME}",
         " to=functions.",
         "",
-        _json(r"(?P<name>[\w.-]+)(?=[\s<])", r"[^{]*?<\|message\|>", header="<|channel|>final<|message|>"),
+        _json(r"(?P<name>[\w.-]+)(?=[\s<])", r"[^{]*?<\|message\|>"),
         _HARMONY,
     ),
     _Form(

@@ -73,8 +73,7 @@ class Grammars:
             try:
                 self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
             except RefusedError:
-                is_marked = self._tokenizer.tool_call_start and not self._tokenizer.response_initial_state
-                if request.must_call or request.strict_tools or not is_marked:
+                if request.must_call or request.strict_tools or not self._tokenizer.tool_call_start:
                     raise
         return self._call_form
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.kv.keptcaches import num_common
-from mlx_flash.server.calls import syntax_of
 from mlx_flash.server.infill import infill_tokens
 from mlx_flash.server.request import GenerationRequest
 
@@ -33,8 +32,9 @@ _NOT_OPTIONS = {
 """Arguments of what renders chat templates. ``chat_template`` would let a client run a program of its own."""
 
 
-Reasoning = Literal["none", "possible", "open"]
-"""The reasoning with which an answer begins: none, some if the model opens it, or what the prompt has opened."""
+Reasoning = Literal["none", "possible", "open", "headers"]
+"""The reasoning with which an answer begins: none, some if the model opens it, or what the prompt has opened. Of some
+models, every part of an answer has a header that names its kind."""
 
 PIECE_CHARACTERS = 1 << 16
 """Texts that are longer together are counted in pieces before they become tokens."""
@@ -179,8 +179,6 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
         except jinja2.TemplateError:
             raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
     state = state_of(tokenizer, tokens)
-    if request.has_form and tokenizer.has_tool_calling and (header := syntax_of(tokenizer.tool_parser).header):
-        tokens, state = [*tokens, *tokenizer.encode(header, add_special_tokens=False)], "normal"
     if messages[-1].get("role") != "user":
         return Prompt(tokens, [tokens], ["assistant"], state)
     num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")
@@ -231,18 +229,13 @@ def state_of(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def reasoning_of(request: GenerationRequest, prompt: Prompt, tokenizer: Any) -> Reasoning:
-    """Return the reasoning with which the answer to a prompt begins: the chat template has opened it, or closed it.
-
-    Raises:
-        RefusedError: the model's answers have headers, so that nobody knows where the text begins.
-    """
+    """Return the reasoning with which the answer to a prompt begins: the chat template may have opened or closed it."""
     if request.messages is None:
         return "none"
-    if prompt.state not in ("normal", "reasoning"):
-        field = "tool_choice" if request.must_call else "response_format"
-        raise RefusedError("answers of this model have headers, which a grammar does not follow.", 400, field)
-    if prompt.state == "reasoning" or not tokenizer.has_thinking:
-        return "open" if prompt.state == "reasoning" else "none"
+    if prompt.state != "normal":
+        return "open" if prompt.state == "reasoning" else "headers"
+    if not tokenizer.has_thinking:
+        return "none"
     tail = prompt.tokens[-_THINKING_TAIL:]
     end = tokenizer.rfind_think_end(tail)
     is_closed = end >= 0 and not tokenizer.decode(tail[end + len(tokenizer.think_end_tokens) :]).strip()

@@ -25,10 +25,11 @@ _BAR = "\uff5c"
 
 TEMPLATES = {
     "harmony": _TOOLS
-    + _TURN
+    + "{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'user' %}<|message|>{{ m.content }}<|end|>{% else %}"
+    + "{% if m.content %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
     + "{% for c in m.tool_calls or [] %}<|channel|>analysis<|message|>I call.<|end|><|start|>assistant"
     + " to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}"
-    + _END,
+    + _END.replace("<|assistant|>", "<|start|>assistant"),
     "deepseek 3": _TOOLS
     + _CALLS
     + f"{{% if loop.first %}}<{_BAR}tool▁calls▁begin{_BAR}>{{% endif %}}<{_BAR}tool▁call▁begin{_BAR}>"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from llguidance import LLMatcher
 
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.errors import RefusedError
 from mlx_flash.server.callgrammar import answer_grammar
 from mlx_flash.server.grammar import grammar_tokenizer, json_grammar
 from mlx_flash.server.request import GenerationRequest
@@ -188,36 +191,75 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("name", MARKS)
-def test_marks_of_several_tokens_end_the_reasoning(model: Path, tmp_path: Path, name: str) -> None:
-    start, end, special = MARKS[name]
+def with_special(model: Path, folder: Path, special: tuple[str, ...]) -> Any:
+    """Return the tokenizer of a model with more special tokens, for which the model has no weights."""
     for file in model.glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    path = tmp_path / "tokenizer.json"
+        (folder / file.name).write_bytes(file.read_bytes())
+    path = folder / "tokenizer.json"
     fields = json.loads(path.read_text())
-    if special:  # of other numbers than the model has, which is not loaded
+    if special:
         fields["added_tokens"] = [each for each in fields["added_tokens"] if "think" not in each["content"]]
-        first = 1 + max(each["id"] for each in fields["added_tokens"])
-        first = max(first, 1 + max(fields["model"]["vocab"].values()))
+        first = 1 + max(*(each["id"] for each in fields["added_tokens"]), *fields["model"]["vocab"].values())
         for number, content in enumerate(special, first):
             fields["added_tokens"].append({**fields["added_tokens"][0], "id": number, "content": content})
     path.write_text(json.dumps(fields))
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.think_start, tokenizer.think_end) == (start, end)
+    return load_tokenizer(folder)
+
+
+def takes(tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str) -> bool:
+    """Return whether a complete answer of some texts is allowed."""
     made = grammar_tokenizer(tokenizer, len(tokenizer) + 10)
-    request = GenerationRequest(model="m", messages=[], grammar=json_grammar(SCHEMA, ""))
+    matcher = LLMatcher(made, answer_grammar(request, None, tokenizer, reasoning), log_level=0)
+    tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+    return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
 
-    def takes(reasoning: Any, *texts: str) -> bool:
-        matcher = LLMatcher(made, answer_grammar(request, None, tokenizer, reasoning), log_level=0)
-        tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
-        return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
 
+@pytest.mark.parametrize("name", MARKS)
+def test_marks_of_several_tokens_end_the_reasoning(model: Path, tmp_path: Path, name: str) -> None:
+    start, end, special = MARKS[name]
+    tokenizer = with_special(model, tmp_path, special)
+    assert (tokenizer.think_start, tokenizer.think_end) == (start, end)
+    fits = partial(takes, tokenizer, GenerationRequest(model="m", messages=[], grammar=json_grammar(SCHEMA, "")))
     for blanks in ("", "\n\n"):
-        assert takes("open", f"Hm, {start} {{.{end}{blanks}{JSON}") and takes(
-            "possible", f"{start}Hm{end}{blanks}{JSON}"
-        )
-    assert takes("open", end, JSON) and takes("possible", JSON) and takes("none", JSON)
-    assert not takes("none", f"{start}Hm{end}{JSON}") and not takes("open", JSON)
-    assert not takes("open", f"Hm{end}Well") and not takes("open", f"Hm{end}{JSON}{end}{JSON}")
+        assert fits("open", f"Hm, {start} {{.{end}{blanks}{JSON}") and fits("possible", f"{start}Hm{end}{blanks}{JSON}")
+    assert fits("open", end, JSON) and fits("possible", JSON) and fits("none", JSON)
+    assert not fits("none", f"{start}Hm{end}{JSON}") and not fits("open", JSON)
+    assert not fits("open", f"Hm{end}Well") and not fits("open", f"Hm{end}{JSON}{end}{JSON}")
     if not special:
-        assert takes("open", "Hm<", "/thin", "k", ">\n", JSON) and not takes("open", "Hm</thin", "k>\nx", JSON)
+        assert fits("open", "Hm<", "/thin", "k", ">\n", JSON) and not fits("open", "Hm</thin", "k>\nx", JSON)
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+AGAIN = "<|end|><|start|>assistant"
+STATES = {
+    "initial_state": "header",
+    "transitions": {
+        "header": [(ANALYSIS, "reasoning"), ("<|message|>", "normal"), (" to=functions.", "tool")],
+        "reasoning": [("<|end|>", "header")],
+        "normal": [("<|end|>", "header")],
+    },
+}
+HEADED = (
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_schema_binds_behind_the_header_of_text(model: Path, tmp_path: Path) -> None:
+    tokenizer = with_special(model, tmp_path, ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"))
+    tokenizer.chat_template = HEADED
+    tokenizer._response_format, tokenizer._tool_call_start, tokenizer._tool_call_end = STATES, " to=functions.", ""
+    plain = GenerationRequest(model="m", messages=[], grammar=json_grammar(SCHEMA, ""))
+    beside = replace(plain, tools=[TOOL])
+    call = f"<|channel|>commentary to=functions.go <|constrain|>json<|message|>{JSON}"
+    for request in (plain, beside):
+        fits = partial(takes, tokenizer, request, "headers")
+        for thoughts in ("", f"{ANALYSIS}Hm.{AGAIN}", f"{ANALYSIS}<|message|>{AGAIN}{ANALYSIS}{JSON}{AGAIN}"):
+            assert fits(f"{thoughts}{FINAL}{JSON}") and not fits(f"{thoughts}{FINAL}Well") and not fits(thoughts)
+            assert fits(f"{thoughts}{call}") == (request is beside)
+        assert not fits(JSON) and not fits(f"{ANALYSIS}{JSON}") and not fits(f"{FINAL}{JSON}{AGAIN}{FINAL}Well")
+        assert not fits(f"{call}{AGAIN}{FINAL}Well") and not fits("<|channel|>commentary<|message|>Well")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RefusedError, match="does not show how they begin"):
+        takes(tokenizer, plain, "headers", JSON)

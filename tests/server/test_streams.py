@@ -248,14 +248,14 @@ def test_a_model_whose_answers_have_headers(tmp_path: Path) -> None:
         "<|channel|>analysis<|message|>Hm.<|end|>",
         " to=functions.weather<|channel|>commentary json<|message|>",
     )
-    path, prompts, form = "/v1/chat/completions", list[str](), {"type": "json_object"}
+    path, form = "/v1/chat/completions", {"type": "json_object"}
     with live(str(folder)) as running:
-        with saying(f"{thought}<|start|>assistant{call}{json.dumps(ARGUMENTS)}", prompts):
+        with saying(f"{thought}<|start|>assistant{call}{json.dumps(ARGUMENTS)}"):
             found = events(running, path, {"tools": [TOOLS[path]]})
-        with saying('{"a": 1}', prompts):
+        with saying(f'{thought}<|start|>assistant<|channel|>final<|message|>{{"a": 1}}'):
             status, whole = running.post(path, {**BODIES[path], "response_format": form})
     names, parts, _ = called(found)
     assert names == ["weather"] and json.loads("".join(parts)) == ARGUMENTS and text_of(found) == ""
     assert "".join(each["choices"][0]["delta"].get("reasoning", "") for each in found) == "Hm."
-    assert status == 200 and whole["choices"][0]["message"]["content"] == '{"a": 1}'
-    assert [prompt.endswith("<|channel|>final<|message|>") for prompt in prompts] == [False, True]
+    message = whole["choices"][0]["message"]
+    assert (status, message["content"], message["reasoning"]) == (200, '{"a": 1}', "Hm.")

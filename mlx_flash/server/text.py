@@ -85,6 +85,7 @@ class TextStream:
         self._before = state
         self._section: Section | None = None
         self._is_call = False
+        self._blanks: str | None = "" if self._tools else None
         self.num_calls = 0
 
     @property
@@ -114,7 +115,22 @@ class TextStream:
             found += [Piece(self._held)] if self._held else []
             self._held = ""
         self.num_calls += sum(isinstance(part, ToolCall) for part in found)
-        return found
+        return list(self._without_blanks(found, ends=ends))
+
+    def _without_blanks(self, parts: Sequence[Part], *, ends: bool) -> Iterator[Part]:
+        """Yield parts. Blanks beside calls are left out: clients take any text for an answer."""
+        for part in parts:
+            if not isinstance(part, Piece):
+                self._blanks = ""
+            elif part.kind == "text" and self._blanks is not None:
+                self._blanks += part.text
+                if not self._blanks.strip():
+                    continue
+                part, self._blanks = Piece(self._blanks), None
+            yield part
+        if ends and self._blanks and not self.num_calls:
+            yield Piece(self._blanks)
+            self._blanks = ""
 
     def _take(self, state: str, text: str) -> Iterator[Part]:
         """Yield what a text completes that the model wrote in a state. All states of calls begin with "tool"."""

@@ -25,8 +25,8 @@ _BAR = "\uff5c"
 
 TEMPLATES = {
     "harmony": _TOOLS
-    + "{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'user' %}<|message|>{{ m.content }}<|end|>{% else %}"
-    + "{% if m.content %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
+    + "{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'user' %}<|message|>{{ m.content }}<|end|>"
+    + "{% else %}{% if m.content %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
     + "{% for c in m.tool_calls or [] %}<|channel|>analysis<|message|>I call.<|end|><|start|>assistant"
     + " to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}"
     + _END.replace("<|assistant|>", "<|start|>assistant"),

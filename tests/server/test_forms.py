@@ -130,7 +130,7 @@ def test_schema_binds_in_every_dialect_and_in_a_batch(server: Live) -> None:
 def test_answer_is_a_call_or_follows_the_schema(server: Live) -> None:
     both = {"tools": [TOOL], "response_format": FORM}
     for opening in ("", "<think>Hm.</think>\n\n"):
-        found = ask(server, f"{opening}{CALL}\n{CALL}", **{**both, "max_tokens": 300})
+        found = ask(server, opening + CALL + CALL, **{**both, "max_tokens": 300})
         call, other = found["tool_calls"]
         assert found["content"] is None and call["function"] == other["function"]
         assert call["function"]["name"] == "go" and json.loads(call["function"]["arguments"]) == json.loads(JSON)

@@ -84,7 +84,11 @@ class Pending(Opaque):
 
     def put(self) -> None:
         """Make the entries say what mlx-lm's would. Harmless when repeated, and when nothing is owed any more."""
-        if not self._is_trimmed and not self.is_settled:
+        if self.is_settled:
+            for entry in self._entries:  # their mark may be that of guesses that were all asked for meanwhile
+                entry.__class__ = getattr(type(entry), _OWN, type(entry))
+                vars(entry).pop(PENDING, None)
+        elif not self._is_trimmed:
             self.mark()
             for entry in self._entries:
                 if not is_broken(entry) and not hasattr(type(entry), _OWN):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,40 @@ def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
             assert same_bits(arrays_of(ours), arrays_of(theirs))
             offsets = [[getattr(entry, "offset", None) for entry in cache] for cache in (ours, theirs)]
             assert offsets[0] == offsets[1]
+
+
+@pytest.mark.parametrize(("name", "source"), [("gemma3", "oracle"), ("mamba2", "oracle"), ("mamba2", "lookup")])
+def test_copies_of_a_cache_go_on_wherever_the_caller_stopped(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, source: str
+) -> None:
+    expected = by_mlx_lm(directories(name))
+    if source == "oracle":
+        by_oracle(monkeypatch, expected)
+    num_guessed = 0
+    for stop in (2, 5, 7):
+        text = [*PROMPT, *(token for token, _ in expected[:stop])]
+        with streamed_whole(directories(name), context_length=4096) as model:  # memory for the copies
+            cache = make_prompt_cache(with_room(model))
+            steps: Any = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1, prompt_cache=cache)
+            for _ in range(stop):
+                next(steps)
+            steps.close()
+            num_guessed += model.counters.num_guessed
+            copied = copy.deepcopy(cache)
+            for each in (copied, cache):
+                found = list(mlx_flash.generate_step(mx.array([7]), model, max_tokens=3, prompt_cache=each))
+                check_equal(found, after(directories(name), text, 7))
+    assert num_guessed > 0
+
+
+@computed_once
+def after(directory: Path, text: list[int], token: int) -> Found:
+    """Return what mlx-lm answers to a token after a text, each token of which after the prompt it has chosen."""
+    model = stock(directory)
+    cache = make_prompt_cache(model)
+    for part in (text[: len(PROMPT) - 1], *([each] for each in text[len(PROMPT) - 1 :])):
+        mx.eval(model(mx.array([part]), cache=cache))
+    return list(stock_generate_step(mx.array([token]), model, max_tokens=3, prompt_cache=cache))
 
 
 @pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk"])

@@ -28,8 +28,13 @@ JSON_NAME = (
     r'"name"\s*:\s*"(?P<name>[^"\\]+)"'
 )
 JSON_GAP = r'\s*,\s*"(?:arguments|parameters)"\s*:'
+OPENING = (
+    r'\s*(?:(?:```(?:json)?\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"NAMES"'
+    rf"{JSON_GAP}\s*\{{|\[\s*NAMES\()"
+)
+"""The beginning of an answer that is a call without a mark: small models forget it, and Llama has none."""
 
-_BETWEEN = r"(?:<[^<>]*>|[\s\[\]}`;,])*+"
+_BETWEEN = r"(?:<[^<>]*>|```json|[\s\[\]}`;,])*+"
 """Marks and brackets between calls."""
 
 _REST = rf'{_BETWEEN}(?:"\w+"\s*:\s*"[^"]*"{_BETWEEN})?'
@@ -74,7 +79,7 @@ class Syntax:
 
 
 _STOCK: Mapping[str, Mapping[str, str]] = {
-    "json_tools": {"name": JSON_NAME, "gap": JSON_GAP},
+    "json_tools": {"name": JSON_NAME, "gap": JSON_GAP, "opening": OPENING},
     "mistral": {
         "name": rf"(?:{JSON_NAME}|(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?=\[ARGS\]))",
         "gap": rf"(?:{JSON_GAP}|\[ARGS\])",

@@ -11,7 +11,7 @@ import regex
 from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_flash.compat.tokenizers import change_messages, give_calls
-from mlx_flash.server.calls import CALL, JSON_GAP, JSON_NAME, Syntax
+from mlx_flash.server.calls import CALL, JSON_GAP, JSON_NAME, OPENING, Syntax
 
 _NAME, _KEY = "zqfunction", "zqkey"
 """Words of a conversation with a call, which no template contains."""
@@ -165,7 +165,6 @@ def _other_form(text: str, prompt: str) -> _Form:
     start, end = ("", "") if match is None else (match["start"], match["end"] or "")
     if prompt.rstrip().endswith(start):  # the mark of a role
         start = end = ""
-    opening = r'\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"NAMES"|\[\s*NAMES\()'
     starts, ends = ("<|python_tag|>", "<|python_start|>", start), ("<|python_end|>", end)
     states = {"normal": [(mark, CALL) for mark in starts], CALL: [(mark, "normal") for mark in ends]}
-    return _Form("", start, end, Syntax(_parse_any, JSON_NAME, JSON_GAP, opening=opening), states)
+    return _Form("", start, end, Syntax(_parse_any, JSON_NAME, JSON_GAP, opening=OPENING), states)

@@ -135,6 +135,9 @@ def test_a_call_that_proves_to_be_another_is_sent_anew() -> None:
         ),
         ('<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
         ('<|python_start|>[weather(city="Rome")]<|python_end|>', [("weather", {"city": "Rome"})]),
+        ('```json\n{\n  "name": "weather",\n  "arguments": {"city": "Rome"}\n}\n```', [("weather", {"city": "Rome"})]),
+        ('{"name": "weather", "age": 3}', []),
+        ('```json\n{"name": "weather"}\n```', []),
         ('{"name": "Jane", "parameters": {}}', []),
         ('{"age": 3}', []),
         ("[1] A source.", []),
@@ -150,6 +153,13 @@ def test_calls_without_a_mark_begin_the_answer(text: str, calls: Any) -> None:
     assert found or text_of(parts) == text
     assert [(name, json.loads(arguments)) for name, arguments in sent(parts)] == found
     assert text_of(read(TOKENIZERS["llama"], text, tools=None)) == text or "python" in text
+
+
+def test_a_forgotten_mark_is_no_harm() -> None:
+    """Qwen2.5-Coder 1.5B writes such calls where its template has marks."""
+    call = '```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Rome"\n  }\n}\n```'
+    assert called(read(TOKENIZERS["json_tools"], call)) == [("weather", {"city": "Rome"})]
+    assert text_of(read(TOKENIZERS["json_tools"], f"Such as\n{call}")) == f"Such as\n{call}"
 
 
 def test_text_around_calls_of_harmony_and_functionary() -> None:

@@ -24,7 +24,7 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.folders import cache_directory
 from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.monitor.system import SystemMemory, system_memory
-from mlx_flash.monitor.words import duration, size, tokens_rate
+from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import load_speed
 from mlx_flash.storage.disks import Disk, disk_of
@@ -171,7 +171,7 @@ def _measured(report: GenerationReport, plan: ResidencyPlan) -> Iterator[tuple[s
     yield "Model:", f"{report.model}, {size(plan.model_bytes)}, in a budget of {size(plan.budget_bytes)}"
     yield (
         "Speed:",
-        f"{tokens_rate(report.generation_tokens_per_second)}; predicted: {tokens_rate(1 / plan.opening_seconds)}",
+        f"{speed(report.generation_tokens_per_second)}; predicted: {speed(1 / plan.opening_seconds)}",
     )
     first = plan.seconds_to_first_token(report.prompt_tokens)
     yield "First token:", f"{duration(report.time_to_first_token_seconds)}; predicted: {duration(first)}"

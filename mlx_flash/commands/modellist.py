@@ -20,7 +20,7 @@ from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.monitor.state import printable
-from mlx_flash.monitor.words import rate, size
+from mlx_flash.monitor.words import rate, size, speed
 from mlx_flash.storage.shards import weight_files
 from mlx_flash.vision.detect import loads_with_vlm
 
@@ -65,6 +65,12 @@ class Outcome:
     budget_bytes: int | None = None
     read_bytes: int | None = None
     why: str = ""
+
+    def __str__(self) -> str:
+        if self.tokens_per_second is None:
+            return f"{self.way}: {self.why}"
+        read = f"{size(self.read_bytes)} read for each token" if self.read_bytes else "in memory"
+        return f"within {size(self.budget_bytes or 0)}: {read}, about {speed(self.tokens_per_second)}"
 
 
 def list_(args: argparse.Namespace, out: TextIO) -> int:
@@ -111,8 +117,8 @@ def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outc
         return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
     except _NOT_PLANNED as error:
         return Outcome("not supported", why=" ".join(f"{type(error).__name__}: {error}".split()))
-    speed = 1 / plan.opening_seconds if plan.opening_seconds else None
-    return Outcome("streamed" if plan.read_bytes else "in memory", speed, plan.budget_bytes, plan.read_bytes)
+    reached = 1 / plan.opening_seconds if plan.opening_seconds else None
+    return Outcome("streamed" if plan.read_bytes else "in memory", reached, plan.budget_bytes, plan.read_bytes)
 
 
 def _downloaded() -> Iterator[Model]:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TextIO
 
@@ -16,7 +16,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mlx_flash.commands.common import make_config, note_lines, print_json
-from mlx_flash.commands.modellist import expect
+from mlx_flash.commands.modellist import Outcome, expect
 from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import resolve
@@ -24,7 +24,7 @@ from mlx_flash.errors import CheckpointNotFoundError, ConfigError
 from mlx_flash.layout import hub
 from mlx_flash.modelfile.namedfiles import check_model_name, create_model, named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
-from mlx_flash.monitor.words import counted, size, speed
+from mlx_flash.monitor.words import counted, size
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.telemetry import Json
 
@@ -111,11 +111,7 @@ def _lines(found: Json) -> Iterator[tuple[str, str]]:
     yield "weights", f"{size(found['bytes'])} in {counted(found['shards'], 'file')}: {dtypes}"
     for key, value in found["config"].items():
         yield key.replace("num_hidden_", "").replace("max_position_embeddings", "context"), str(value)
-    if found["tokens_per_second"] is None:
-        yield "plan", f"{found['way']}: {found['why']}"
-    else:
-        read = f"{size(found['read_bytes'])} read for each token" if found["read_bytes"] else "in memory"
-        yield "plan", f"within {size(found['budget_bytes'])}: {read}, about {speed(found['tokens_per_second'])}"
+    yield "plan", str(Outcome(**{field.name: found[field.name] for field in fields(Outcome)}))
 
 
 @dataclass(frozen=True, slots=True)

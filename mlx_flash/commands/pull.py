@@ -19,7 +19,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout import hub
 from mlx_flash.layout.download import download, missing_bytes
-from mlx_flash.monitor.words import size, speed
+from mlx_flash.monitor.words import size
 from mlx_flash.storage.probe import sample_in
 
 
@@ -40,7 +40,7 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
     with Status(f"looking at {name}", is_shown=not args.quiet):
         outcome = _foresee(name, args.revision, make_config(args), cache)
         nbytes = missing_bytes(name, args.revision)
-    note(f"{name}: {_in_words(outcome)}; {size(nbytes)} to download")
+    note(f"{name}: {outcome}; {size(nbytes)} to download")
     if sys.stderr.isatty() and not args.quiet:
         enable_progress_bars()
     folder = str(download(name, args.revision))
@@ -55,11 +55,3 @@ def _foresee(name: str, revision: str | None, config: FlashConfig, cache: Path) 
     """Plan for a model that is not downloaded. Fetches the headers of its shards."""
     with preview(name, revision) as path, sample_in(cache) as probe:
         return expect(path, config, probe)
-
-
-def _in_words(outcome: Outcome) -> str:
-    if outcome.tokens_per_second is None:
-        return f"{outcome.way}: {outcome.why}"
-    assert outcome.budget_bytes is not None
-    read = f"{size(outcome.read_bytes)} read for each token" if outcome.read_bytes else "in memory"
-    return f"within {size(outcome.budget_bytes)}: {read}, about {speed(outcome.tokens_per_second)}"

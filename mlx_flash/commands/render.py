@@ -163,7 +163,7 @@ def _planned_speed(plan: ResidencyPlan) -> str:
 
 def _batches(plan: ResidencyPlan) -> str:
     rates = ", ".join(f"{number}: {rate(speed)}" for number, speed in batch_speeds(plan).items())
-    return f"tokens-per-sec of sequences that share passes, in a context of {plan.context_length} tokens, {rates}"
+    return f"tokens/s of sequences that share passes, in a context of {plan.context_length} tokens, {rates}"
 
 
 def _first_token(plan: ResidencyPlan) -> str:

@@ -22,7 +22,7 @@ from mlx_flash.config import GB
 from mlx_flash.errors import FlashError, WriteError
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.monitor.words import counted, duration, tokens_rate
+from mlx_flash.monitor.words import counted, duration, speed
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
@@ -137,7 +137,7 @@ class Talk:
             return
         to_first, to_last = run.first.clock - run.start.clock, run.last.clock - run.first.clock
         per_second = ratio(len(run.tokens) - 1, to_last)
-        words = [counted(len(run.tokens), "token") + (f", {tokens_rate(per_second)}" if per_second else "")]
+        words = [counted(len(run.tokens), "token") + (f", {speed(per_second)}" if per_second else "")]
         words.append(f"prompt {counted(run.num_prompt_tokens, 'token')} in {duration(to_first)}")
         peak = f"{peak_footprint() / GB:.2f}" + (f" of {run.plan.budget_bytes / GB:.2f}" if run.plan else "")
         words.append(f"memory {footprint() / GB:.2f} GB, peak {peak} GB")

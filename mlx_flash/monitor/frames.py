@@ -23,7 +23,7 @@ from mlx_flash.monitor.lines import (
 from mlx_flash.monitor.rates import History, Shares
 from mlx_flash.monitor.state import STATES, model_name, units
 from mlx_flash.monitor.system import SystemMemory
-from mlx_flash.monitor.words import size, tokens_rate
+from mlx_flash.monitor.words import size, speed
 from mlx_flash.telemetry import SCHEMA
 
 LABEL = 11
@@ -131,9 +131,9 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
     first = max(0, min(chosen - 1, len(histories) - MAX_ENGINES))
     for i, history in list(enumerate(histories))[first : first + MAX_ENGINES]:
         marker = canvas.glyphs.marker if i == chosen else " "
-        speed, memory = tokens_rate(history.rates.tokens_per_second), size(history.facts["memory.footprint"])
+        pace, memory = speed(history.rates.tokens_per_second), size(history.facts["memory.footprint"])
         name = model_name(history.latest.state) + ("" if history.ended is None else " (ended)")
-        text = f"{marker} {history.latest.pid:<8} {speed:>16}  {memory:>8}  {name}"
+        text = f"{marker} {history.latest.pid:<8} {pace:>16}  {memory:>8}  {name}"
         yield Text(text, "bold" if i == chosen else "")
     if len(histories) > MAX_ENGINES:
         yield Text(f"  {len(histories)} engines", "dim")

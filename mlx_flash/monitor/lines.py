@@ -18,7 +18,7 @@ from mlx_flash.monitor.words import (
     percent,
     rate,
     size,
-    tokens_rate,
+    speed,
 )
 from mlx_flash.telemetry import SILENT_SECONDS, Json
 
@@ -61,7 +61,7 @@ def _ranks(state: Json) -> Iterator[str]:
         )
         reads = "-" if read is None else f"{read / 1e9:.2f}"
         layers = _layers(entry.get("layers"))
-        yield f"{rank}: layers {layers}; {tokens_rate(tokens)}, read {reads} GB/s, waits {percent(waiting)}"
+        yield f"{rank}: layers {layers}; {speed(tokens)}, read {reads} GB/s, waits {percent(waiting)}"
     if len(ranks) > MAX_RANKS:
         yield f"and {len(ranks) - MAX_RANKS} more"
 

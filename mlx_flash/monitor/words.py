@@ -79,18 +79,11 @@ def rate(per_second: float | None) -> str:
     return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"
 
 
-def tokens_rate(per_second: float | None) -> str:
-    """Return a rate of tokens with its unit; below one token in ten seconds, the seconds for a token."""
+def speed(per_second: float | None) -> str:
+    """Return tokens per second with the unit; below one token in ten seconds, the seconds for a token."""
     if per_second and per_second < SLOW:
-        return speed(per_second)
+        return f"{1 / per_second:.1f} s per token"
     return f"{rate(per_second)} tokens/s"
-
-
-def speed(tokens_per_second: float) -> str:
-    """Return a speed with its unit; below one token in ten seconds, the seconds for a token."""
-    if 0 < tokens_per_second < SLOW:
-        return f"{1 / tokens_per_second:.1f} s per token"
-    return f"{tokens_per_second:.3f} tokens-per-sec"
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

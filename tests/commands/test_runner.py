@@ -19,7 +19,7 @@ from children import ROOT
 from mlx_flash import cli, telemetry
 from mlx_flash.commands import dispatch, engines, modellist
 from mlx_flash.commands.arguments import COMMANDS
-from mlx_flash.commands.engines import choose, running
+from mlx_flash.commands.engines import choose
 from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
@@ -124,7 +124,7 @@ def test_ps_shows_an_engine_and_stop_ends_it(folder: Path, private: Path, capsys
         assert cli.main(["stop", str(process.pid)]) == 0
         assert f"stopped process {process.pid} (" in capsys.readouterr().out
         process.join(20)
-        assert process.exitcode == dispatch.EXIT_TERMINATED and not running()
+        assert process.exitcode == dispatch.EXIT_TERMINATED and not telemetry.find()
         assert b"Peak memory" in files[2].read_bytes() and b"terminated" in files[2].read_bytes()
     finally:
         process.kill()

@@ -76,10 +76,11 @@ class FlashConfig:
         kv_directory: folder for the files of a KV cache on disk. None is mlx-flash's cache folder.
         kv_prefixes: mode of the prefix cache, which keeps prompts on disk for later runs. ``"exact"`` restores only
             calls of the same length, and the output is bit for bit the same; ``"longest"`` restores the longest cached
-            prefix, as mlx-lm's server does with the caches that it keeps.
+            prefix, as mlx-lm's server does with the caches that it keeps. None is ``"exact"`` for the models of a
+            server whose budget has room for it, and ``"off"`` otherwise.
         kv_prefix_tenant: name of a private part of the prefix cache. Tenants find nothing of each other.
         kv_prefix_gb: limit of the prefix cache of all models on disk, in GB. The least recently used pages are evicted.
-            None leaves a tenth of the disk free.
+            None is 20, or a tenth of the free disk if that is less. A tenth of the disk stays free in any case.
         ssd_write_gb_per_day: limit of what all processes write to the prefix cache in a day, in GB. A KV cache on disk
             counts too, but goes on beyond the limit. 0 writes neither. None is 20.
         batching: way of computing several requests or prompts at once. ``"exact"`` computes each as if it were alone,
@@ -117,7 +118,7 @@ class FlashConfig:
     kv_keep: int = 0
     kv_step: int = 256
     kv_directory: Path | str | None = None
-    kv_prefixes: PrefixMode = "off"
+    kv_prefixes: PrefixMode | None = None
     kv_prefix_tenant: str | None = None
     kv_prefix_gb: float | None = None
     ssd_write_gb_per_day: float | None = None

@@ -15,7 +15,6 @@ from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.call import ForwardCall
-from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.headroom import check_headroom
@@ -33,6 +32,7 @@ from mlx_flash.kv.layerrows import CacheGroup
 from mlx_flash.kv.turns import Turns
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
+from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -66,7 +66,8 @@ class Passes:
         self._counters = counters
         self.under_way: dict[Row, Callable[[], None]] = {}
         self.grants = Grants(len(session.engine.pinned.modules))
-        self.begins_ahead = session.chain is None and session.prefixes is None and session.engine.is_resident
+        keeps_answers = session.prefixes is not None and session.prefixes.keeps_answers
+        self.begins_ahead = session.chain is None and not keeps_answers and session.engine.is_resident
         self._meter = None if self.begins_ahead else session.meter  # nothing is read
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: Callable[[], bool]) -> None:
@@ -102,14 +103,12 @@ class Passes:
         try:
             for pending in owed:
                 pending.lift()
-            if self._session.prefixes is not None:
-                for row in waiting:
-                    self._take_cached(self._session.prefixes, plan, row, lending)
-                waiting = [row for row in waiting if not row.is_done]
-            while waiting:
+            while waiting := self._without_cached(plan, waiting, lending):
                 num_chosen = 1
                 if not self._run_granted(plan, waiting[0]):
                     lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
+                    if self._session.prefixes is not None and not all(row.was_sought for row in lanes):
+                        continue  # parts were cut, and may be cached as they are now
                     if lanes:
                         self._session.engine.pinned.compute_at_once(at_once)
                         self._session.engine.stream.computes_ahead = is_ahead
@@ -121,6 +120,8 @@ class Passes:
                             self.grants.note(plan, next(iter(waiting[0].left), call))
                     num_chosen = max(1, len(lanes))
                 waiting = waiting[num_chosen:]
+                for row in waiting:
+                    row.was_sought = False  # this pass may have computed the prefix
             for pending in filter(attrgetter("is_settled"), owed):
                 pending.lift()  # its mark, too
         finally:
@@ -132,9 +133,13 @@ class Passes:
 
         Nothing is read for it. It is a prompt in a new cache, or a token for which no layer's memory changes.
         """
-        if not self.begins_ahead or row.is_done or (put_back := self.grants.undo_if_granted(plan, row)) is None:
+        if not self.begins_ahead or row.is_done:
             return False
-        call = row.left[0]
+        call, keeps = row.left[0], self._session.prefixes is not None
+        if (keeps and not call.wants_output) or (put_back := self.grants.undo_if_granted(plan, row)) is None:
+            return False
+        if keeps:
+            forget(call.cache or ())
         self._session.engine.pinned.compute_at_once(None)
         self.under_way = {row: row.undo([call], put_back)}
         try:  # as _undoing() does, which would take a microsecond more
@@ -179,10 +184,7 @@ class Passes:
             prefixes, cached = self._session.prefixes, dict[Row, KnownCall]()
             if sum(map(len, lanes.values())) > 1:
                 cached = {} if prefixes is None else cachedcalls.begin_parts(prefixes, lanes)
-                compute = [
-                    partial(self._call, row=row, is_pass=False, is_cached=len(calls) == 1)
-                    for row, calls in lanes.items()
-                ]
+                compute = [partial(self._call, is_pass=False, is_cached=len(calls) == 1) for calls in lanes.values()]
                 run = partial(self.group.run, [*lanes.values()], compute, [*map(cached.get, lanes)], teller(lanes))
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
@@ -235,7 +237,7 @@ class Passes:
         call = row.left[0]
         self._session.engine.drop_logits(not call.wants_logits)
         try:
-            output = self._call(call, row, is_pass=True)
+            output = self._call(call, is_pass=True)
             if len(row.left) > 1:  # lets the intermediate results go
                 # a single token adds so little to them that it may begin meanwhile
                 evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
@@ -246,40 +248,40 @@ class Passes:
             return error
         return [output]
 
-    def _take_cached(self, prefixes: PrefixCache, plan: ResidencyPlan, row: Row, lending: Lending | None) -> None:
-        """Take the longest cached prefix of a prompt from disk, in one go, before its parts are computed.
+    def _without_cached(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> list[Row]:
+        """Take from disk what is cached of some rows. Return those with parts that are left."""
+        if (prefixes := self._session.prefixes) is not None:
+            for row in rows:
+                self._take_cached(prefixes, plan, row, lending)
+        return [row for row in rows if not row.is_done]
 
-        In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
-        """
-        if row.was_sought or (prompt := cachedcalls.prompt_of(row)) is None or (cache := row.whole.cache) is None:
+    def _take_cached(self, prefixes: PrefixCache, plan: ResidencyPlan, row: Row, lending: Lending | None) -> None:
+        """Take the longest cached prefix of a prompt from disk, in one go, before its parts are computed."""
+        if row.was_sought:
             return
         row.was_sought = True
-        if (number := prefixes.look(prompt, cache)) == 0:
+        if (cached := cachedcalls.look(prefixes, row)) is None:
             return
-        call = row.left[0].with_tokens(prompt[:, :number])
+        call = row.left[0].with_tokens(cached.tokens[:, : cached.num_restored])
         try:
             check_headroom(plan, [Lane(call, 1)], lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
         with self._undoing({row: row.undo([call])}):
             try:
-                cachedcalls.restore(prefixes, row, prompt[:, :number], cache)
+                row.skip(prefixes.restore(cached))
             except CALL_ERRORS as error:
                 self._end(row, [], error)
 
-    def _call(self, call: ForwardCall, row: Row, *, is_pass: bool, is_cached: bool = True) -> Any:
-        """Call the model, for the tokens that the prefix cache does not answer. A pass is counted."""
+    def _call(self, call: ForwardCall, *, is_pass: bool, is_cached: bool = True) -> Any:
+        """Call the model, and keep what the prefix cache wants. A pass is counted."""
         prefixes = self._session.prefixes if is_cached else None
-        cached = None if prefixes is None else cachedcalls.begin(prefixes, call)
-        rest = call if cached is None or not cached.num_restored else call.part(cached.num_restored)
-        output: Any = None
-        if cached is None or not cached.is_answered:
-            run = partial(self._compute, rest, is_pass=is_pass)
-            output = self._counted([[rest]], run) if is_pass else run()
+        cached = None if prefixes is None else cachedcalls.begin(prefixes, [call])
+        run = partial(self._compute, call, is_pass=is_pass)
+        output = self._counted([[call]], run) if is_pass else run()
         if prefixes is not None and cached is not None:
             prefixes.end(cached)
-            row.num_restored += cached.num_restored
-        return DroppedResult() if cached is not None and cached.num_restored else output
+        return output
 
     def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:
         """Call the model; in a chain of ranks, with the messages of a pass if the call is one."""

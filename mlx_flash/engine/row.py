@@ -36,7 +36,7 @@ class Row:
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
         put_back: makes the prompt cache as it was before the last pass.
-        was_sought: whether the prefix cache was asked for the tokens of a prompt.
+        was_sought: whether the prefix cache was asked for the parts that are left.
         num_restored: tokens that came from it.
     """
 
@@ -108,7 +108,7 @@ class Row:
         while self.length == length and step > 1:  # twice if a single token may not be left over
             step = (step + 1) // 2
             self.left = deque(part for call in joined for part in call.parts(step))
-        self.parts = tuple(self.left)
+        self.parts, self.was_sought = tuple(self.left), False
         return step
 
     def _joined_parts(self) -> list[ForwardCall]:

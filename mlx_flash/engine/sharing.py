@@ -159,30 +159,17 @@ class Sharing:
         first, *others = row.left
         if not others or first.cache is None:
             return []
-        if first.checkpoints is not None:  # guesses, which can be taken back
-            fits = self.refusal(first.cache) is None
-        else:
-            fits = self._group.fits(first.cache) and self._keeps_prefixes(first)
-        if not fits:
+        is_guessed = first.checkpoints is not None  # such tokens can be taken back
+        if not (self.refusal(first.cache) is None if is_guessed else self._group.fits(first.cache)):
             return []
         return [_More(row, part) for part in others]
-
-    def _keeps_prefixes(self, first: ForwardCall) -> bool:
-        """Return whether the prefix cache gets from parts that share a pass what it gets from one after another.
-
-        A part that it answers is no part of a pass.
-        """
-        if (prefixes := self._session.prefixes) is None:
-            return True
-        if self._session.chain is not None or first.tokens is None:
-            return False
-        return first.wants_output or not prefixes.has(first.tokens, first.cache or ())
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
         if self._session.chain is not None:
             return "how many are guessed depends on measured times, which differ between ranks"
-        if self._session.prefixes is not None and any(map(has_state, entries_of(cache))):
+        prefixes = self._session.prefixes
+        if prefixes is not None and prefixes.keeps_answers and any(map(has_state, entries_of(cache))):
             return "prompts are cached, with windows or states between two calls"
         return self._group.refusal(cache)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -61,7 +61,7 @@ class KnownCall:
     bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
     state_ends: dict[int, int]  # where windows and states are kept in one of these calls, by its end
     num_after: int = 0  # tokens that the same pass adds behind it
-    num_restored: int = 0  # tokens that were not computed
+    num_restored: int = 0  # tokens that are cached
     kept: dict[int, dict[int, StateLeaf]] = field(default_factory=dict)  # between its calls: by end, and id of entry
 
     def add(self, index: int, entry: Any, found: Any) -> None:
@@ -89,13 +89,6 @@ class KnownCall:
             found[i] = state
         return found
 
-    def first(self, number: int) -> KnownCall:
-        """Return the call as one with so many of its tokens, that were restored."""
-        most = self.history.length + number
-        ends = [end for end in self.ends if end <= most]
-        tokens = self.tokens[:, :number]
-        return replace(self, tokens=tokens, ends=ends, bounds=[most], state_ends={}, num_restored=number)
-
     @property
     def end(self) -> int:
         """Tokens in the cache after the call."""
@@ -110,11 +103,6 @@ class KnownCall:
         starts = [first, *self.bounds]
         calls = zip(starts, self.bounds, strict=False)
         return np.concatenate([make_labels(tokens[a - first : b - first], a, b, self.form) for a, b in calls])
-
-    @property
-    def is_answered(self) -> bool:
-        """True when nothing is left to be computed."""
-        return self.num_restored == self.tokens.shape[1]
 
     @property
     def rows(self) -> list[RowLeaf]:

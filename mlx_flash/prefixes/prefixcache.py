@@ -1,8 +1,8 @@
 """The prefix cache of a model: calls that are answered from disk instead of being computed.
 
 The last bits of a row depend on how many tokens were computed in one call. In the mode ``exact`` a page's name covers
-its tokens and the bounds of the calls that computed them, and a call is restored completely or not at all: the output
-is bit for bit the same. In the mode ``longest`` tokens alone name a page, and the longest cached prefix is restored, as
+its tokens and the bounds of the calls that computed them, and a call is restored whole or not at all: the output is bit
+for bit the same. In the mode ``longest`` tokens alone name a page, and the longest cached prefix is restored, as
 mlx-lm's server does with the caches that it keeps.
 """
 
@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
+from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
 from mlx_flash.kv.history import History
@@ -34,6 +35,9 @@ from mlx_flash.prefixes.pagefile import Blob, full_pages
 from mlx_flash.prefixes.restore import PrefixCounters, fill
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
+DEFAULT_GB = 20.0
+"""The most bytes of all prompts on disk, in GB: 160 000 tokens of a model with 128 KiB for each (8B, 16 bits)."""
+
 STATE = "state"
 """The kind of snapshot that holds windows and recurrent states."""
 
@@ -45,61 +49,62 @@ class PrefixCache:
         store: its pages.
         is_exact: whether the mode is ``exact``, in which windows and states are kept after each call.
         states_every: tokens between two windows and states that are kept in the mode ``longest``; None for a page.
+
+    Attributes:
+        keeps_answers: whether generated tokens are kept. If not, a call whose logits are wanted changes nothing.
     """
 
     def __init__(self, store: PrefixStore, *, is_exact: bool, states_every: int | None = None) -> None:
         self.store = store
         self.counters = PrefixCounters()
+        self.keeps_answers = not is_exact
         self._is_exact = is_exact
         self._states_every = 1 if is_exact else states_every or store.page_tokens
 
-    def look(self, tokens: mx.array, cache: Sequence[Any]) -> int:
-        """Return how many tokens of a prompt, ``(sequences, length)``, are cached that may be restored in one call.
+    def look(
+        self, parts: Sequence[mx.array], cache: Sequence[Any], segments_left: Sequence[int] = ()
+    ) -> KnownCall | None:
+        """Return the longest cached prefix of a prompt that would be computed in some calls; None if nothing is cached.
 
-        In the mode ``exact`` that depends on the calls in which they will be computed, so there are none.
+        Args:
+            parts: the new tokens of each call, ``(sequences, length)``. The logits of all are dropped.
+            cache: mlx-lm's prompt cache.
+            segments_left: as of :meth:`begin`.
         """
-        call = None if self._is_exact else self._known([tokens], cache, is_prompt=True)
-        return 0 if call is None else max(0, self._find(call, call.end).num_tokens - call.history.length)
+        call = self._known(parts, cache, segments_left, is_prompt=True)
+        if call is not None:
+            call.num_restored = max(0, self._find(call, call.end).num_tokens - call.history.length)
+        return call if call is not None and call.num_restored else None
 
-    def has(self, tokens: mx.array, cache: Sequence[Any]) -> bool:
-        """Return whether one call with the tokens of a prompt, ``(sequences, length)``, would compute nothing."""
-        call = self._known([tokens], cache, is_prompt=True)
-        return call is not None and self._find(call, call.end).num_tokens == call.end
+    def restore(self, call: KnownCall) -> int:
+        """Restore what :meth:`look` found. Return how many tokens: fewer where a page is damaged."""
+        entries = [leaf.entry for leaf in call.leaves]
+        forget(entries)
+        number = self._restore(call)
+        end = call.history.length + number
+        self.counters.num_restored += number
+        self.counters.num_calls_restored += sum(bound <= end for bound in call.bounds)
+        history = call.history.with_labels(call.labels[:number], [each for each in call.ends if each <= end])
+        for leaf in call.leaves:
+            leaf.note(history)
+        return number
 
     def begin(
-        self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, segment_left: int = 0
-    ) -> KnownCall | None:
-        """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
-
-        Nothing is restored unless the logits are dropped. Of the segment that the call ends in, ``segment_left`` tokens
-        come after it. Return the call, for :meth:`end` when the rest was computed; None if the content of the cache is
-        not known.
-        """
-        call = self._known([tokens], cache, [segment_left], is_prompt=is_prompt)
-        forget(cache)
-        if call is None or (self._is_exact and not is_prompt):
-            return None
-        if is_prompt:
-            call.num_restored = self._restore(call)
-            self.counters.num_restored += call.num_restored
-        self._plan(call)
-        return call
-
-    def begin_parts(
         self, parts: Sequence[mx.array], cache: Sequence[Any], num_prompts: int, segments_left: Sequence[int] = ()
     ) -> KnownCall | None:
-        """Begin calls on mlx-lm's prompt cache that share a pass, of whose tokens nothing is restored.
+        """Begin a call on mlx-lm's prompt cache, or some that share a pass.
 
         Args:
             parts: the new tokens of each call, ``(sequences, length)``.
-            cache: the prompt cache, whose entries have a row for each token.
+            cache: the prompt cache. If there are several calls, its entries have a row for each token.
             num_prompts: the calls whose logits are dropped, which come first.
             segments_left: for each call, the tokens that come after it in its segment.
 
         Returns:
-            As :meth:`begin`.
+            The calls as one, for :meth:`end` when they were computed; None if the content of the cache is not known,
+            or nothing is kept.
         """
-        kept = parts[:num_prompts] if self._is_exact else parts
+        kept = parts if self.keeps_answers else parts[:num_prompts]
         call = self._known(kept, cache, segments_left, is_prompt=num_prompts > 0) if kept else None
         forget(cache)
         if call is not None:
@@ -110,8 +115,7 @@ class PrefixCache:
     def end(self, call: KnownCall) -> None:
         """Store the pages that a call completed, and note what the cache holds now."""
         if call.is_prompt:
-            self.counters.num_computed += call.tokens.shape[1] - call.num_restored
-            self.counters.num_calls_restored += call.is_answered
+            self.counters.num_computed += call.tokens.shape[1]
         if any(leaf.length not in (call.end + call.num_after, None) for leaf in call.leaves):
             return
         tokens = call.tokens
@@ -128,9 +132,9 @@ class PrefixCache:
         """Plan a draft for each page that the call completes."""
         pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
         num_blobs = sum(leaf.num_arrays for leaf in call.rows)
-        restored, drafts = call.history.length + call.num_restored, {}
+        drafts = {}
         for begin, end in zip((_last(call.history.ends), *call.ends), call.ends, strict=False):
-            if pooled and end > restored:
+            if pooled:
                 files = pooled[0][1].pool.files
                 drafts[begin] = end, cached(partial(self.store.new_draft, files, num_blobs))
         for i, rows in pooled:
@@ -155,59 +159,63 @@ class PrefixCache:
             return None
         bounds = [*accumulate([part.shape[1] for part in parts], initial=history.length)][1:]
         ends = {full for full in full_pages(bounds[-1], self.store.page_tokens) if full > history.length}
-        if is_exact:  # the last page of a call ends with it
-            ends.update(bounds)
+        lefts = [*segments_left, *[0] * len(parts)][: len(parts)]
+        if is_exact:  # the last page of a call ends with it, unless its segment has no full page
+            ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= self.store.page_tokens)
         state_ends, only_windows = {}, are_windows(leaf.entry for leaf in leaves)
         every, page_tokens = self._states_every, self.store.page_tokens
-        for bound, part, left in zip(bounds, parts, [*segments_left, *[0] * len(parts)], strict=False):
+        for bound, part, left in zip(bounds, parts, lefts, strict=True):
             new = part.shape[1]
             end = state_end(bound, new, left, every, are_windows=only_windows, page_tokens=page_tokens)
-            if end is not None:
+            if end in ends:
                 state_ends[bound] = end
         form = form_of(leaves, of_batches=is_exact)
         return KnownCall(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds, state_ends)
 
     def _find(self, call: KnownCall, most: int) -> Prefix:
-        """Return the longest cached prefix of at most so many tokens, among them those of a call."""
+        """Return the longest cached prefix of at most so many tokens that a call may be restored to."""
         history = call.history.with_labels(call.labels, call.ends)
         ends = [end for end in history.ends if end <= most]
-        return self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
+        prefix = self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
+        return prefix if not self._is_exact or prefix.snapshot else prefix.cut(set(call.bounds))
 
     def _restore(self, call: KnownCall) -> int:
-        """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
-        begin, most = call.history.length, call.end
-        while True:
-            prefix = self.store.pin(self._find(call, most))
+        """Fill the cache. Return with how many tokens."""
+        begin, most = call.history.length, call.history.length + call.num_restored
+        while (found := self._find(call, most)).num_tokens > begin:
+            prefix = self.store.pin(found)
             try:
-                end = prefix.num_tokens
-                if end <= begin or (self._is_exact and end < call.end):
-                    return 0
-                start = max((page_end for page_end in prefix.ends if page_end <= begin), default=0)
-                put_backs = [leaf.checkpoint(start) for leaf in call.leaves]
-                is_filled = False
-                try:
-                    is_filled = (not call.states or bool(prefix.snapshot)) and fill(
-                        call, prefix, self.store, self.counters
-                    )
-                finally:
-                    if not is_filled:
-                        for put_back in put_backs:
-                            put_back()
-                if is_filled:
-                    return end - begin
+                is_filled = prefix == found and self._fill(call, prefix)
             finally:
                 self.store.release(prefix)
-            most = end - 1  # a page is damaged; the pages before it may be used
+            if is_filled:
+                return found.num_tokens - begin
+            most = min(
+                prefix.num_tokens, found.num_tokens - 1
+            )  # a page is gone or damaged; those before it may be used
+        return 0
+
+    def _fill(self, call: KnownCall, prefix: Prefix) -> bool:
+        """Fill the cache with a prefix. Return whether it was done; if not, the cache is as before."""
+        start = max((page_end for page_end in prefix.ends if page_end <= call.history.length), default=0)
+        put_backs = [leaf.checkpoint(start) for leaf in call.leaves]
+        is_filled = False
+        try:
+            is_filled = fill(call, prefix, self.store, self.counters)
+        finally:
+            if not is_filled:
+                for put_back in put_backs:
+                    put_back()
+        return is_filled
 
     def _store(self, call: KnownCall, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
-        restored = call.history.length + call.num_restored
         for number in range(len(call.history.ends), len(history.ends)):
-            if history.ends[number] > restored and not self._put_rows(call.rows, history, number):
+            if not self._put_rows(call.rows, history, number):
                 return False
         is_stored = True
         for bound, end in call.state_ends.items():
-            if end > restored and call.is_prompt and (states := call.take_states(bound)):
+            if call.is_prompt and (states := call.take_states(bound)):
                 is_stored &= bool(self._put(history, history.ends.index(end), states, snapshot=STATE))
         return is_stored or not self._is_exact
 
@@ -271,19 +279,26 @@ def open_prefixes(
     ``queue_bytes`` is the memory for pages that wait to be written, ``states_every`` as in :class:`PrefixCache`.
     """
     mode = config.kv_prefixes
-    if mode == "off":
+    if mode is None or mode == "off":
         return None
+    directory = prefix_directory()
+    limit = round(config.kv_prefix_gb * GB) if config.kv_prefix_gb is not None else default_limit(directory)
     store = PrefixStore(
-        prefix_directory(),
+        directory,
         model=model,
         settings=json.dumps([_device(), mode], sort_keys=True),
         tenant=config.kv_prefix_tenant or "",
         title=title,
-        limit_bytes=None if config.kv_prefix_gb is None else round(config.kv_prefix_gb * GB),
+        limit_bytes=limit,
         queue_bytes=queue_bytes,
         governor=governor,
     )
     return PrefixCache(store, is_exact=mode == "exact", states_every=states_every)
+
+
+def default_limit(directory: Path) -> int:
+    """Return the bytes that the prefix cache may take of a disk: 20 GB, or a tenth of what is free if that is less."""
+    return min(round(DEFAULT_GB * GB), int(free_bytes(directory) * FREE_SHARE))
 
 
 def _device() -> dict[str, str]:

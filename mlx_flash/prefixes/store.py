@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +61,11 @@ class Prefix:
     def names(self) -> tuple[str, ...]:
         """Names of its pages and of its snapshot."""
         return (*self.pages, self.snapshot) if self.snapshot else self.pages
+
+    def cut(self, ends: Collection[int]) -> Prefix:
+        """Return the longest part of it that ends with one of these numbers of tokens."""
+        count = next((number for number in range(len(self.ends), 0, -1) if self.ends[number - 1] in ends), 0)
+        return Prefix(self.ends[:count], self.pages[:count])
 
 
 class PrefixStore(AbstractContextManager["PrefixStore"]):

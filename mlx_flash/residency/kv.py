@@ -163,7 +163,7 @@ def kept_every(config: FlashConfig, cache: CacheSizes) -> int:
     a dense model of 8 billion weights.
     """
     if config.kv_prefixes != "longest":
-        return {"off": 0, "exact": 1}[config.kv_prefixes]
+        return int(config.kv_prefixes == "exact")
     states = cache.states_bytes(0, sum(length for _, length in cache.windows))
     return PAGE_TOKENS * max(1, -(-states // max(sum(cache.rows) * PAGE_TOKENS, DENSE_PAGE_BYTES)))
 
@@ -173,7 +173,7 @@ def prefix_bytes(cache: CacheSizes, config: FlashConfig, context_length: int) ->
 
     Some wait to be written while one is copied. Windows and states that are large are written while the call waits.
     """
-    if config.kv_prefixes == "off":
+    if config.kv_prefixes in (None, "off"):
         return 0
     page, largest = sum(cache.rows) * PAGE_TOKENS, largest_page(cache, context_length)
     return largest + QUEUED_PAGES * (largest if largest <= DENSE_PAGE_BYTES else page)

@@ -7,11 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
@@ -170,8 +172,7 @@ class Models:
                 sight = self._open_sight(source, path, tokenizer)
                 model: FlashLLM = sight.model.language_model
             else:
-                prepared = prepare(path, source.config, group=launched_group())
-                model = FlashLLM(prepared, source.config, model_name(path))
+                model = _text_model(path, source.config)
         except BudgetError:
             if not others:
                 raise
@@ -199,6 +200,18 @@ class Models:
 
         trusts = bool(source.tokenizer_settings.get("trust_remote_code"))
         return open_sight(path, source.config, tokenizer, trust_remote_code=trusts)
+
+
+def _text_model(path: Path, config: FlashConfig) -> FlashLLM:
+    """Return a model with a prefix cache, unless the settings, the budget, or several ranks have no room for one."""
+    group = launched_group()
+    if config.kv_prefixes is None and group is None:
+        kept = replace(config, kv_prefixes="exact")
+        try:
+            return FlashLLM(prepare(path, kept), kept, model_name(path))
+        except BudgetError:
+            _log.info("prompts are not kept on disk: the budget has no room for their pages")
+    return FlashLLM(prepare(path, config, group=group), config, model_name(path))
 
 
 def _free() -> None:

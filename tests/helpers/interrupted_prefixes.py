@@ -81,17 +81,18 @@ class Talk:
 
     def _call(self, tokens: Sequence[int]) -> None:
         start = sum(map(len, self.chunks))
-        call = self._prefixes.begin(mx.array([tokens]), self.cache, is_prompt=True)
-        done = 0 if call is None else call.num_restored
+        found = self._prefixes.look([mx.array([tokens])], self.cache)
+        done = 0 if found is None else self._prefixes.restore(found)
         if done < len(tokens):
+            call = self._prefixes.begin([mx.array([tokens[done:]])], self.cache, 1)
             compute(self.cache, tokens[done:], start + done)
-        if call is not None:
-            self._prefixes.end(call)
+            if call is not None:
+                self._prefixes.end(call)
 
     def _call_together(self, parts: Sequence[Sequence[int]]) -> None:
         """Compute parts as in one pass over the weights."""
         start = sum(map(len, self.chunks))
-        call = self._prefixes.begin_parts([mx.array([part]) for part in parts], self.cache, len(parts))
+        call = self._prefixes.begin([mx.array([part]) for part in parts], self.cache, len(parts))
         for number, part in enumerate(parts):
             compute(self.cache, part, start + sum(map(len, parts[:number])))
         if call is not None:

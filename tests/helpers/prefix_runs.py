@@ -20,12 +20,12 @@ STEP = 256
 Logits = list[tuple[int, mx.array]]
 
 
-def loaded(directory: Path, mode: str = "exact", **settings: Any) -> FlashLLM:
+def loaded(directory: Path, mode: str | None = "exact", **settings: Any) -> FlashLLM:
     """As in another process: everything that is known of prompts is on disk."""
     return load_model(directory, config_of(mode, **settings))[0]
 
 
-def config_of(mode: str, **settings: Any) -> FlashConfig:
+def config_of(mode: str | None, **settings: Any) -> FlashConfig:
     defaults = {"ram_budget_gb": "min", "context_length": 1024, "prefill_step_size": 512, "telemetry": False}
     return FlashConfig(kv_prefixes=mode, **(defaults | settings))  # type: ignore[arg-type]
 

@@ -19,7 +19,6 @@ from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.row import Row
 from mlx_flash.prefixes import prefixcache
-from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.prefixes.restore import fill
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save
@@ -70,9 +69,9 @@ def test_interrupts_while_the_longest_prefix_is_taken(
     kinds = {"dense": LLAMA, "windows": GEMMA3 | {"sliding_window_pattern": 2}, "recurrent": MAMBA2}
     folder = save(tmp_path / "model", kinds[name] | {"num_hidden_layers": 2}, mx.float32)
     prompt, rows, found = mx.array([[5, 17, 290, 3, 42, 64, 8, 9, 10, 11, 12]]), list[Row](), Counter[str]()
-    functions = [Passes._take_cached, Passes.recover, Row.skip, Row.undo, KnownCall.first]
-    functions += [Passes._run, cachedcalls.begin_parts, cachedcalls.end_parts, PrefixCache.begin_parts]
-    functions += [PrefixCache.begin, PrefixCache._restore, fill, PrefixCache.end]
+    functions = [Passes._take_cached, Passes.recover, Row.skip, Row.undo, PrefixCache.restore]
+    functions += [Passes._run, cachedcalls.begin_parts, cachedcalls.end_parts, PrefixCache.begin]
+    functions += [PrefixCache.look, PrefixCache._restore, PrefixCache._fill, fill, PrefixCache.end]
     with load_model(folder, config(kv_prefixes="longest", prefill_step_size=4))[0] as model:
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=4)

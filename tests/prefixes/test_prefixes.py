@@ -558,8 +558,8 @@ def test_only_the_user_may_look(llama: Path) -> None:
 
 
 def test_by_default_nothing_is_remembered(llama: Path) -> None:
-    assert FlashConfig().kv_prefixes == "off"
-    with loaded(llama, FlashConfig().kv_prefixes) as model:
+    assert FlashConfig().kv_prefixes is None
+    with loaded(llama, None) as model:
         generated(model)
         assert model.prefixes is None
     assert not prefix_directory().exists()

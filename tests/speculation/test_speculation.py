@@ -361,7 +361,7 @@ def test_a_draft_model_whose_guesses_had_no_room_gets_the_text(
 def test_with_the_prefix_cache(
     directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, mode: Any
 ) -> None:
-    """A text that was guessed leaves the pages that plain decoding leaves. With states, nothing is guessed."""
+    """A text that was guessed leaves the pages that plain decoding leaves. With states, ``longest`` guesses nothing."""
     has_states = name not in ("llama", "qwen3_moe")
     store = prefixcache.PrefixStore
     monkeypatch.setattr(prefixcache, "PrefixStore", lambda *a, **b: store(*a, **{**b, "page_tokens": 4}))
@@ -374,7 +374,7 @@ def test_with_the_prefix_cache(
         settings: dict[str, Any] = {"kv_prefixes": mode, "speculation": speculation}
         with streamed_whole(directories(name), **settings) as model:
             check_equal(streamed(with_room(model)), expected)
-            guesses = speculation and not has_states
+            guesses = speculation and not (has_states and mode == "longest")
             assert (model.counters.num_guessed > model.counters.num_right > 0) is guesses
         kept.append(sorted(path.name for path in prefix_directory().rglob("*.page")))
         with streamed_whole(directories(name), **settings) as model:

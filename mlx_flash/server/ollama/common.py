@@ -47,6 +47,7 @@ def counts_of(end: End, total_ns: int) -> dict[str, Any]:
         "total_duration": total_ns,
         "load_duration": load,
         "prompt_eval_count": end.num_prompt,
+        "prompt_eval_cached_count": end.num_cached,
         "prompt_eval_duration": prompt,
         "eval_count": end.num_tokens,
         "eval_duration": answer,

@@ -124,7 +124,7 @@ def answered_at(served: Served, text: str, max_tokens: int) -> tuple[Answer, flo
 def test_a_short_request_is_not_starved_by_a_long_prompt(model: str, budget: Any) -> None:
     """It is answered before the prompt that came first is computed, and both answers are those of each alone."""
     long_text, options = LONG * (3 if budget == "min" else 4), BatchOptions(prefill_step_size=64)
-    settings = {"ram_budget_gb": budget, "context_length": 4096, "prefill_step_size": 64}
+    settings = {"ram_budget_gb": budget, "context_length": 4096, "prefill_step_size": 64, "kv_prefixes": "off"}
     with serving(model, options=options, **settings) as mine:
         alone = [answered_at(mine, text, 4)[0] for text in (long_text, "Hi")]
         mine.prompt_cache.trim_to(n_sequences=0)

@@ -1,11 +1,12 @@
 """Ten turns of an agent through the server: the tokens of each prompt that were known before and are computed again.
 
-    python benchmarks/agent_turns.py TOKENIZER --budgets min 4 --json agent_turns.json
+    python benchmarks/agent_turns.py TOKENIZER --json agent_turns.json
 
 TOKENIZER is a folder with a tokenizer whose chat template knows tools. The model is a random one of two layers, since
 only tokens are counted; its answers are written here. Requests have the shape of Claude Code's (Anthropic's API: three
 system texts, tools, results of calls) and of Codex's (OpenAI's responses: a developer message, functions, outputs of
-calls). The server is started again before the sixth turn, and before the first turn of a second conversation.
+calls). The server is started again before the sixth turn, and before the first turn of a second conversation. All of it
+is repeated without prompt caches in memory, as where a budget has no room for them.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from harness import ROOT, Run, describe, write_json
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from live import Live, live
 from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.server import loaded
+from mlx_flash.server.batchoptions import BatchOptions
 from models import make_random_model
 
 TEXT = "the file path must exist before a tool reads it and each change is checked with tests after every step"
@@ -178,11 +184,20 @@ def random_model(tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
+def show(runs: Sequence[Run]) -> None:
+    """Print the tokens that were computed in each turn; in brackets those of them that were known."""
+    table = Table("client", "line", "in memory", *map(str, range(1, NUM_TURNS + 1)), "another", box=SIMPLE_HEAD)
+    for key, group in groupby(runs, lambda run: (run["client"], run["changing line"], run["caches in memory"])):
+        client, line, in_memory = key
+        cells = [f"{run['computed']} ({run['again']})" for run in group]
+        table.add_row(client, "changes" if line else "", "yes" if in_memory else "no", *cells)
+    Console(width=200).print(table)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Have all conversations in each budget, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", type=Path, metavar="TOKENIZER", help="folder with config.json and a tokenizer")
-    parser.add_argument("--budgets", nargs="+", default=["min", "4"], metavar="GB", help="default: min 4")
     parser.add_argument("--prefixes", default="unset", help="kv_prefixes; default: the server's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     args = parser.parse_args(arguments)
@@ -191,17 +206,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder, recorder = Path(name), Recorder()
         model = random_model(args.tokenizer, folder / "model")
         lines = [("Claude Code", "x-client-header: version=2.1.197.{}; entry=cli;"), ("Claude Code", ""), ("Codex", "")]
-        for budget in args.budgets:
-            for number, (client, line) in enumerate(lines):
-                os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{budget}-{number}")
-                recorder.known.clear()
-                settings: dict[str, Any] = {} if args.prefixes == "unset" else {"kv_prefixes": args.prefixes}
-                settings["ram_budget_gb"] = budget if budget == "min" else float(budget)
-                with recording(recorder):
-                    for run in converse(client, line, partial(live, str(model), **settings), recorder):
-                        runs.append({"budget": budget, "changing line": bool(line), **run})
-                        print(runs[-1], flush=True)
-        result = {"runs": runs, **describe(folder, []), "command": ["benchmarks/agent_turns.py", *sys.argv[1:]]}
+        settings: dict[str, Any] = {"context_length": 16384, "ram_budget_gb": 4.0}
+        settings |= {} if args.prefixes == "unset" else {"kv_prefixes": args.prefixes}
+        for number, ((client, line), in_memory) in enumerate(product(lines, (True, False))):
+            os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{number}")
+            recorder.known.clear()
+            options = BatchOptions(prompt_cache_bytes=None if in_memory else 0)
+            serve = partial(live, str(model), options=options, **settings)
+            with recording(recorder):
+                for run in converse(client, line, serve, recorder):
+                    runs.append({"changing line": bool(line), "caches in memory": in_memory, **run})
+                    print(json.dumps(runs[-1]), flush=True)
+        result = {"runs": runs, **describe(folder, [])}
+    show(runs)
     write_json(args.json, result)
     return 0
 

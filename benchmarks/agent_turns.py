@@ -5,8 +5,8 @@
 TOKENIZER is a folder with a tokenizer whose chat template knows tools. The model is a random one of two layers, since
 only tokens are counted; its answers are written here. Requests have the shape of Claude Code's (Anthropic's API: three
 system texts, tools, results of calls) and of Codex's (OpenAI's responses: a developer message, functions, outputs of
-calls). The server is started again before the sixth turn, and before the first turn of a second conversation. All of it
-is repeated without prompt caches in memory, as where a budget has no room for them.
+calls). The server is started again before the sixth turn, or before every turn, and before the first turn of a second
+conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from live import Live, live
 from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.server import loaded
-from mlx_flash.server.batchoptions import BatchOptions
 from models import make_random_model
 
 TEXT = "the file path must exist before a tool reads it and each change is checked with tests after every step"
@@ -128,8 +127,8 @@ def num_cached(usage: dict[str, Any]) -> int:
     return int(usage["cache_read_input_tokens"] if details is None else details["cached_tokens"])
 
 
-def converse(client: str, line: str, serve: Any, recorder: Recorder) -> Iterator[Run]:
-    """Have ten turns with a restart, and the first turn of another conversation after a restart."""
+def converse(client: str, line: str, restarts: Sequence[int], serve: Any, recorder: Recorder) -> Iterator[Run]:
+    """Have ten turns with restarts before some, and the first turn of another conversation after a restart."""
     path, make_body = CLIENTS[client]
     turns: list[tuple[str, dict[str, Any], str]] = []
     sizes = (60, 400, 900, 120, 30, 700, 250, 80, 500, 40)
@@ -142,7 +141,7 @@ def converse(client: str, line: str, serve: Any, recorder: Recorder) -> Iterator
         again = max(0, known - cached)
         return {"client": client, "turn": number, "prompt": num_prompt, "computed": computed, "again": again}
 
-    for first, last in ((1, RESTART), (RESTART, NUM_TURNS + 1)):
+    for first, last in pairwise((1, *restarts, NUM_TURNS + 1)):
         with serve() as server:
             for number in range(first, last):
                 at = number - 1
@@ -151,7 +150,7 @@ def converse(client: str, line: str, serve: Any, recorder: Recorder) -> Iterator
                 call = json.dumps({"name": f"tool_{at}", "arguments": arguments})
                 recorder.answer = f"{text}\n<tool_call>\n{call}\n</tool_call>"
                 body = make_body(number, line.format("c40"), "Mend the tests of the parser.", turns)
-                yield ask(server, number, body) | {"restarted": number == RESTART}
+                yield ask(server, number, body) | {"restarted": number in restarts}
                 turns.append((text, arguments, prose(sizes[at], 60 + number)))
     with serve() as server:
         recorder.answer = "Done."
@@ -186,11 +185,11 @@ def random_model(tokenizer: Path, folder: Path) -> Path:
 
 def show(runs: Sequence[Run]) -> None:
     """Print the tokens that were computed in each turn; in brackets those of them that were known."""
-    table = Table("client", "line", "in memory", *map(str, range(1, NUM_TURNS + 1)), "another", box=SIMPLE_HEAD)
-    for key, group in groupby(runs, lambda run: (run["client"], run["changing line"], run["caches in memory"])):
-        client, line, in_memory = key
+    table = Table("client", "line", "restarts", *map(str, range(1, NUM_TURNS + 1)), "another", box=SIMPLE_HEAD)
+    for key, group in groupby(runs, lambda run: (run["client"], run["changing line"], run["restarts"])):
+        client, line, restarts = key
         cells = [f"{run['computed']} ({run['again']})" for run in group]
-        table.add_row(client, "changes" if line else "", "yes" if in_memory else "no", *cells)
+        table.add_row(client, "changes" if line else "", str(restarts), *cells)
     Console(width=200).print(table)
 
 
@@ -208,14 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [("Claude Code", "x-client-header: version=2.1.197.{}; entry=cli;"), ("Claude Code", ""), ("Codex", "")]
         settings: dict[str, Any] = {"context_length": 16384, "ram_budget_gb": 4.0}
         settings |= {} if args.prefixes == "unset" else {"kv_prefixes": args.prefixes}
-        for number, ((client, line), in_memory) in enumerate(product(lines, (True, False))):
+        for number, ((client, line), restarts) in enumerate(product(lines, ((RESTART,), range(2, NUM_TURNS + 1)))):
             os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{number}")
             recorder.known.clear()
-            options = BatchOptions(prompt_cache_bytes=None if in_memory else 0)
-            serve = partial(live, str(model), options=options, **settings)
+            serve = partial(live, str(model), **settings)
             with recording(recorder):
-                for run in converse(client, line, serve, recorder):
-                    runs.append({"changing line": bool(line), "caches in memory": in_memory, **run})
+                for run in converse(client, line, restarts, serve, recorder):
+                    runs.append({"changing line": bool(line), "restarts": len(restarts), **run})
                     print(json.dumps(runs[-1]), flush=True)
         result = {"runs": runs, **describe(folder, [])}
     show(runs)

@@ -179,7 +179,7 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
         except jinja2.TemplateError:
             raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
     state = state_of(tokenizer, tokens)
-    if messages[-1].get("role") != "user":
+    if messages[-1].get("role") not in ("user", "tool"):
         return Prompt(tokens, [tokens], ["assistant"], state)
     num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")
     system_end = 0

@@ -217,25 +217,36 @@ def answer_in(parts: list[dict[str, Any]], path: str) -> dict[str, Any]:
         for choice in part.get("choices", ()):
             message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
             add(choice["index"], message.get("content"))
-            for call in message.get("tool_calls") or ():
-                add(f"{choice['index']} call", json.dumps(call["function"], sort_keys=True))
+            for number, call in enumerate(message.get("tool_calls") or ()):
+                place = f"{choice['index']} call {call.get('index', number)}"
+                add(f"{place} name", call["function"].get("name"))
+                add(place, call["function"]["arguments"])
             add(f"{choice['index']} end", choice.get("finish_reason"))
         if path.startswith("/api/"):
             add("text", part.get("response") or part.get("message", {}).get("content"))
             add("end", part.get("done_reason"))
-        for block in part.get("content", ()) if path == "/v1/messages" else ():
+        for number, block in enumerate(part.get("content", ()) if path == "/v1/messages" else ()):
             add("text", block.get("text"))
-            add("call", json.dumps(block["input"]) if "input" in block else None)
+            add(f"call {number}", json.dumps(block["input"]) if "input" in block else None)
         delta = part.get("delta") or {}
         if path == "/v1/messages":
             add("text", delta.get("text"))
-            add("call", delta.get("partial_json"))
+            add(f"call {part.get('index')}", delta.get("partial_json"))
             add("end", part.get("stop_reason") or delta.get("stop_reason"))
         add("tokens", str(part["input_tokens"]) if "input_tokens" in part else None)
         if path == "/v1/responses" and part.get("type", "response.completed").endswith(("completed", "incomplete")):
             for item in part.get("response", part).get("output", ()):
                 add("text", "".join(content["text"] for content in item.get("content", ())))
-    return found
+    # A stream has the arguments as the model writes them, with its own blanks.
+    return {name: _plain(text) if "call" in name.split() else text for name, text in found.items()}
+
+
+def _plain(text: str) -> Any:
+    """Return the object in a JSON text, or the text if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @contextlib.contextmanager
@@ -245,7 +256,7 @@ def serving_tools(folder: Path, budget_gb: float, under: str = "") -> Iterator[S
     settings = model / "tokenizer_config.json"
     tools = {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | tools))
-    words = ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", budget_gb]
+    words = ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", budget_gb, "--no-any-model-name"]
     limit = str(int(budget_gb * LIMIT_ROOM * 1e9))
     with serving(words, folder / "log", shlex.split(under.replace("{limit}", limit))) as server:
         yield server

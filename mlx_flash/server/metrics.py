@@ -33,7 +33,8 @@ class _Collector:
         ignored = CounterMetricFamily("mlx_flash_ignored_fields", words, labels=["field"])
         for name, number in self._ignored.items():
             ignored.add_metric([name], number)
-        yield ignored
+        if self._ignored:
+            yield ignored
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for engine in find():
             for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():

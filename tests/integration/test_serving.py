@@ -213,9 +213,7 @@ def test_models_without_a_hugging_face_cache(models: list[str], streaming: Serve
 
 
 def test_a_model_that_is_not_here(models: list[str], streaming: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match=rf"'gpt-4o'.*'default_model', '{models[0]}'"):
-        chat(streaming, "Hi", "gpt-4o")
-    assert chat(streaming, "Hi", models[0]) == chat(streaming, "Hi")
+    assert chat(streaming, "Hi", models[0]) == chat(streaming, "Hi") == chat(streaming, "Hi", "gpt-4o")
 
 
 def sent(server: Server, options: dict[str, Any]) -> socket.socket:
@@ -234,7 +232,7 @@ def test_a_refusal_does_not_wait_for_others(streaming: Server) -> None:
         with sent(streaming, {"seed": 1}):
             time.sleep(1)
             with pytest.raises(openai.APIStatusError, match=r"need [\d.]+ MB .* --ram-budget-gb"):
-                chat(streaming, "Hi", max_tokens=10_000_000)
+                chat(streaming, "Hi " * 300_000)
 
 
 @pytest.mark.parametrize("alone", [True, False])

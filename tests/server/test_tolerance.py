@@ -224,7 +224,8 @@ def test_any_name_reaches_the_only_model(folder: Path, server: Live) -> None:
         reply, _ = post(server, MESSAGES, {"model": "claude-opus", "messages": HELLO, "max_tokens": 9})
     assert reply["model"] == str(folder)
     with live(str(folder), any_name=False, defaults=Defaults(max_tokens=2)) as named:
-        assert named.post(CHAT, {"model": "gpt-5", "messages": HELLO})[0] == 404
+        status, reply = named.post(CHAT, {"model": "gpt-5", "messages": HELLO})
+        assert status == 404 and f"'gpt-5' here. Hint: this server has 'default_model', '{folder}'" in str(reply)
         assert named.post(CHAT, {"model": f"{folder}:latest", "messages": HELLO})[0] == 200
 
 

@@ -95,13 +95,13 @@ WRONG: list[tuple[str, bytes]] = [
     ("/v1/chat/completions", b'{"messages": []}'),
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800\\u0000"}], "max_tokens": "x"}'),
     ("/v1/chat/completions", b'{"model": "no such model", "messages": [{"role": "user", "content": "x"}]}'),
-    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2000000000}'),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "n": 2000000000}'),
     ("/v1/completions", b'{"prompt": [999999999]}'),
     ("/v1/completions", b'{"prompt": "x", "logit_bias": {"999999": 1}}'),
     ("/v1/responses", b'{"input": [{"type": "image"}]}'),
     ("/v1/messages", b'{"model": "x"}'),
-    ("/api/chat", b'{"model": "default_model", "messages": [{"role": "user"}], "options": {"mirostat": 2}}'),
-    ("/api/pull", b'{"model": "x"}'),
+    ("/api/chat", b'{"model": "default_model", "messages": [{"role": "user"}], "options": {"top_k": "x"}}'),
+    ("/api/push", b'{"model": "x"}'),
     ("/v1/embeddings", b"[" * 100_000),
 ]
 """Requests that get an error, with a status from 400 to 501."""

@@ -458,7 +458,6 @@ def state(folder: Path) -> Iterator[Case]:
 
     with (
         patch.object(enginewatch, "find", lambda: found),
-        patch.object(enginewatch, "watch", list),
         patch.object(enginewatch, "system_memory", lambda: memory),
         remembered_lines(),
     ):

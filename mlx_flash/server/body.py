@@ -73,9 +73,9 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A request of a client. Types are not converted. Unknown fields are ignored and listed, and so are hints:
+    """A request of a client. Types are not converted.
 
-    known fields of type ``Any``, which have no effect on the answer.
+    Unknown fields are ignored and listed. So are hints: known fields of type ``Any``, which do not change the answer.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)

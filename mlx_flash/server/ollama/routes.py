@@ -31,8 +31,6 @@ from mlx_flash.server.service import Endpoint, Service
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
 
-_MISSING = ("push",)
-
 
 def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
     """Return the paths of Ollama's dialect.
@@ -100,6 +98,6 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         Route("/api/create", managed(CreateRequest, models.create), methods=["POST"]),
         Route("/api/copy", managed(CopyRequest, models.copy), methods=["POST"]),
         Route("/api/delete", managed(NamedRequest, models.delete), methods=["DELETE"]),
-        *(Route(f"/api/{name}", missing, methods=["POST"]) for name in _MISSING),
+        Route("/api/push", missing, methods=["POST"]),
         Route("/api/blobs/{digest:path}", missing, methods=["HEAD", "POST"]),
     ]

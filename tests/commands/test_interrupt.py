@@ -32,6 +32,22 @@ sys.exit(main())
 """
 """A start of the command line that tells when it begins to import modules."""
 
+SLOW = """
+import sys, time
+from mlx_flash.cli import main
+from mlx_flash.model import FlashLLM
+
+compute = FlashLLM.__call__
+
+def compute_slowly(model, *args, **kwargs):
+    time.sleep(30)
+    return compute(model, *args, **kwargs)
+
+FlashLLM.__call__ = compute_slowly
+sys.exit(main())
+"""
+"""The command line with passes of a large model, so that the second Ctrl-C falls into the pass that the first one does."""
+
 
 @pytest.fixture
 def _handled_sigint() -> Iterator[None]:
@@ -114,7 +130,7 @@ def test_a_signal_is_not_repeated_while_python_would_drop_it_again(monkeypatch: 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4])
 def test_the_second_ctrl_c_ends_the_program(seconds: float) -> None:
-    shell = Shell("-m", "mlx_flash", "run", TINY, "--max-tokens", "-1")
+    shell = Shell("-c", SLOW, "run", TINY, "--max-tokens", "-1")
     shell.wait_for(">>>")
     shell.type("Hello\r")
     shell.wait_for("computing the prompt")

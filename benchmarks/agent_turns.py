@@ -34,7 +34,7 @@ from rich.table import Table
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from live import Live, live
-from mlx_flash.kv.keptcaches import num_common
+from mlx_flash.modelfile.conversation import num_common
 from mlx_flash.server import loaded
 from models import make_random_model
 

@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_flash.errors import ConfigError, FlashError
 from mlx_flash.generation import stream_generate
-from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import Modelfile, Parameters
 from mlx_flash.modelfile.values import DEFAULT_MAX_TOKENS, check_text
@@ -232,6 +231,12 @@ class Conversation:
             self._cached = self._cached[: max(offsets, default=0)]
         else:
             self._cache, self._cached = self._new_cache(), []
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from mlx_flash.server.prompts import Prompt, least_tokens, make_prompt, opened_w
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import echo_of, read_all, reading_for
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import Kept, ServedRows, plain_cache
+from mlx_flash.server.rows import Kept, ServedRows
 from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, check_tools
 
@@ -80,7 +80,7 @@ class LoadedModel:
         complete(tokenizer)
         self.jobs = Jobs()
         self.vocab_size = model.plan.activations.logits_per_token // 4
-        self.kept = PromptCaches(model, options.prompt_cache_size, ranks)
+        self.kept = PromptCaches(model, options.prompt_cache_size, options.prompt_cache_bytes, ranks)
         self.expires: float | None = None
         self.keep_alive: float | None = None
         self._options = options
@@ -411,4 +411,4 @@ def _blind_prompt(
 def _taken(response: Any) -> Kept | None:
     """Return the cache that comes with a last token, which the response gives up."""
     cache, response.prompt_cache = response.prompt_cache, None
-    return None if cache is None else (plain_cache(cache), response.all_tokens)
+    return None if cache is None else (cache, response.all_tokens)

@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_flash.kv.keptcaches import KeptCaches
+from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.layerrows import park
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.ranks import Ranks
@@ -17,23 +18,23 @@ _KEY = "model"
 
 
 class PromptCaches(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt cache, which holds common prefixes once.
+    """mlx-lm's prompt cache.
 
     Args:
         model: the model.
         max_size: the most caches.
+        max_bytes: the most bytes of all; None for no limit.
         ranks: those that answer together; None for this process alone.
 
     Attributes:
-        limit_bytes: the most bytes of all; None for no limit.
+        limit_bytes: the memory that requests leave for all of them now; None for no limit.
     """
 
-    def __init__(self, model: Any, max_size: int, ranks: Ranks | None) -> None:
-        super().__init__(max_size)
+    def __init__(self, model: Any, max_size: int, max_bytes: int | None, ranks: Ranks | None) -> None:
+        super().__init__(max_size, 1 << 63 if max_bytes is None else max_bytes)
         self.limit_bytes: int | None = None
         self._model = model
         self._ranks = ranks
-        self._kept = KeptCaches()
 
     def keep(self, prompt_cache: list[Any], tokens: list[int], kind: str = "assistant") -> None:
         """Keep a cache that is not computed with any more, if there is room for it.
@@ -50,13 +51,13 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
             if nbytes > self.limit_bytes:
                 return
             self.trim_to(n_bytes=self.limit_bytes - nbytes)
-        if isinstance(self._model, FlashLLM):
-            if self._model.engine is not None:  # a copy is not evaluated yet
-                lending = self._model.engine.lending
-                lending.recall(min(nbytes, lending.nbytes))
-            if self._model.kv is not None:
-                prompt_cache = self._kept.take(prompt_cache, tokens[:], self._model.kv)
+        if isinstance(self._model, FlashLLM) and self._model.engine is not None:  # copies are not evaluated yet
+            lending = self._model.engine.lending
+            lending.recall(min(nbytes, lending.nbytes))
         for entry in prompt_cache:
+            if isinstance(entry, DiskKVCache) and not entry.is_on_disk:
+                with entry.pool.lock:
+                    park(entry.rows)  # without the room for more tokens
             mx.eval(arrays_in(entry))
         self.insert_cache(_KEY, tokens[:], prompt_cache, cache_type=kind)
 
@@ -79,14 +80,3 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         if self._ranks is not None and not self._ranks.have_same(num_cached):  # another rank has let go of it
             return None, 0
         return (cache, num_cached) if num_cached else (None, 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all, common prefixes counted once."""
-        return int(super().nbytes) - self._kept.shared_bytes
-
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Drop the least recently used caches until the rest fits."""
-        super().trim_to(n_sequences=n_sequences)
-        while n_bytes is not None and len(self) and self.nbytes > max(0, n_bytes):
-            super().trim_to(n_sequences=len(self) - 1)

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.kv.keptcaches import num_common
+from mlx_flash.modelfile.conversation import num_common
 from mlx_flash.server.infill import infill_tokens
 from mlx_flash.server.request import GenerationRequest
 

@@ -93,7 +93,7 @@ class ServedRows(RowGenerator):
         """End a request before its most tokens. Return its cache; None if it is gone."""
         found = next((member.sequence for member in self._members if member.uid == uid), None)
         self.remove([uid])
-        return None if found is None else (plain_cache(found.cache), found.tokens)
+        return None if found is None else (found.cache, found.tokens)
 
     def _note(self, uid: int, error: Exception) -> None:
         self._errors[uid] = refusal_of(error)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from interrupt_points import Program
 from mlx_flash.kv.diskcache import DiskKVCache
-from mlx_flash.kv.keptcaches import KeptCaches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 
@@ -51,10 +49,6 @@ class Conversation:
         kept = self.pool.options.kept_tokens
         for entry, given in zip(self.mine, self.given, strict=True):
             assert entry.offset == given.shape[2]
-            if type(entry) is KVCache:  # mlx-lm's own
-                rows = mx.concatenate([entry.keys, entry.values], axis=1)[:, :, : entry.offset]
-                assert bool(mx.array_equal(rows, given))
-                continue
             rows = mx.concatenate([given[:, :, :kept], given[:, :, kept + entry.num_forgotten :]], axis=2)
             if entry.empty():
                 assert not rows.size
@@ -72,7 +66,6 @@ class Script:
     def __init__(self, pool: KVPool, run: Callable[[Callable[[], object]], bool]) -> None:
         self.pool = pool
         self.all = [Conversation(pool)]
-        self.kept = KeptCaches()
         self._run = run
         self._seed = 0
 
@@ -104,21 +97,6 @@ class Script:
         other = Conversation(self.pool)
         other.mine, other.given = copies[-1], one.given
         self.all.append(other)
-
-    def keep(self, number: int) -> None:
-        """Keep what a cache of mlx-lm with the same content holds."""
-        one, other, taken = self.all[number], Conversation(self.pool), list[Any]()
-        other.mine, other.given = [KVCache() for _ in one.mine], one.given
-        other.feed(one.given)
-        tokens = one.given[0][0, 0, :, 0].tolist()  # the same tokens for the same rows
-        take = lambda: taken.append(self.kept.take(other.mine, tokens, self.pool))  # noqa: E731
-        if self._run(take):
-            other.check()
-            take()
-        other.mine = taken[-1]
-        self.all.append(other)
-        for conversation in self.all:
-            conversation.check()
 
     def quantize(self, number: int) -> None:
         one = self.all[number]
@@ -176,19 +154,6 @@ def quantized(script: Script) -> None:
     script.feed(0, 1)
 
 
-def kept(script: Script) -> None:
-    script.feed(0, 40)
-    script.keep(0)
-    script.feed(0, 20)
-    script.keep(0)
-    script.copy(1)
-    script.feed(3, 25)
-    script.keep(3)
-    script.trim(0, 31)
-    script.keep(0)
-    script.end(1)
-
-
 def forgetful(script: Script) -> None:
     for num_tokens in (40, 30, 1, 1, 40, 17, 1):
         script.feed(0, num_tokens)
@@ -201,7 +166,6 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Script], None]]] = {
     "offloaded": ({"budget_bytes": 200_000}, talk),
     "quantized": ({}, quantized),
     "quantized, offloaded": ({"budget_bytes": 100_000}, quantized),
-    "kept": ({}, kept),
     "forgetful": ({"max_tokens": 80, "keep": 5}, forgetful),
     "forgetful on disk": ({"max_tokens": 80, "keep": 5, "always_on_disk": True}, forgetful),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from mlx_flash.aliases import BOOLEANS, OTHER_NAMES, own_setting, put, takes_aliases
+from mlx_flash.aliases import BOOLEANS, OTHER_NAMES, own_setting, put, takes_aliases, without_idle
 from mlx_flash.errors import ConfigError
 from mlx_flash.folders import settings_file
 
@@ -266,7 +266,7 @@ def _settings(
     ours = {spell(field.name): field.name for field in fields(FlashConfig)}
     names = ours | {spell(name): name for name in OTHER_NAMES}
     found: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in without_idle(values, names.get, source).items():
         if key not in names:
             hint = did_you_mean(key, names) or f". There are {', '.join(ours)}"
             raise ConfigError(f"{source(key)}: there is no such setting{hint}")

@@ -60,10 +60,14 @@ class Command:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Return the parsed arguments. Errors and help end the program, as argparse does.
 
-    ``args.command`` is a name in :data:`COMMANDS`, or None.
+    ``args.command`` is a name in :data:`COMMANDS`, or None. Flags without a command are those of ``generate``, or of
+    ``run`` if one is ``--modelfile``.
     """
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
+    elif argv and argv[0].startswith("--") and argv[0] not in ("--", "--help", "--version"):
+        has_file = any(word.startswith("--modelfile") for word in argv)
+        argv = ["run" if has_file else "generate", *argv]
     name = argv[0] if argv and not argv[0].startswith("-") else None
     parser, command = make_parser(name)
     if name is not None and _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
@@ -201,6 +205,7 @@ def _add_generate_flags(parser: Parser) -> None:
     add("--image", type=Path, nargs="+", metavar="FILE", help=words)
     add(*DRAFTED[0], **DRAFTED[1])
     parser.add_argument(*VISION[0], **VISION[1])
+    _add_idle_flags(parser)
     borrow_flags(parser, "generate", without=("--quantize-activations",))
     add("--json", action="store_true", help="write one JSON object to stdout")
     add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
@@ -216,14 +221,21 @@ def _add_run_flags(parser: Parser) -> None:
 def _add_chat_flags(parser: Parser) -> None:
     """Add the flags of conversations."""
     _add_talk_flags(parser)
-    parser.set_defaults(words=(), file=None, serve=False)
+    parser.set_defaults(words=(), prompt=None, file=None, serve=False)
 
 
 def _add_talk_flags(parser: Parser, *more: Flag) -> None:
     """Add our flags and mlx-lm's. A Modelfile may give some of their values."""
     for names, options in (*more, *flags.CHAT):
         parser.add_argument(*names, **options)
+    _add_idle_flags(parser)
     borrow_flags(parser, "chat", without=["--model"], described=["--temp", "--top-p"])
+
+
+def _add_idle_flags(parser: Parser) -> None:
+    """Add flags of other programs that only cause a warning (:data:`mlx_flash.aliases.IDLE`)."""
+    parser.add_argument("--tile-size", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--no-pipeline", action="store_true", dest="pipelined_execution", help=argparse.SUPPRESS)
 
 
 COMMANDS = {

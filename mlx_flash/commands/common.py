@@ -32,8 +32,10 @@ def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = 
     Raises:
         ConfigError: a setting is wrong, or keys and values would be quantized after some were dropped.
     """
-    config = FlashConfig.resolve(modelfile=modelfile, **{name: getattr(args, name) for name in SETTINGS})
-    flags, most = vars(args), config.kv_max_tokens  # commands that compute nothing have fewer flags
+    flags = vars(args)  # commands that compute nothing have fewer
+    idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
+    config = FlashConfig.resolve(modelfile=modelfile, **{name: flags[name] for name in SETTINGS}, **idle)
+    most = config.kv_max_tokens
     start = 0 if flags.get("kv_bits") is None or flags.get("resident") else flags["quantized_kv_start"]
     if most is not None and start > most:
         raise ConfigError(

@@ -64,6 +64,7 @@ CHAT = (
 RUN = (
     flag("--model", help="the same, at any place"),
     flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model; a prompt to answer, '-' reads it"),
+    flag("--prompt", "-p", metavar="TEXT", help="the prompt, at any place"),
     flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
     flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
     flag("--host", default="127.0.0.1", help="for --serve"),

@@ -111,6 +111,11 @@ def _tokens(text: str) -> int:
     return number
 
 
+def kv_bits(text: str) -> int | None:
+    """Return the bits of quantized keys and values; None for 0."""
+    return None if text == "0" else one_of(2, 3, 4, 5, 6, 8)(text)
+
+
 count = whole(1)
 prompt_tokens = whole(1, _LONGEST_PROMPT)
 ranks = whole(1, _MOST_RANKS)
@@ -128,7 +133,7 @@ OF_MLX_LM: dict[str, Type] = {
     "--seed": whole(0, 2**64 - 1),
     "--max-tokens": max_tokens,
     "--max-kv-size": count,
-    "--kv-bits": one_of(2, 3, 4, 5, 6, 8),
+    "--kv-bits": kv_bits,
     "--kv-group-size": one_of(32, 64, 128),
     "--quantized-kv-start": whole(0),
     "--num-draft-tokens": count,

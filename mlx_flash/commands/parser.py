@@ -9,6 +9,8 @@ import argparse
 import shutil
 from typing import Any, NoReturn
 
+from mlx_flash.aliases import FLAGS
+
 EXIT_USAGE = 2
 
 WIDTH, HELP_COLUMN = 80, 32
@@ -60,6 +62,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Formatter, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        names = (*names, *(other for other, own in FLAGS.items() if own in names))
         if self.shown is not None and str(names[0]).startswith("-") and not self.shown & set(names):
             options["help"] = argparse.SUPPRESS
         return super().add_argument(*names, **options)

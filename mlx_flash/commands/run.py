@@ -135,7 +135,10 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
     Raises:
         ConfigError: there are too many words, or neither a model nor a Modelfile.
     """
-    words, model = list(args.words), args.model or (model if args.file is None else None)
+    words, model = (
+        [*args.words, *([] if args.prompt is None else [args.prompt])],
+        args.model or (model if args.file is None else None),
+    )
     if args.model is None and args.file is None and words and (len(words) > 1 or _names_model(words[0])):
         model = words.pop(0)
     if len(words) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_flash.aliases import warn_once
 from mlx_flash.config import FlashConfig, parse_setting
 from mlx_flash.modelfile.parse import parse_modelfile
 
@@ -15,5 +16,7 @@ def parse_flash_directives(modelfile_text: str) -> FlashConfig:
     lines = [line if line.strip().upper().startswith("FLASH") else "" for line in modelfile_text.splitlines()]
     if not any(lines):
         return FlashConfig(enabled=False)
-    found = parse_modelfile("\n".join([*lines, "FROM unused/unused"]), "Modelfile").flash
-    return FlashConfig(**{name: parse_setting(name, text) for name, text in found.items()})
+    found = parse_modelfile("\n".join([*lines, "FROM unused/unused"]), "Modelfile")
+    if found.notes:
+        warn_once("; ".join(f"Modelfile, line {note.line}: {note.text}" for note in found.notes))
+    return FlashConfig(**{name: parse_setting(name, text) for name, text in found.flash.items()})

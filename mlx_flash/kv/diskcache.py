@@ -42,9 +42,10 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     mlx-lm loads a saved cache without mlx-flash.
 
     Args:
-        max_tokens: beyond it the older half is dropped, which changes the output; None keeps every token.
+        layer_idx: without effect: each cache names its own files.
         directory: the folder for files, which is created; None for the cache folder.
-        cache_dir: another name of it.
+        max_tokens: beyond it the older half is dropped, which changes the output; None keeps every token.
+        cache_dir: another name of the folder.
         rows: storage that a pool has made. With it the other arguments are not used.
 
     Raises:
@@ -53,8 +54,9 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
 
     def __init__(
         self,
-        max_tokens: int | None = None,
+        layer_idx: int | None = None,
         directory: str | Path | None = None,
+        max_tokens: int | None = None,
         *,
         cache_dir: str | Path | None = None,
         rows: LayerRows | None = None,

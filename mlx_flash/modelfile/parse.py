@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.aliases import OTHER_NAMES, own_setting
+from mlx_flash.aliases import ALIASES, IDLE, own_setting
 from mlx_flash.config import FlashConfig, did_you_mean, parse_setting
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.gotemplate import to_jinja
@@ -139,9 +139,10 @@ FLASH_INSTRUCTIONS = {
 """The instructions for streaming, each with its field of FlashConfig."""
 
 _INSTRUCTION_OF = {setting: name for name, setting in FLASH_INSTRUCTIONS.items()}
-_ALIASES = {f"FLASH_{name.upper()}": name for name in OTHER_NAMES}
+_ALIASES = {f"FLASH_{name.upper()}": name for name in ALIASES}
 
 _WITHOUT_EFFECT = {
+    **{f"FLASH_{name.upper()}": reason for name, reason in IDLE.items()},
     "REQUIRES": "mlx-flash has no versions of Ollama",
     "RENDERER": "the prompt is made by TEMPLATE or the tokenizer's chat template",
     "PARSER": "mlx-flash prints the text as it is generated",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ from mlx_flash import (
     FlashManager,
     parse_flash_directives,
 )
+from mlx_flash.aliases import FLAGS, IDLE, warn_once
+from mlx_flash.aliases import OTHER_NAMES as OTHERS
+from mlx_flash.cli import main
+from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.engine import wrapped
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
@@ -95,9 +101,6 @@ def test_directives_of_a_modelfile() -> None:
     text = 'FROM /models/x\nSYSTEM """You\nhelp"""\nflash true\nFLASH_RAM_GB 12\nFLASH_THREADS 6\nPARAMETER num_ctx 9\n'
     assert parse_flash_directives(text) == FlashConfig(enabled=True, ram_budget_gb=12.0, queue_depth=6)
     assert parse_flash_directives("FROM /models/x\nSYSTEM hello\n") == FlashConfig(enabled=False)
-    for line, ours in (("FLASH_PREFETCH_LAYERS 3", "FLASH_NUM_SLOTS"), ("FLASH_TOP_K 4", "changes the output")):
-        with pytest.raises(ConfigError, match=f"line 2: {line.split()[0]} is not available: .*{ours}"):
-            parse_flash_directives(f"FLASH true\n{line}")
     with pytest.raises(ConfigError, match="FLASH_RAM"):
         parse_flash_directives("FLASH_RAMGB 3")
 
@@ -171,15 +174,143 @@ def test_other_names_mean_the_same_everywhere(
     assert parse_flash_directives(f"FLASH_{name.upper()} {text}") == wanted
 
 
-@pytest.mark.parametrize("name", ["top_k", "prefetch_layers", "eviction", "quant_warn_below", "ranks_mode"])
-def test_settings_without_counterpart_are_refused_with_the_reason(name: str) -> None:
-    hint = r"Hint: (set (FLASH_)?(num_slots|io|NUM_SLOTS|IO)|leave it out)\.$"
-    with pytest.raises(ConfigError, match=rf"^{name} is not available: .*{hint}"):
-        FlashConfig(**{name: 2})
-    with pytest.raises(ConfigError, match=rf"FLASH_{name.upper()} is not available: .*{hint}"):
-        parse_flash_directives(f"FLASH_{name.upper()} 2")
-    with pytest.raises(ConfigError, match=rf"variable MLX_FLASH_{name.upper()}: .* is not available"):
-        FlashConfig.resolve(environment={f"MLX_FLASH_{name.upper()}": "2"})
+THEIRS = {
+    "enabled": True,
+    "ram_budget_gb": 2.0,
+    "eviction_strategy": "free",
+    "metal_kernels": True,
+    "expert_cache_size": 8,
+    "strict_guardrails": True,
+    "debug": True,
+    "pipeline_depth": 2,
+    "max_kv_size": None,
+    "kv_keep": 250,
+    "prefill_chunk_size": 0,
+    "moe_top_k_override": 2,
+    "disk_kv_enabled": True,
+    "disk_kv_dir": "",
+    "disk_kv_max_tokens": 4096,
+    "kv_cache_quantized": True,
+    "kv_cache_bits": 8,
+    "kv_cache_local_window_size": 128,
+    "tiled_execution": True,
+    "tile_size": 512,
+    "pipelined_execution": True,
+    "enable_profiling": True,
+    "monitor_queue": queue.Queue(),
+}
+"""The 23 fields of another program's ``FlashConfig``."""
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    caplog.clear()
+    return texts
+
+
+def test_all_fields_of_another_program_are_taken_and_one_warning_names_the_idle_ones(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    warn_once.cache_clear()
+    ours = FlashConfig(ram_budget_gb=2.0, kv_keep=250, kv_cache="disk", kv_max_tokens=4096)
+    assert FlashConfig(**THEIRS) == FlashConfig(**THEIRS) == ours
+    (text,) = warnings_of(caplog)
+    named = {
+        name: why for names, why in re.findall(r"(?:: |; )([\w, ]+) \(([^)]+)\)", text) for name in names.split(", ")
+    }
+    assert named == {name: IDLE[name] for name in THEIRS if name in IDLE} and len(named) == 15
+    assert FlashConfig(debug=False, moe_top_k_override=None) == FlashConfig()  # type: ignore[call-arg]
+    (tmp_path / "config.toml").write_text("tile_size = 3\n")
+    found = FlashConfig.resolve(
+        file=tmp_path / "config.toml", environment={"MLX_FLASH_EVICTION": "free"}, pipeline_depth=2
+    )
+    assert found == FlashConfig()
+    assert [text.split(" (")[0] for text in warnings_of(caplog)] == [
+        f"without effect: {tmp_path / 'config.toml'}, key tile_size",
+        "without effect: environment variable MLX_FLASH_EVICTION",
+        "without effect: keyword pipeline_depth",
+    ]
+
+
+DIRECTIVES = """FLASH true
+FLASH_RAM_GB 3
+FLASH_THREADS 4
+FLASH_PREFETCH_LAYERS 2
+FLASH_QUANT_WARN_BELOW 4
+FLASH_TOP_K 2
+FLASH_EVICTION free
+"""
+
+
+def test_directives_of_another_program_are_taken_and_idle_ones_noted(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    assert parse_flash_directives(DIRECTIVES) == FlashConfig(ram_budget_gb=3, queue_depth=4)
+    (text,) = warnings_of(caplog)
+    assert re.findall(r"line (\d): (FLASH_\w+) has no effect", text) == [
+        *(
+            ("4", "FLASH_PREFETCH_LAYERS"),
+            ("5", "FLASH_QUANT_WARN_BELOW"),
+            ("6", "FLASH_TOP_K"),
+            ("7", "FLASH_EVICTION"),
+        )
+    ]
+
+
+def test_the_docs_list_every_other_name() -> None:
+    table = (children.ROOT / "docs" / "settings.md").read_text().split("| name elsewhere |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`([a-z_]+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:]))) == set(
+        OTHERS
+    )
+    flags = set(re.findall(r"`(--[a-z-]+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:])))
+    assert flags == {*FLAGS, "--tile-size", "--no-pipeline"}
+
+
+def test_another_programs_imports_and_script_run(folder: Path) -> None:
+    """A script of our own that makes the calls of another program's README and quick start."""
+    stock, tokenizer, *_ = mlx_lm.load(str(folder))
+    expected = mlx_lm.generate(stock, tokenizer, "Once", max_tokens=8)
+    done = children.run("-c", SCRIPT.format(path=str(folder)))
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == expected
+    assert done.stderr.decode().count("without effect") == 1
+
+
+SCRIPT = """
+from mlx_flash.disk_kv_cache import DiskKVCache
+from mlx_flash.generation import FlashGenerationLoop, FlashLLM
+from mlx_flash import FlashConfig
+from mlx_flash.integration.lmstudio import apply_flash_patch
+apply_flash_patch(FlashConfig(enabled=True, ram_budget_gb=1.5, debug=True))
+import mlx_lm
+model, tokenizer = mlx_lm.load({path!r})
+assert isinstance(model, FlashLLM)
+cache = [DiskKVCache(layer_idx=i, cache_dir={path!r} + "/kv") for i in range(len(model.layers))]
+cache[1] = DiskKVCache(1, {path!r} + "/kv", None)
+for token in mlx_lm.stream_generate(model, tokenizer, prompt="Once", max_tokens=8, prompt_cache=cache):
+    print(token.text, end="")
+"""
+
+
+def test_flags_without_a_command_are_those_of_generate_or_run(folder: Path, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "Modelfile").write_text(f"FROM {folder}\nPARAMETER num_predict 4\n{DIRECTIVES}")
+    warn_once.cache_clear()
+    for command, bits in (
+        (["--model", str(folder), "--ram", "1.5", "--kv-quant", "8", "--max-tokens", "4", "--tile-size", "9"], 8),
+        (["--model", str(folder), "--prompt", "hi", "--kv-quant", "0", "--debug", "--no-pipeline"], None),
+        (["--modelfile", str(tmp_path / "Modelfile"), "--prompt", "hi", "--ram", "1.5"], ()),
+    ):
+        args = parse_arguments(command)
+        assert (args.command, vars(args).get("kv_bits", ())) == ("run" if bits == () else "generate", bits)
+        assert args.prompt == ("hi" if "--prompt" in command else None)
+    assert args.file == str(tmp_path / "Modelfile") and args.ram_budget_gb == 1.5
+    assert (
+        main(["--model", str(folder), "--ram", "1.5", "--kv-quant", "8", "--max-tokens", "4", "--prompt", "Once"]) == 0
+    )
+    printed = capfd.readouterr().out
+    assert main(["generate", str(folder), "--kv-bits", "8", "--max-tokens", "4", "--prompt", "Once"]) == 0
+    assert printed == capfd.readouterr().out and printed
+    assert main(["--modelfile", str(tmp_path / "Modelfile"), "--prompt", "hi"]) == 0
+    assert capfd.readouterr().err.count("has no effect") == 4
 
 
 def test_two_names_of_a_setting_must_agree(tmp_path: Path) -> None:

@@ -1,0 +1,5 @@
+"""``DiskKVCache``, under the name of its module in other programs."""
+
+from mlx_flash.kv.diskcache import DiskKVCache
+
+__all__ = ["DiskKVCache"]

@@ -41,7 +41,7 @@ from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import template_explained
-from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0
+from mlx_flash.ranks import launched_group, rank_output, read_on_rank_0
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, step_in_words
 
 QUERY = "<query>"

@@ -11,10 +11,8 @@ from rich.table import Table
 
 from mlx_flash.engine.layershares import layer_bytes, share_equally
 from mlx_flash.engine.prepare import Prepared
-from mlx_flash.layout.units import layers_of
 from mlx_flash.monitor.words import layer_runs, size
-from mlx_flash.ranks.neededfiles import needed_files
-from mlx_flash.ranks.shares import runs
+from mlx_flash.ranks import needed_files, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +35,8 @@ class RankPart:
 def rank_parts(prepared: Prepared, num_ranks: int) -> list[RankPart]:
     """Return the parts of all ranks, if machines like this one share a model."""
     owners = share_equally(prepared.loaded, prepared.plan, prepared.machine, num_ranks)
-    layers = layers_of(prepared.loaded.model)
-    needed = needed_files(layers, prepared.layout, prepared.checkpoint)
     nbytes = layer_bytes(prepared.loaded)
+    needed = needed_files(len(nbytes), prepared.checkpoint)
     parts = []
     for rank in range(num_ranks):
         own = [number for number, owner in enumerate(owners) if owner == rank]

@@ -41,7 +41,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
-from mlx_flash.ranks.peers import launched_group
+from mlx_flash.ranks import launched_group
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:

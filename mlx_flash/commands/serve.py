@@ -16,7 +16,7 @@ from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.words import size, speed
-from mlx_flash.ranks.peers import launched_group
+from mlx_flash.ranks import launched_group
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, step_in_words
 from mlx_flash.vision.detect import check_installed
 

@@ -18,7 +18,7 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import snapshot, trimmable
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.ranks.chain import Chain, is_elsewhere
+from mlx_flash.ranks import Chain, is_elsewhere
 from mlx_flash.streaming.lockstep import Lockstep, Results
 from mlx_flash.streaming.stream import Place
 

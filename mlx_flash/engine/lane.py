@@ -11,7 +11,7 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import nbytes_in
-from mlx_flash.ranks.chain import is_elsewhere
+from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
 
 

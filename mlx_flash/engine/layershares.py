@@ -9,9 +9,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError
 from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.units import layers_of
-from mlx_flash.ranks.chain import Chain
-from mlx_flash.ranks.peers import Peers
-from mlx_flash.ranks.shares import RankSpeed, follow_files, share_layers
+from mlx_flash.ranks import Chain, Peers, RankSpeed, follow_files, share_layers
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes

@@ -31,9 +31,7 @@ from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.footprint import map_large_blocks
-from mlx_flash.ranks.chain import Chain
-from mlx_flash.ranks.neededfiles import RankFolder, complete_folder, needed_files
-from mlx_flash.ranks.peers import Peers
+from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
 from mlx_flash.residency.kv import for_context, with_stock_caches
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import ResidencyPlan
@@ -201,7 +199,7 @@ def prepare(
     if folder is not None and peers is not None:
         folder.let_go()
         peers.share_seed()
-        able = folder.able_ranks(needed_files(layers_of(loaded.model), layout, checkpoint))
+        able = folder.able_ranks(needed_files(len(layers_of(loaded.model)), checkpoint))
         chain = make_chain(loaded, _sizes(loaded, layout), config, machine, able, peers)
         layout = chain.own_part(layout)
     sizes = _sizes(loaded, layout)

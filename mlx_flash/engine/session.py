@@ -13,7 +13,6 @@ from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
-from mlx_flash.engine.rankstate import RankMeter
 from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
@@ -102,10 +101,9 @@ class Session:
 
     def _publish(self, status: Status) -> None:
         """Publish the state for flash-monitor."""
-        reader = self._reader
         status.tell("budget", ModelManager.of_process().telemetry)
         if self.chain is not None:
-            status.tell("ranks", RankMeter(self.chain, self._counters, lambda: reader.stats).telemetry)
+            status.tell("ranks", self.chain.telemetry)
         if self.prefixes is not None:
             status.tell("prefixes", self.prefixes.telemetry)
         self._publisher = Publisher(status.collect)

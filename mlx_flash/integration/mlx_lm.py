@@ -46,7 +46,7 @@ from mlx_flash.integration.writers import refuse_writers
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
-from mlx_flash.ranks.peers import launched_group
+from mlx_flash.ranks import launched_group
 
 _log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()

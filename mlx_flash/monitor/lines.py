@@ -18,7 +18,6 @@ from mlx_flash.monitor.words import (
     percent,
     rate,
     size,
-    speed,
 )
 from mlx_flash.telemetry import SILENT_SECONDS, Json
 
@@ -53,15 +52,10 @@ def model_lines(history: History) -> Iterator[Line]:
 
 
 def _ranks(state: Json) -> Iterator[str]:
-    """Yield words on each rank: its layers, tokens/s, what it reads, and how much of its time it waits for others."""
+    """Yield words on each rank: its layers."""
     ranks = entries(section(state, "ranks").get("each"))
     for rank, entry in enumerate(ranks[:MAX_RANKS]):
-        tokens, read, waiting = (
-            checked(entry.get(key)) for key in ("tokens_per_second", "read_bytes_per_second", "waiting_share")
-        )
-        reads = "-" if read is None else f"{read / 1e9:.2f}"
-        layers = _layers(entry.get("layers"))
-        yield f"{rank}: layers {layers}; {speed(tokens)}, read {reads} GB/s, waits {percent(waiting)}"
+        yield f"{rank}: layers {_layers(entry.get('layers'))}"
     if len(ranks) > MAX_RANKS:
         yield f"and {len(ranks) - MAX_RANKS} more"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.ranks.peers import launched_group
+from mlx_flash.ranks import launched_group
 from mlx_flash.server.answer import Answer
 from mlx_flash.server.events import Failed
 from mlx_flash.server.ranks import News

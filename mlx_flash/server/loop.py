@@ -23,6 +23,9 @@ from mlx_flash.server.models import Models
 from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
 
+RANKS_SECONDS = 60.0
+"""Other ranks hear from rank 0 at least so often: they give it up after some minutes."""
+
 _log = logging.getLogger("mlx_flash")
 
 
@@ -91,10 +94,12 @@ class Loop:
         """Return what has come. Wait for it if there is nothing to compute."""
         ranks = self._ranks
         if ranks is not None and not ranks.is_first:
-            with ranks.waiting():
-                return ranks.share(News())
+            return ranks.share(News())
         is_idle = not self._waiting and not any(model.jobs for model in self._models)
-        self._inbox.wait(self._models.next_expiry if is_idle else 0.0)
+        seconds = self._models.next_expiry if is_idle else 0.0
+        self._inbox.wait(
+            seconds if ranks is None else min(RANKS_SECONDS, RANKS_SECONDS if seconds is None else seconds)
+        )
         news = self._inbox.news(self._models.expired())
         return news if ranks is None else ranks.share(news)
 

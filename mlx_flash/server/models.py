@@ -22,7 +22,7 @@ from mlx_flash.layout.load import model_name
 from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.model import FlashLLM
-from mlx_flash.ranks.peers import launched_group
+from mlx_flash.ranks import launched_group
 from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.loaded import LoadedModel

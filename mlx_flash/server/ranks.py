@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import get_args
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.ranks.peers import Peers, launched_group
+from mlx_flash.ranks import Peers, launched_group
 from mlx_flash.residency.admission import Decision
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
@@ -61,10 +60,6 @@ class Ranks:
         """Return the news of rank 0."""
         fields = json.loads(self._peers.text(json.dumps(asdict(news))))
         return News(**{**fields, "requests": [tuple(request) for request in fields["requests"]]})
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return what ends the process if rank 0 is gone while this one waits for news."""
-        return self._peers.asking("rank 0", "the next request")
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision on a request that suits every rank.

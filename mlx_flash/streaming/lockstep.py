@@ -21,7 +21,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from mlx_flash.errors import FlashError
-from mlx_flash.ranks.chain import HAND_ON, HAND_OVER
+from mlx_flash.ranks import HAND_ON, HAND_OVER
 from mlx_flash.streaming.stream import Place, WeightStream
 
 Task = Callable[[], Any]

@@ -17,10 +17,10 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.generate import generation_stream
 
 from local_ranks import join
+from mlx_flash import ranks
 from mlx_flash.engine import layershares, sharing
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.generation import generate_step
-from mlx_flash.ranks import peers, watch
 from models import PREFILL_AND_DECODE, run, same_bits, stock
 from streamed import streamed_whole
 
@@ -52,7 +52,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
         if name.endswith(OWN_FILES):
             directory = whole / f"rank-{group.rank()}"
         if name.endswith(SUMS_ONLY):
-            peers._uses_nccl = lambda: True
+            ranks._uses_nccl = lambda: True
             mx.distributed.send = mx.distributed.recv = None
         model = stock(whole)
         expected, tokens = run(model, PREFILL_AND_DECODE), tokens_of(stock_generate_step, model)
@@ -67,7 +67,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 if fault == "less room" and group.rank() == 1:
                     sharing.check_headroom = room_for_two_tokens
                 if fault == "endless":
-                    watch.TICK_SECONDS = 0.2
+                    ranks.TICK_SECONDS, ranks.PATIENCE_SECONDS = 0.2, 2.0
                     print(json.dumps("ready"), flush=True)
                     while True:
                         run(streamed, PREFILL_AND_DECODE)

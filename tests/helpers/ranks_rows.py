@@ -26,11 +26,10 @@ import mlx_flash
 import shared_passes
 from local_ranks import join
 from lockstep_calls import PROMPT, by_mlx_lm
-from mlx_flash import FlashLLM
+from mlx_flash import FlashLLM, ranks
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine import layershares, prepare
 from mlx_flash.layout.units import layers_of
-from mlx_flash.ranks import peers
 from mlx_flash.residency.plan import Streaming
 from mlx_flash.streaming.stream import unit_states
 from models import same_bits, stock
@@ -159,7 +158,7 @@ def use_again(directory: Path) -> dict[str, Any]:
 def only_sums() -> Iterator[None]:
     """While it lasts, ranks have no messages."""
     with (
-        patch.object(peers, "_uses_nccl", lambda: True),
+        patch.object(ranks, "_uses_nccl", lambda: True),
         patch.object(mx.distributed, "send", None),
         patch.object(mx.distributed, "recv", None),
     ):

@@ -19,8 +19,7 @@ from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError
 from mlx_flash.layout.units import layers_of
-from mlx_flash.ranks.neededfiles import NeededFiles, RankFolder, needed_files
-from mlx_flash.ranks.shares import follow_files
+from mlx_flash.ranks import NeededFiles, RankFolder, follow_files, needed_files
 from mlx_flash.residency.plan import ResidencyPlan
 from models import LLAMA, QWEN3_MOE, VOCAB_SIZE, save
 from rank_programs import PROGRAM, lines_of
@@ -99,9 +98,9 @@ def test_each_layer_needs_its_own_file(tmp_path: Path, model: str) -> None:
         tmp_path, LLAMA if model == "llama" else configuration(model) | {"vocab_size": VOCAB_SIZE}
     )
     prepared = prepare(directory, config())
-    layers = layers_of(prepared.loaded.model)
-    needed = needed_files(layers, prepared.layout, prepared.checkpoint)
-    assert needed.layers == [{f"model-{number}.safetensors"} for number in range(len(layers))]
+    num_layers = len(layers_of(prepared.loaded.model))
+    needed = needed_files(num_layers, prepared.checkpoint)
+    assert needed.layers == [{f"model-{number}.safetensors"} for number in range(num_layers)]
     assert needed.all_ranks == {"model-rest.safetensors"}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from children import HELPERS
 from local_ranks import run_ranks
-from mlx_flash.ranks.chain import HAND_ON, HAND_OVER, HANDED
+from mlx_flash.ranks import HAND_ON, HAND_OVER, HANDED
 from mlx_flash.streaming.lockstep import Lockstep, Results
 from mlx_flash.streaming.stream import Place, WeightStream
 from models import save

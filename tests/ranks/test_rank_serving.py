@@ -20,7 +20,7 @@ import pytest
 import children
 from local_ranks import ring
 from mlx_flash.errors import RefusedError
-from mlx_flash.ranks.peers import Peers
+from mlx_flash.ranks import Peers
 from mlx_flash.residency.admission import Decision
 from mlx_flash.server.ranks import Ranks as ServerRanks
 from models import make_random_model

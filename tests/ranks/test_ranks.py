@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from local_ranks import run_ranks
 from mlx_flash import cli
+from mlx_flash import ranks as chain
 from mlx_flash.errors import ConfigError
-from mlx_flash.ranks import chain
-from mlx_flash.ranks.shares import RankSpeed, runs, share_layers
+from mlx_flash.ranks import RankSpeed, runs, share_layers
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
 from rank_programs import PROGRAM, lines_of
 from ranks_zoo import compare_all
@@ -66,10 +66,6 @@ def test_all_ranks_get_the_logits_and_tokens_of_one_machine(root: Path) -> None:
             assert [each["layers"] for each in told["each"]] == [
                 [[layer, layer + 1] for layer in range(rank, 5, num_ranks)] for rank in range(num_ranks)
             ]
-        for each in told["each"]:
-            assert (
-                each["tokens_per_second"] > 0 and each["read_bytes_per_second"] > 0 and 0 < each["waiting_share"] <= 1
-            )
 
 
 def test_architectures_of_other_kinds_have_the_logits_of_one_machine() -> None:

@@ -1,1 +1,0 @@
-"""One model on several machines: each rank computes some layers, and hands the result on."""

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 
 import vlm_zoo
 
-FORK = multiprocessing.get_context("fork")
-"""Nothing has been computed before a fork, so MLX has no threads then. Importing mlx-vlm takes long."""
+PROCESSES = multiprocessing.get_context("spawn")
+"""CUDA does not survive a fork, and may start with an import."""
 
 TIMEOUT = 240
 """Seconds for an architecture."""
@@ -50,8 +50,8 @@ def main() -> int:
 
 def in_a_process(name: str) -> vlm_zoo.VlmOutcome:
     """Compare an architecture in a process of its own: some configurations end it."""
-    receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=send, args=(name, sender))
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=send, args=(name, sender))
     process.start()
     sender.close()
     try:

@@ -186,10 +186,10 @@ def prepare(
         return loaded
 
     loaded = load()
-    _check_kernels(loaded.model, path)
     if folder is None or folder.is_complete:
         adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
+    _check_kernels(loaded.model, layout, path)
     check_direct(path, checkpoint, (record for unit in layout.units for p in unit.large for record in p.records))
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
     machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config, checkpoint)
@@ -268,10 +268,10 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _check_kernels(model: nn.Module, path: Path) -> None:
+def _check_kernels(model: nn.Module, layout: ModelLayout, path: Path) -> None:
     """Refuse (CheckpointError) a model that MLX cannot compute here. Otherwise the first call would fail half-way."""
     for name, module in model.named_modules():
-        if not has_kernel(module):
+        if not has_kernel(module) and id(module) not in layout.widened:
             raise CheckpointError(
                 f"MLX's back end on this machine computes experts in float32 only; {name}.weight of {path} is "
                 f"{str(module.weight.dtype).removeprefix('mlx.core.')}. Hint: convert the model with "

@@ -88,7 +88,7 @@ class PooledStacks:
         self.pool = pool
         self._modules = [self._copy(layer, stack) for layer, stack in enumerate(stacks)]
         self.takes_slots = takes_slots or [
-            try_slots(module, stack.unit.large[0].container)
+            not stack.is_widened and try_slots(module, stack.unit.large[0].container)
             for module, stack in zip(self._modules, stacks, strict=True)
         ]
 

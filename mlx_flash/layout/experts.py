@@ -48,7 +48,8 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
         num_experts = _num_experts(unit)
         if num_experts and trace.covers(module, [(id(p.container), p.key) for p in unit.large]):
             router = [places[place] for place in sorted(route.router, key=str) if place in places]
-            stack = ExpertStack(unit, num_experts, route.top_k, route.block, route.norm, router, route.gate)
+            is_widened = not trace.widened.keys().isdisjoint([id(child) for _, child in module.named_modules()])
+            stack = ExpertStack(unit, num_experts, route.top_k, route.block, route.norm, router, route.gate, is_widened)
             stacks.append(stack)
     return stacks
 

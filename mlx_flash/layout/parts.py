@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,7 @@ class ExpertStack:
         norm: the module that makes the input of ``block``.
         router: what ``block`` uses before it calls the experts.
         gate: the module in ``block`` that returns the scores of the experts, if one does.
+        is_widened: whether MLX copies their weights in a wider type in each call.
     """
 
     unit: Unit
@@ -130,6 +132,7 @@ class ExpertStack:
     norm: nn.Module | None
     router: list[Parameter]
     gate: nn.Module | None
+    is_widened: bool = False
 
     @property
     def expert_bytes(self) -> int:
@@ -173,7 +176,9 @@ class ModelLayout:
         logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
         held: the memory that a call holds while it waits for a unit.
         adapted: the adapters that make whole matrices in each call. They are computed one after another.
-        adapted_bytes: the memory of these matrices, of one adapter at most.
+        made_bytes: the memory of matrices that a call makes: of one adapter, and copies of the weights of one layer in
+            the type of their input.
+        widened: the ``id`` of each module whose weight is copied so.
         towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
             compute, one after another.
     """
@@ -194,7 +199,8 @@ class ModelLayout:
     logits_bytes: int = 0
     held: Held = field(default_factory=Held)
     adapted: tuple[nn.Module, ...] = ()
-    adapted_bytes: int = 0
+    made_bytes: int = 0
+    widened: Collection[int] = ()
     towers: list[Unit] = field(default_factory=list)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,6 +69,7 @@ class CallTrace:
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
         logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
         heads: the ``id`` of each embedding that was called as the output head.
+        widened: bytes of the copy of a weight that MLX makes in the wider type of its input, by the module's ``id``.
     """
 
     called: dict[int, nn.Module]
@@ -81,6 +82,7 @@ class CallTrace:
     num_operations: int = 0
     logits_bytes: int = 0
     heads: set[int] = field(default_factory=set)
+    widened: dict[int, int] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if a module is called, and arrays are used during its calls only."""
@@ -129,6 +131,7 @@ class _Watched(SwappedClass):
         watch.trace.called.setdefault(id(self), module)
         if is_expert_stack(module):
             _note_route(watch, module, *args, **kwargs)
+        _note_widened(watch.trace, module, *args)
         outer = watch.under_way[-1] if watch.under_way else None
         call = _Call(module, (*args, *kwargs.values()), frozenset([id(self)]).union(outer.inside if outer else ()))
         watch.under_way.append(call)
@@ -160,6 +163,7 @@ class _WatchedTable(_Watched):
         module: Any = self
         outer = watch.under_way[-1] if watch.under_way else None
         watch.trace.heads.add(id(self))
+        _note_widened(watch.trace, module, x)
         watch.under_way.append(_Call(module, (x,), frozenset([id(self)]).union(outer.inside if outer else ())))
         try:
             return cast(mx.array, cast(Any, own_class(module)).as_linear(self, x))
@@ -178,6 +182,19 @@ def _used(module: object, key: Any, value: Any) -> Any:
         if watch.under_way:
             watch.under_way[-1].used.add(place)
     return value
+
+
+def _note_widened(trace: CallTrace, module: nn.Module, x: Any = None, *_: Any) -> None:
+    """Note the copy of a weight whose input has a wider type, such as a bf16 matrix after a layer in fp32."""
+    weight = dict.get(module, "weight")
+    if _is_floating(x) and _is_floating(weight) and weight.ndim > 1:
+        wider = mx.result_type(x, weight)
+        if wider != weight.dtype:
+            trace.widened[id(module)] = weight.size * wider.size
+
+
+def _is_floating(value: object) -> TypeGuard[mx.array]:
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
 
 
 def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.array, *more: Any, **named: Any) -> None:

@@ -7,7 +7,8 @@ architecture has to be known.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import mlx.nn as nn
@@ -70,7 +71,8 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         num_operations=tree.trace.num_operations,
         logits_bytes=tree.trace.logits_bytes,
         adapted=adapted,
-        adapted_bytes=adapted_bytes(adapted, tree.parameters),
+        made_bytes=adapted_bytes(adapted, tree.parameters) + tree.widened_bytes(roots),
+        widened=tree.trace.widened.keys(),
         towers=[unit for unit in towers if unit.large],
     )
     return replace(layout, held=measure_held(loaded, layout, tree.parameters))
@@ -112,6 +114,14 @@ class _Tree:
                 self._children[next(self._ancestors(name))].append(name)
         self.trace = rehearse(loaded.called, self.parameters, loaded.make_cache)
         self._order = {key: i for i, key in enumerate(self.trace.called)}
+
+    def widened_bytes(self, layers: Collection[str]) -> int:
+        """Return the most bytes of copies of weights in a wider type that MLX holds at once: those of a layer."""
+        found = Counter[str]()
+        for name, module in self.modules.items():
+            root = next((outer for outer in (name, *self._ancestors(name)) if outer in layers), name)
+            found[root] += self.trace.widened.get(id(module), 0)
+        return max(found.values(), default=0)
 
     def _ancestors(self, name: str) -> Iterator[str]:
         """The modules that something is in, the innermost first."""

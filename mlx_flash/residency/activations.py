@@ -39,7 +39,7 @@ class ActivationSizes:
         returned_per_token: the logits of a token, as a call returns them.
         held: what a call holds while it waits for a unit.
         masks_per_pair: bytes of the masks that it holds, for each pair of a new token and a token in context.
-        per_call: matrices that an adapter makes in each call, of however many tokens.
+        per_call: matrices that a call makes, of however many tokens: of an adapter, or of weights in a wider type.
     """
 
     per_token: int
@@ -114,7 +114,7 @@ def measure_activations(layout: ModelLayout, config: dict[str, Any]) -> Activati
         returned_per_token=layout.logits_bytes or logits_per_token,
         held=layout.held,
         masks_per_pair=_NUM_MASKS * max([*masks, *([1] if layout.cache.windows else [])], default=0),
-        per_call=layout.adapted_bytes,
+        per_call=layout.made_bytes,
     )
 
 

@@ -46,7 +46,7 @@ def compute_slowly(model, *args, **kwargs):
 FlashLLM.__call__ = compute_slowly
 sys.exit(main())
 """
-"""The command line with passes of a large model, so that the second Ctrl-C falls into the pass that the first one does."""
+"""The command line with passes of a large model, so that both Ctrl-C fall into the same pass."""
 
 
 @pytest.fixture

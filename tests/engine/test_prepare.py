@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,7 +14,8 @@ import mlx_flash
 from mlx_flash import CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
-from models import LLAMA, QWEN3_MOE, save
+from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
+from streamed import config
 
 CONFIG = FlashConfig(ram_budget_gb=1, context_length=256)
 
@@ -72,3 +74,23 @@ def test_mixtures_that_the_back_end_cannot_compute_are_refused(tmp_path: Path, d
         mlx_flash.load_model(directory, CONFIG)
     with apply_flash_patch(CONFIG), pytest.raises(CheckpointError, match=found):
         mlx_lm_utils.load_model(directory)
+
+
+@pytest.mark.parametrize("shape", [
+    LLAMA | {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 2},
+    QWEN3_MOE | {"hidden_size": 256, "moe_intermediate_size": 384},
+], ids=lambda shape: str(shape["model_type"]))  # fmt: skip
+def test_weights_of_a_narrower_type_than_their_input(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """MLX copies bf16 weights in fp32 behind one fp32 layer. The CPU back end computes such experts, too."""
+    shard = save(tmp_path / "model", shape, mx.bfloat16) / "model.safetensors"
+    weights = mx.load(str(shard))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    mx.save_safetensors(str(shard), {**weights, name: weights[name].astype(mx.float32)}, {"format": "mlx"})
+    del weights
+    expected = run(stock(shard.parent), PREFILL_AND_DECODE)
+    with mlx_flash.load_model(shard.parent, config())[0] as model:
+        model.start()
+        reserved, before = model.plan.reserved_bytes, mx.get_active_memory()
+        mx.reset_peak_memory()
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert mx.get_peak_memory() - before < reserved

@@ -88,6 +88,7 @@ FACTS = {
     "memory.lent": Fact("bytes", _GAUGE, "Streamed weights in reserved memory"),
     "memory.pool": Fact("bytes", _GAUGE, "Experts in memory"),
     "memory.kv_and_activations": Fact("bytes", _GAUGE, "Keys, values and activations"),
+    "memory.others": Fact("bytes", _GAUGE, "Weights, keys and values of other models of the process"),
     # Experts
     "experts.num_routed": Fact("experts", _COUNTER, "Experts that routers chose", "routed_experts_total"),
     "experts.num_hits": Fact("experts", _COUNTER, "Chosen experts that were in memory", "expert_hits_total"),

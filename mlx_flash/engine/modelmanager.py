@@ -16,8 +16,10 @@ import mlx.nn as nn
 
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.engine.engine import Engine, Progress
+from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.tide import Tide
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.memory.pressure import MemoryReading, read_memory
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
@@ -39,12 +41,16 @@ class StreamedModel(Protocol):
         plan: what is in memory once it runs.
         promised_bytes: of other models, which the plan counts as memory of the process.
         engine: None until it runs.
+        counters: of its calls.
+        kv: what its KV caches share; None where they are mlx-lm's own.
     """
 
     name: str
     plan: ResidencyPlan
     promised_bytes: int
     engine: Engine | None
+    counters: PassCounters
+    kv: KVPool | None
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
         """Begin to stream, beside what the other models will take, or may."""
@@ -150,7 +156,7 @@ class ModelManager:
     @property
     def running(self) -> list[StreamedModel]:
         """Models whose weights are streamed now."""
-        return [model for model in self._models.values() if model.engine is not None]
+        return [model for model in list(self._models.values()) if model.engine is not None]
 
     @property
     def waiting(self) -> list[StreamedModel]:

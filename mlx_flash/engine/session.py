@@ -13,7 +13,7 @@ from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
-from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.engine.status import PassCounters, Running, Status
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.memory.arena import kernel_alignment
@@ -93,7 +93,7 @@ class Session:
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
             limit_buffers(self, plan.cache_limit)
             if config.telemetry:
-                status = Status(name, plan, prepared.layout, self.engine, self._counters, self._kv)
+                status = Status(name, plan, prepared.layout, self.engine, self._counters, self._kv, _running)
                 status.tell("writes", governor.telemetry)
                 self._publish(status)
             self._has_started = True
@@ -125,6 +125,12 @@ class Session:
                 forget_profile(self._prepared.checkpoint.shards[0].path)
         self._reader.close()
         end_limit(self)
+
+
+def _running() -> list[Running]:
+    """Return the running models of the process."""
+    models = [(model, model.engine) for model in ModelManager.of_process().running]
+    return [Running(model.plan, engine, model.counters, model.kv) for model, engine in models if engine is not None]
 
 
 def _fingerprint(prepared: Prepared, name: str) -> str | None:

@@ -112,6 +112,32 @@ class _Part:
     numbers: range
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A model that runs: its plan, its engine, the counters of its calls, and what its KV caches share, if anything."""
+
+    plan: ResidencyPlan
+    engine: Engine
+    counters: PassCounters
+    kv: KVPool | None
+
+    @property
+    def usage(self) -> KVUsage:
+        """The memory of its KV caches; none where they are mlx-lm's own."""
+        return KVUsage() if self.kv is None else self.kv.usage
+
+    @property
+    def pool_bytes(self) -> int:
+        """Experts in memory."""
+        return 0 if self.engine.experts is None else self.engine.experts.pool.slots.committed
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights in memory, and slots for others."""
+        plan, lent = self.plan, self.engine.loans.nbytes
+        return plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + self.pool_bytes + lent
+
+
 class Status:
     """The state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
 
@@ -122,6 +148,7 @@ class Status:
         engine: the engine.
         counters: of the model's calls.
         kv: what its KV caches share; None where they are mlx-lm's own.
+        running: returns the models of the process that run.
     """
 
     def __init__(
@@ -132,11 +159,9 @@ class Status:
         engine: Engine,
         counters: PassCounters,
         kv: KVPool | None = None,
+        running: Callable[[], Sequence[Running]] = tuple,
     ) -> None:
-        self._kv = kv
-        self._engine = engine
-        self._counters = counters
-        self._plan = plan
+        self._own, self._running = Running(plan, engine, counters, kv), running
         self._num_units = len(engine.stream.units)
         trunk = layout if plan.pool is None else trunk_of(layout)
         self._parts = _parts(trunk, plan, engine.units)
@@ -153,22 +178,25 @@ class Status:
 
         :mod:`mlx_flash.facts` has the units and meanings of its numbers.
         """
-        stream = self._engine.stream
+        stream = self._own.engine.stream
         return {
             "model": self._model,
             "plan": self._told_plan,
             "units": self._units(),
-            "passes": asdict(self._counters),
+            "passes": asdict(self._own.counters),
             "stream": asdict(stream.stats),
-            "read": {**asdict(self._engine.reader.stats), "cached_file_bytes": self._engine.reader.cached.file_bytes},
+            "read": {
+                **asdict(self._own.engine.reader.stats),
+                "cached_file_bytes": self._own.engine.reader.cached.file_bytes,
+            },
             "memory": self._memory(),
             "experts": self._experts(),
-            "kv": None if self._kv is None else asdict(self._kv.usage),
+            "kv": None if self._own.kv is None else asdict(self._own.kv.usage),
             **{section: collect() for section, collect in self._others.items()},
         }
 
     def _experts(self) -> Json | None:
-        plan, experts = self._plan.pool, self._engine.experts
+        plan, experts = self._own.plan.pool, self._own.engine.experts
         if plan is None or experts is None:
             return None
         return {
@@ -182,7 +210,7 @@ class Status:
 
     def _units(self) -> list[Json]:
         # A closed engine has a stream without units.
-        states = unit_states(self._engine.stream, self._counters.last_began) or ["waiting"] * self._num_units
+        states = unit_states(self._own.engine.stream, self._own.counters.last_began) or ["waiting"] * self._num_units
         return [
             {
                 "name": part.name,
@@ -195,22 +223,23 @@ class Status:
         ]
 
     def _memory(self) -> Json:
-        plan = self._plan
-        active = active_memory()
-        lent, experts = self._engine.loans.nbytes, self._engine.experts
-        pool = 0 if experts is None else experts.pool.slots.committed
-        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + pool + lent
-        kv = KVUsage() if self._kv is None else self._kv.usage
+        own, active = self._own, active_memory()
+        others = [other for other in self._running() if other.engine is not own.engine]
+        models = (own, *others)
+        rest = active - sum(model.weight_bytes + model.usage.reserved_bytes for model in models)
+        rest -= min(model.plan.active_bytes for model in models)  # arrays of the program
+        is_latest = all(other.counters.last_began <= own.counters.last_began for other in others)
         return {
             "footprint": footprint(),
             "peak_footprint": peak_footprint(),
             "active": active,
             "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
-            "lent": lent,
-            "pool": pool,
-            # The other arrays; a cache may take less than it reserves.
-            "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
+            "lent": own.engine.loans.nbytes,
+            "pool": own.pool_bytes,
+            # All other arrays belong to the last call. A cache may take less than it reserves.
+            "kv_and_activations": own.usage.memory_bytes + (max(0, rest) if is_latest else 0),
+            "others": sum(other.weight_bytes + other.usage.memory_bytes for other in others),
         }
 
 

@@ -33,6 +33,7 @@ class Watcher:
         self._pid = pid
         self._known: dict[Key, History] = {}
         self._chosen: Key | None = None
+        self._is_picked = False  # by the user
         self.other_pids: list[int] = []
         self.histories: list[History] = []
         self.ended: History | None = None
@@ -40,7 +41,7 @@ class Watcher:
 
     @property
     def chosen(self) -> int:
-        """Index of the engine to show: the chosen one, or the first where that is gone."""
+        """Index of the engine to show: the one that the user chose, or one that is not idle, or the first."""
         keys = list(self._known)
         return keys.index(self._chosen) if self._chosen in keys else 0
 
@@ -65,6 +66,10 @@ class Watcher:
         elif running.keys() - self._known.keys():
             self.ended = None
         self._known = running
+        self._is_picked &= self._chosen in running
+        busy = [key for key, history in running.items() if not history.is_idle()]
+        if busy and self._chosen not in busy and not self._is_picked:
+            self._chosen = busy[0]
         self.histories = list(running.values())
         self.other_pids = sorted({published.pid for published in found} - {key[0] for key in running})
         self.system = system_memory()
@@ -73,7 +78,7 @@ class Watcher:
         """Choose the next engine of the list."""
         keys = list(self._known)
         if keys:
-            self._chosen = keys[(self.chosen + 1) % len(keys)]
+            self._chosen, self._is_picked = keys[(self.chosen + 1) % len(keys)], True
 
     def to_json(self) -> list[Json]:
         """Return one JSON object for each running engine."""

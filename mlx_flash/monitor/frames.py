@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from mlx_flash.facts import budget_of
+from mlx_flash.facts import Facts, budget_of
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.lines import (
     Line,
@@ -71,7 +71,8 @@ def frame(histories: Sequence[History], chosen: int, system: SystemMemory, canva
         histories: at least one engine.
         chosen: index of the one to show in detail.
         system: memory of the machine.
-        canvas: place for the frame. Where it is too low, empty lines are dropped first, then the last lines.
+        canvas: place for the frame. Where it is too low, empty lines are dropped first, then charts; the numbers beside
+            them move up, and the last lines are dropped.
     """
     lines = _frame(histories, chosen, system, canvas)
     if canvas.height is None:
@@ -81,6 +82,8 @@ def frame(histories: Sequence[History], chosen: int, system: SystemMemory, canva
         lines = _frame(histories, chosen, system, replace(canvas, chart_rows=1 + min(extra, MAX_CHART_ROWS - 1)))
     if len(lines) > canvas.height:
         lines = [line for line in lines if line.plain]
+    if len(lines) > canvas.height:
+        lines = [part for line in _low(histories[chosen], system, canvas) for part in _fit(line, canvas)]
     return lines[: canvas.height]
 
 
@@ -96,6 +99,16 @@ def _frame(histories: Sequence[History], chosen: int, system: SystemMemory, canv
     ]
     lines = [line for section in sections if section for line in [*section, Text()]][:-1]
     return [part for line in lines for part in _fit(line, canvas)]
+
+
+def _low(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[Text]:
+    """Yield the lines of a frame for a low terminal: the model, the numbers that change, then all else but charts."""
+    facts = history.facts
+    model, *others = _model(history)
+    yield from (model, _text(("tokens/s", token_words(history))), _text(("read GB/s", read_words(history))))
+    yield _text(("budget", (budget_words(facts), _over(facts))))
+    yield from (*others, *_layers(history, canvas), *_times(history, canvas), *_parts(history, canvas))
+    yield from map(_text, memory_lines(history, system))
 
 
 def message(words: str, hint: str, canvas: Canvas) -> list[Text]:
@@ -160,10 +173,15 @@ def _layers(history: History, canvas: Canvas) -> Iterator[Text]:
 
 
 def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
-    shares, experts = history.rates.shares, history.rates.experts
     disk = history.facts["plan.disk_bytes_per_second"]
     yield from _chart("tokens/s", history, ("tokens", 0.0, "green"), canvas, token_words(history))
     yield from _chart("read GB/s", history, ("read", disk, "yellow"), canvas, read_words(history))
+    yield from _times(history, canvas)
+
+
+def _times(history: History, canvas: Canvas) -> Iterator[Text]:
+    """Yield the shares of the time, the limit of the speed, and the rates of the expert pool."""
+    shares, experts = history.rates.shares, history.rates.experts
     if shares is not None:
         yield from _time(shares, canvas)
         yield from map(_text, limit_line(history, shares))
@@ -173,20 +191,28 @@ def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
 
 def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[Text]:
     facts, budget = history.facts, budget_of(history.facts)
-    over = "bold red" if facts["memory.footprint"] > budget else ""
-    yield from _chart("budget", history, ("footprint", budget, "magenta"), canvas, budget_words(facts), over)
+    yield from _chart("budget", history, ("footprint", budget, "magenta"), canvas, budget_words(facts), _over(facts))
     yield from _parts(history, canvas)
     yield from map(_text, memory_lines(history, system))
+
+
+def _over(facts: Facts) -> str:
+    """Return the style of a budget that is broken."""
+    return "bold red" if facts["memory.footprint"] > budget_of(facts) else ""
 
 
 def _chart(
     label: str, history: History, series: tuple[str, float, str], canvas: Canvas, words: str, style: str = ""
 ) -> Iterator[Text]:
-    """Yield the chart of a series (its name, the top of its scale, its style) with numbers beside the first line."""
+    """Yield the chart of a series (its name, the top of its scale, its style) with numbers beside the first line.
+
+    Empty lines at its top are left out.
+    """
     name, top, colour = series
     values = history.series(name, max(1, canvas.columns - CHART_WORDS))
     highest = max([top, *(value for value in values if value is not None)])
-    first, *others = chart(values, highest, canvas.chart_rows, canvas.glyphs)
+    rows = chart(values, highest, canvas.chart_rows, canvas.glyphs)
+    first, *others = rows[next((i for i, row in enumerate(rows) if row.strip()), -1) :]
     yield _text((label, (first, colour), (f" {words}", style)))
     yield from (_text(("", (row, colour))) for row in others)
 
@@ -210,7 +236,7 @@ def _parts(history: History, canvas: Canvas) -> Iterator[Text]:
     budget, (used, cache, lent) = budget_of(facts), (facts[f"memory.{key}"] for key in ("footprint", "cache", "lent"))
     pinned = facts["plan.pinned_bytes"] + facts["plan.resident_bytes"] + lent
     reserved = sum(facts[f"plan.{part}_bytes"] for part in ("kv", "activation", "spare"))
-    pool, tokens = facts["memory.pool"], facts["memory.kv_and_activations"]
+    pool, tokens, others = (facts[f"memory.{key}"] for key in ("pool", "kv_and_activations", "others"))
     shown = [
         (parts[0], "base", max(0.0, used - facts["memory.active"] - cache), "magenta", ""),
         (parts[1], "pinned", pinned, "blue", f" ({size(lent)} lent)" if lent else ""),
@@ -218,6 +244,7 @@ def _parts(history: History, canvas: Canvas) -> Iterator[Text]:
         *([(parts[5], "experts", pool, "bright_magenta", "")] if pool else []),
         (parts[3], "MLX cache", cache, "yellow", ""),
         (parts[4], "KV + activations", tokens, "green", f" of {size(reserved)}"),
+        *([(parts[6], "other models", others, "red", "")] if others else []),
         (canvas.glyphs.rest, "free", max(0.0, budget - used), "dim", ""),
     ]
     whole = max(budget, sum(value for _, _, value, _, _ in shown))

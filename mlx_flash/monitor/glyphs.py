@@ -44,7 +44,7 @@ class Glyphs:
 
 UNICODE = Glyphs(
     states={"pinned": "█", "waiting": "·", "reading": "░", "resident": "▒", "computing": "▶", "done": "─"},
-    parts="█▓▒░◆▚",
+    parts="█▓▒░◆▚▞",
     rest="·",
     levels="▁▂▃▄▅▆▇█",
     gap=" ",
@@ -52,7 +52,7 @@ UNICODE = Glyphs(
 )
 ASCII = Glyphs(
     states={"pinned": "#", "waiting": ".", "reading": "r", "resident": "s", "computing": ">", "done": "-"},
-    parts="#=+~*%",
+    parts="#=+~*%@",
     rest=".",
     levels="_.-:=+*#",
     gap=" ",

@@ -143,6 +143,35 @@ def test_bytes_are_the_plans(directory: Path, monkeypatch: pytest.MonkeyPatch) -
         assert told["model"] == {"name": "tiny", "bytes": model.plan.model_bytes}
 
 
+def test_memory_of_another_model_is_not_an_idle_ones(directory: Path, tmp_path: Path) -> None:
+    """The first of three models stays idle while the others are loaded and called."""
+    other = save(tmp_path / "other", LLAMA | {"hidden_size": 2 * LLAMA["hidden_size"]}, mx.bfloat16)
+    config = FlashConfig(ram_budget_gb=4, context_length=256)
+    with (
+        load_model(directory, config)[0],
+        load_model(other, config)[0] as second,
+        load_model(other, config)[0] as third,
+    ):
+        for num_called, model in enumerate((second, third), 1):
+            cache = make_prompt_cache(model)
+            mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+            published = wait_for_calls([0, 1, num_called - 1])
+            tokens = [memory["kv_and_activations"] for memory in published]
+            assert tokens[0] == 0 < tokens[num_called]
+            weights = [memory["others"] for memory in published]
+            assert weights[0] >= 1.9 * second.plan.model_bytes > weights[1] > second.plan.model_bytes
+
+
+def wait_for_calls(numbers: list[int]) -> list[dict[str, Any]]:
+    """Return the published memory of each model, once each has ended so many calls."""
+    for _ in range(100):
+        found = sorted(find(), key=lambda published: published.number)
+        if [published.state["passes"]["num_passes"] for published in found] == numbers:
+            return [published.state["memory"] for published in found]
+        time.sleep(0.05)
+    raise AssertionError(f"not {numbers}")
+
+
 def test_everything_pinned_has_no_progress(directory: Path) -> None:
     with load_model(directory, FlashConfig(ram_budget_gb=4, context_length=256))[0] as model:
         told = status_of(model)

@@ -176,7 +176,7 @@ def test_states_differ_without_colour() -> None:
     for glyphs in (UNICODE, ASCII):
         assert set(glyphs.states) == set(STATES)
         assert len(set(glyphs.states.values())) == len(STATES)
-        assert len({*glyphs.parts, glyphs.rest}) == 7
+        assert len({*glyphs.parts, glyphs.rest}) == 8
         assert all(len(glyph) == 1 for glyph in glyphs.states.values())
     assert "".join([*ASCII.states.values(), ASCII.parts, ASCII.levels, ASCII.rest, ASCII.gap, ASCII.marker]).isascii()
 
@@ -307,6 +307,64 @@ def test_several_engines_are_listed() -> None:
     assert [line.startswith("▶") for line in lines[:3]] == [False, True, False]
     assert lines[3] == "model      model-1"
     assert len(lines) <= 24
+
+
+def test_the_engine_that_computes_is_shown_until_the_user_chooses(runtime: Path) -> None:
+    """Three engines of a server: the first is idle; the last computes, then the second."""
+    busy = {"num_passes": 9, "began": time.perf_counter()}
+    idle = {"num_passes": 0, "began": None, "last_ended": 0.0}
+    passes = [idle, idle, busy]
+    engines = [
+        Publisher(
+            lambda i=i: state(model={"name": f"model-{i}"}, passes={**passes[i], "num_tokens_in": time.time()}), 0.02
+        )  # type: ignore[misc]
+        for i in range(3)
+    ]
+    watcher = Watcher()
+
+    def shown() -> str:
+        watcher.look()
+        return text_of(*watcher.histories, chosen=watcher.chosen)[3] if len(watcher.histories) == 3 else ""
+
+    def comes(name: str) -> bool:
+        return any(shown() == f"model      {name}" or time.sleep(0.02) for _ in range(100))
+
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            engine.start()
+            stack.callback(engine.close)
+        assert comes("model-2")
+        passes[1] = busy
+        assert not any(shown() != "model      model-2" or time.sleep(0.02) for _ in range(5)), "both compute: it stays"
+        passes[2] = idle
+        assert comes("model-1")
+        watcher.choose_next()
+        watcher.choose_next()
+        assert [shown() for _ in range(3)] == ["model      model-0"] * 3, "the user chose it"
+
+
+def test_a_low_terminal_shows_the_numbers_first() -> None:
+    histories = [History(published(state(model={"name": f"model-{i}"}), 98.0, pid=100 + i)) for i in range(3)]
+    for history in histories:
+        history.add(published(state(), 99.0, pid=history.latest.pid))
+    text = " ".join(" ".join(text_of(*histories, chosen=1, on=canvas(40, 10))).split())
+    for words in (
+        "model llama-big",
+        "now, mean 2.00, prompt 10.0",
+        "of 2.20 probed",
+        "800 MB of 1.00 GB (80%), peak 850 MB",
+    ):
+        assert words in text
+
+
+def test_charts_have_no_empty_lines() -> None:
+    """Reads take a tenth of the disk's speed, and nothing is generated."""
+    history = History(published(state(), 50.0))
+    for i in range(1, 60):
+        history.add(published(state(read={"nbytes": 11e9 + 0.2e9 * i}), 50.0 + i))
+    lines = text_of(history, on=canvas(200, 60))
+    first, last = (next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("tokens/s", "time"))
+    assert last - first == 3 and all(re.search("[▁▂▃▄▅▆▇█]", line) for line in lines[first + 1 : last])
 
 
 def test_each_rank_has_a_line() -> None:

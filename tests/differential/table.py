@@ -1,0 +1,186 @@
+"""The table: architectures, budgets and cuts, places of keys and values."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from differential.scripts import BEFORE_STEP, VOCAB_SIZE, fill, make_cache
+from differential.signals import killer
+from faulty import open_in_the_end, open_things, unfinished
+from mlx_flash import DiskKVCache, FlashConfig, FlashLLM, load_model
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, save, save_initialised
+
+TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": NARROW_LLAMA | TINY | {"num_hidden_layers": 4},
+    "packed": NARROW_LLAMA | TINY,
+    "gemma3": GEMMA3 | TINY | {"num_hidden_layers": 3},
+    "mamba2": MAMBA2 | TINY,
+    "mixture": QWEN3_MOE | TINY,
+}
+"""``packed`` has weights of 4 bits."""
+
+BUDGETS: dict[str, tuple[float | None, dict[str, Any]]] = {
+    "min": (0.0, {"lend_reserves": False}),
+    "small": (0.15, {}),
+    "large": (0.35, {"lend_reserves": False}),
+    "layers": (0.0, {"expert_pool_gb": 0}),
+    "memory": (None, {}),
+}
+"""Share of the memory between the smallest budget and what holds everything, and other settings. Without a share,
+everything is in memory. ``layers`` reads all experts of a layer."""
+
+LARGE_GB = 2.0
+
+CONTEXT = 2048
+"""Tokens of all caches of a trial: each takes memory for 256 at least."""
+
+NUM_BEFORE = {"own disk": 270}
+"""Tokens that are in the cache before a trial, so that some are on disk."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    architecture: str
+    budget: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.budget}-{self.place.replace(' ', '_')}"
+
+    @property
+    def num_before(self) -> int:
+        return NUM_BEFORE.get(self.place, 0)
+
+
+def _rows() -> Iterator[Row]:
+    budgets = ["min", "small", "large", "memory"]
+    yield from (Row("llama", budget, place) for place in ("memory", "rotating", "quantized") for budget in budgets)
+    yield from (Row("packed", budget, "memory") for budget in ("min", "large"))
+    yield from (Row("llama", budget, "own disk") for budget in ("min", "large", "memory"))
+    yield from (Row("gemma3", budget, "memory") for budget in budgets)
+    yield from (Row("mamba2", budget, "memory") for budget in ("min", "large", "memory"))
+    yield from (Row("mixture", budget, "memory") for budget in ("layers", *budgets))
+    yield Row("mixture", "min", "quantized")
+
+
+ROWS = list(_rows())
+
+
+class Zoo:
+    """The models on disk.
+
+    Args:
+        folder: where they are written, each when it is first asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, architecture: str) -> Path:
+        """Return a model's folder."""
+        path, config = self.folder / architecture, ARCHITECTURES[architecture]
+        if not path.exists():
+            if architecture == "mamba2":
+                save_initialised(path, dict(config))
+            else:
+                save(path, dict(config), bits=4 if architecture == "packed" else None)
+        return path
+
+
+class Subject:
+    """A row's model, which is open until :meth:`close`.
+
+    Args:
+        row: the row.
+        zoo: the models on disk.
+
+    Attributes:
+        model: the streamed model.
+        seconds: how long trials take that nothing disturbs, by their way.
+    """
+
+    def __init__(self, row: Row, zoo: Zoo) -> None:
+        self.row, self.folder = row, zoo.path(row.architecture)
+        self.kv_folder = zoo.folder / "kv"
+        self.kv_folder.mkdir(exist_ok=True)
+        self.seconds: dict[str, float] = {}
+        killer()  # its pipe is no descriptor that a model leaves
+        gc.collect()
+        self._things = open_things()
+        self.model = self._load(self.budget_gb)
+        self._filled: list[Any] | None = None
+
+    @cached_property
+    def budget_gb(self) -> float | str:
+        """The budget. It is found with a model that is in memory."""
+        share = BUDGETS[self.row.budget][0]
+        if not share:
+            return LARGE_GB if share is None else "min"
+        with self._load(LARGE_GB) as model:
+            least, most = model.plan.minimum_bytes, model.plan.peak_bytes
+        return float((least + share * (most - least)) / 1e9)
+
+    def _load(self, budget_gb: float | str) -> FlashLLM:
+        settings: dict[str, Any] = {
+            "ram_budget_gb": budget_gb,
+            "context_length": CONTEXT,
+            "telemetry": False,
+            "poison_released_slots": True,
+            "kv_directory": str(self.kv_folder),
+            "derived_cache_gb": 0,
+            **BUDGETS[self.row.budget][1],
+        }
+        return load_model(self.folder, FlashConfig(**settings))[0]
+
+    @property
+    def step(self) -> int:
+        """The most tokens of a prompt in a call."""
+        return self.model.plan.prefill_step_size
+
+    def cache(self) -> list[Any]:
+        """Return a prompt cache for a trial. Where tokens precede the prompt, it is a copy of one that has them."""
+        if self.row.place not in NUM_BEFORE:
+            return make_cache(self.model, self.row.place)
+        if self._filled is None:
+            cache: list[Any] = [DiskKVCache(directory=str(self.kv_folder)) for _ in self.model.layers]
+            fill(self.model, cache, self.row.num_before, min(BEFORE_STEP, self.step))
+            self._filled = cache
+        return copy.deepcopy(self._filled)
+
+    def reopen(self) -> None:
+        """Load the model again, which a trial has closed."""
+        self._filled = None
+        self.model = self._load(self.budget_gb)
+
+    def close(self) -> list[str]:
+        """Close the model. Return descriptors, threads and files that are left."""
+        self._filled = None
+        self.model.close()
+        del self.model
+        gc.collect()
+        mx.clear_cache()
+        found = open_in_the_end(self._things)
+        left = [] if found == self._things else [f"{self._things} before, {found} after", *_descriptors()]
+        return left + [str(path) for path in [*unfinished(self.kv_folder), *_files(self.kv_folder)]]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _descriptors() -> list[str]:
+    """Return what the descriptors of this process refer to, where the system tells it."""
+    links = [path for path in Path("/proc/self/fd").glob("*") if path.is_symlink()]
+    return [f"{path.name} -> {path.readlink()}" for path in links]

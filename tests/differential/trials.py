@@ -1,0 +1,591 @@
+"""Trials: a generation that an event disturbs, and what must be right after it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
+
+import mlx_flash
+from differential.scripts import (
+    Continuation,
+    Output,
+    Script,
+    bits,
+    by_calls,
+    can_be_put_back,
+    is_quantized,
+    make_cache,
+    offsets,
+    stock_generate,
+    tokens_of,
+)
+from differential.signals import Reads, is_ours, struck
+from differential.stock import PLAIN_TOKENIZER, Stock, Told
+from differential.table import Subject
+from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError
+from mlx_flash.errors import NestedCallError
+
+WAYS = ("calls", "ours", "stock")
+"""Calls of the model; ``mlx_flash.generate_step``; mlx-lm's own ``generate_step``."""
+
+
+class Wrong(AssertionError):
+    """Output, a cache, or an error that differs from what it must be."""
+
+
+class Boom(Exception):
+    """An error of the caller's own functions."""
+
+
+class Trial:
+    """One generation with a row's model.
+
+    Args:
+        subject: the model.
+        stock: mlx-lm's own.
+        event: name of what disturbs it.
+        seed: of all choices.
+
+    Attributes:
+        errors: what surfaced.
+        outputs: tokens and logits.
+        allowed: errors that the event may raise.
+        counts: what came of it, by kind.
+    """
+
+    def __init__(self, subject: Subject, stock: Stock, event: str, seed: str) -> None:
+        self.subject, self.stock, self.event = subject, stock, event
+        self.dice = random.Random(seed)
+        self.errors: list[BaseException] = []
+        self.allowed: tuple[type[BaseException], ...] = ()
+        self.counts: Counter[str] = Counter()
+        self._raw: list[tuple[int, mx.array]] = []
+        row = subject.row
+        ways = WAYS[1:] if row.place == "quantized" or event in CALLBACKS else WAYS
+        self.way = self.dice.choice(ways)
+        self.script = Script(
+            folder=str(subject.folder),
+            place=row.place,
+            num_before=row.num_before,
+            prompt=tokens_of(self.dice.randrange(6), self.dice.choice((1, 2, 5, 13, 18, 25))),
+            step=min(self.dice.choice((4, 8, 16)), subject.step),
+            num_tokens=self.dice.randint(2, 6),
+            way="calls" if self.way == "calls" else "steps",
+        )
+        self.told: Told = stock.told(self.script)
+        self.cache = subject.cache()
+
+    def __str__(self) -> str:
+        script = self.script
+        return (
+            f"{self.subject.row} {self.event} by {self.way}: {len(script.prompt)} tokens in steps of {script.step},"
+            f" {script.num_tokens} more"
+        )
+
+    # The generation
+
+    def generator(self, **options: Any) -> Iterator[Any]:
+        """Return a new generator of tokens and logits."""
+        script, model = self.script, self.subject.model
+        if self.way == "calls":
+            return by_calls(model, self.cache, script.prompt, script.step, script.num_tokens)
+        step: Any = mlx_flash.generate_step if self.way == "ours" else stock_generate.generate_step
+        found: Iterator[Any] = step(
+            mx.array(script.prompt), model, prompt_cache=self.cache, **script.options(), **options
+        )
+        return found
+
+    def generate(self, limit: int | None = None, **options: Any) -> None:
+        """Generate, up to a number of tokens."""
+        made: Any = self.generator(**options)
+        try:
+            for token, logits in made:
+                mx.eval(logits)  # a later thread could not
+                self._raw.append((int(token), logits))
+                if len(self._raw) == limit:
+                    break
+        finally:
+            made.close()
+
+    def attempt(self, operation: Callable[[], None]) -> None:
+        """Run an operation, and keep its error."""
+        try:
+            operation()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def stop_early(self) -> int:
+        """Generate some of the tokens. Return how many."""
+        number = self.dice.randint(1, self.script.num_tokens)
+        self.generate(number)
+        return number
+
+    def seconds(self) -> float:
+        """Return about how long the generation takes."""
+        passes = len(self.script.prompt) / self.script.step + self.script.num_tokens + 1
+        return self.subject.seconds.get(self.way, 0.004) * passes
+
+    # What must be right
+
+    def check(self, is_complete: bool = True) -> None:
+        """Compare errors, tokens and logits."""
+        for error in self.errors:
+            if not isinstance(error, self.allowed):
+                raise Wrong(f"{type(error).__name__} surfaced: {error}") from error
+        found = [(token, bits(logits)) for token, logits in self._raw]
+        if is_complete and len(found) < self.script.num_tokens:
+            raise Wrong(f"{len(found)} tokens instead of {self.script.num_tokens}")
+        self.compare(found, self.told.outputs[: len(found)], "the generation")
+
+    def compare(self, found: Sequence[Output], expected: Sequence[Output], what: str) -> None:
+        """Compare tokens and logits."""
+        if [token for token, _ in found] != [token for token, _ in expected]:
+            raise Wrong(f"tokens of {what} {[t for t, _ in found]}, not {[t for t, _ in expected]}")
+        if list(found) != list(expected):
+            number = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+            raise Wrong(f"logits of {what} differ at token {number}")
+
+    def check_fresh(self) -> None:
+        """Generate two tokens with a new cache."""
+        row = self.subject.row
+        script = Script(str(self.subject.folder), "", 0, tokens_of(2, 4), 4, 2, "calls")
+        self.compare(
+            [
+                (token, bits(logits))
+                for token, logits in by_calls(
+                    self.subject.model, make_cache(self.subject.model, ""), script.prompt, 4, 2
+                )
+            ],
+            self.stock.told(script).outputs,
+            f"a fresh call of {row}",
+        )
+
+    def check_cache(self, cache: list[Any] | None = None, lengths: Sequence[int] = (), num_trimmed: int = 0) -> None:
+        """Continue a cache, and compare with mlx-lm's from the same length on.
+
+        Args:
+            cache: the cache; None for the trial's.
+            lengths: that the cache may have; those between two calls if empty.
+            num_trimmed: tokens that have been dropped from it.
+        """
+        cache = self.cache if cache is None else cache
+        continuation = Continuation(
+            way=self.dice.choice(("calls", "steps")) if self.script.place != "quantized" else "steps",
+            prompt=tokens_of(7, self.dice.choice((1, 3))),
+            step=4,
+        )
+        forms, places_back = is_quantized(cache), can_be_put_back(cache)
+        step: Any = mlx_flash.generate_step if self.dice.random() < 0.5 else stock_generate.generate_step
+        try:
+            found = continuation.outputs(self.script, self.subject.model, cache, step)
+        except CacheError as error:
+            if places_back and not any(isinstance(e, ReadError) for e in self.errors):
+                raise Wrong(f"a cache of keys and values refuses: {error}") from error
+            self.counts["refused"] += 1
+            return
+        ends = offsets(cache)
+        if len(ends) > 1:
+            raise Wrong(f"uneven: layers at {[getattr(entry, 'offset', None) for entry in cache]}")
+        allowed = list(lengths) or self.told.lengths
+        begins = {end - continuation.num_added + num_trimmed for end in ends}
+        candidates = [length for length in allowed if length in begins or not begins]
+        if not candidates:
+            raise Wrong(f"the cache was at {begins}, not at any of {allowed}")
+        expected: Any = None
+        for length in candidates:
+            number = self.told.lengths.index(length)
+            expected = self.stock.ask("continued", self.script, number, forms, num_trimmed, continuation)
+            if found == expected:
+                return
+        self.compare(found, expected, f"the cache that goes on from {candidates} by {continuation.way}")
+        raise Wrong("the cache that goes on")
+
+    def run(self) -> Counter[str]:
+        """Carry the trial out. Return what came of it: ``right``, ``struck``, ``refused``.
+
+        Raises:
+            Wrong: something is not as it must be.
+        """
+        began = time.perf_counter()
+        EVENTS[self.event](self)
+        if self.event == "none":
+            passes = len(self.script.prompt) / self.script.step + self.script.num_tokens + 1
+            self.subject.seconds[self.way] = (time.perf_counter() - began) / passes / 2
+        self.counts["struck"] += bool(self.errors)
+        self.counts["right"] += 1
+        return self.counts
+
+    def finish(self, is_complete: bool = True) -> None:
+        """Check what every event leaves: the output up to now, the model, and the cache."""
+        self.check(is_complete)
+        fresh_first = self.dice.random() < 0.5
+        if fresh_first:
+            self.check_fresh()
+            if len(offsets(self.cache)) > 1 and can_be_put_back(self.cache):
+                raise Wrong(f"uneven before it goes on: {[getattr(entry, 'offset', None) for entry in self.cache]}")
+        self.check_cache()
+        if not fresh_first:
+            self.check_fresh()
+
+
+# Events
+
+
+def none(trial: Trial) -> None:
+    """Nothing happens, and the cache has mlx-lm's length."""
+    trial.generate()
+    trial.check()
+    trial.check_cache(lengths=trial.told.lengths[-1:])
+
+
+def interrupt(trial: Trial) -> None:
+    """One SIGINT at a random moment."""
+    _strike(trial, 2, [trial.dice.uniform(1e-5, trial.seconds())])
+
+
+def burst(trial: Trial) -> None:
+    """Two to six SIGINTs within milliseconds."""
+    _strike(trial, 2, [trial.dice.uniform(1e-5, trial.seconds()), *_gaps(trial.dice)])
+
+
+def _gaps(dice: random.Random) -> list[float]:
+    longest = dice.choice((1e-4, 5e-4, 1.5e-3))
+    return [dice.uniform(1e-5, longest) for _ in range(dice.randint(1, 5))]
+
+
+def alarm(trial: Trial) -> None:
+    """A handler of SIGALRM raises TimeoutError."""
+    _strike(trial, 14, [trial.dice.uniform(1e-5, trial.seconds())])
+
+
+def _strike(trial: Trial, number: int, delays: list[float]) -> None:
+    trial.errors += struck(trial.generate, number, delays)
+    for error in trial.errors:
+        if not is_ours(error):
+            raise Wrong(f"{type(error).__name__} instead of the handler's own error: {error}") from error
+    trial.allowed = (KeyboardInterrupt, TimeoutError)
+    trial.finish(is_complete=not trial.errors)
+
+
+def read_fails(trial: Trial) -> None:
+    """Reads of weights fail, and later ones do not."""
+    reads = Reads(trial.subject.folder)
+    kind, count = trial.dice.choice(reads.KINDS), trial.dice.choice((1, 3, 1 << 30))
+    with reads.watched(kind, trial.dice.randrange(1, 60), count):
+        trial.attempt(trial.generate)
+    trial.counts["failed reads"] += bool(reads.num_failed)
+    trial.allowed = (ReadError,)
+    if trial.errors and kind == "part":
+        raise Wrong(f"a read that gives part of the bytes is an error: {trial.errors[0]}") from trial.errors[0]
+    trial.finish(is_complete=not trial.errors)
+
+
+def _raising(trial: Trial, result: Callable[..., Any]) -> Callable[..., Any]:
+    calls = iter(range(1 << 30))
+    last = trial.dice.randrange(trial.script.num_tokens + 2)
+
+    def function(*arguments: Any) -> Any:
+        if next(calls) == last:
+            raise Boom
+        return result(*arguments)
+
+    return function
+
+
+def sampler_fails(trial: Trial) -> None:
+    """A sampler raises an error."""
+    _callback(trial, sampler=_raising(trial, lambda logits: mx.argmax(logits, axis=-1)))
+
+
+def processor_fails(trial: Trial) -> None:
+    """A logits processor raises an error."""
+    _callback(trial, logits_processors=[_raising(trial, lambda tokens, logits: logits)])
+
+
+def progress_fails(trial: Trial) -> None:
+    """A callback of the prompt's progress raises an error."""
+    _callback(trial, prompt_progress_callback=_raising(trial, lambda done, total: None))
+
+
+def _callback(trial: Trial, **options: Any) -> None:
+    trial.allowed = (Boom,)
+    trial.attempt(lambda: trial.generate(**options))
+    trial.finish(is_complete=not trial.errors)
+
+
+def sampler_calls(trial: Trial) -> None:
+    """A sampler calls the model with another cache, which works or is refused."""
+    other, results = make_cache(trial.subject.model, ""), list[mx.array]()
+
+    def sampler(logits: mx.array) -> mx.array:
+        if not results:
+            found = trial.subject.model(mx.array([[5, 6]]), cache=other)
+            mx.eval(found)
+            results.append(found)
+        return mx.argmax(logits, axis=-1)
+
+    trial.allowed = (NestedCallError,)
+    trial.attempt(lambda: trial.generate(sampler=sampler))
+    trial.finish(is_complete=not trial.errors)
+
+
+def stop(trial: Trial) -> None:
+    """The caller closes the generator early, and the cache has mlx-lm's length."""
+    number = trial.stop_early()
+    trial.check(is_complete=False)
+    trial.check_cache(lengths=[trial.told.at_yield[number - 1]])
+    trial.check_fresh()
+
+
+def trim(trial: Trial) -> None:
+    """The caller drops tokens of the cache."""
+    number = trial.stop_early()
+    trial.check(is_complete=False)
+    length = trial.told.at_yield[number - 1]
+    can_trim = can_trim_prompt_cache(trial.cache)
+    num_trimmed = 0
+    if can_trim:
+        wanted = trial.dice.randint(1, min(length - trial.script.num_before, 9))
+        num_trimmed = trim_prompt_cache(trial.cache, wanted)
+        if num_trimmed != wanted:
+            raise Wrong(f"{num_trimmed} tokens trimmed, not {wanted}")
+    trial.check_cache(lengths=[length], num_trimmed=num_trimmed)
+
+
+def copies(trial: Trial) -> None:
+    """The cache is copied, while its generator is open or after that. Both go on."""
+    made: Any = trial.generator()
+    number = trial.dice.randint(1, trial.script.num_tokens)
+    for (token, logits), _ in zip(made, range(number), strict=False):
+        trial._raw.append((int(token), logits))
+        if len(trial._raw) == number:
+            break
+    is_open = trial.dice.random() < 0.5
+    if not is_open:
+        made.close()
+    second = copy.deepcopy(trial.cache)
+    made.close()
+    trial.check(is_complete=False)
+    both = [trial.cache, second]
+    trial.dice.shuffle(both)
+    for cache in both:
+        trial.check_cache(cache, [trial.told.at_yield[number - 1]])
+
+
+def saves(trial: Trial) -> None:
+    """The cache is saved and loaded. Both go on."""
+    number = trial.stop_early()
+    trial.check(is_complete=False)
+    with tempfile.TemporaryDirectory() as folder:
+        save_prompt_cache(f"{folder}/cache.safetensors", trial.cache)
+        loaded = load_prompt_cache(f"{folder}/cache.safetensors")
+        for cache in (loaded, trial.cache):
+            trial.check_cache(cache, [trial.told.at_yield[number - 1]])
+
+
+def budget(trial: Trial) -> None:
+    """The budget changes between two tokens, or from another thread."""
+    manager, plan = FlashManager.of_process(), trial.subject.model.plan
+    before, least = plan.budget_bytes, plan.minimum_bytes
+    choices = [least, int(least + 5e5), int(least + 2e6), int(least + 2e7), int(2e9)]
+
+    def change() -> None:
+        try:
+            manager.set_ram_budget(trial.dice.choice(choices) / 1e9)
+        except BudgetError:
+            trial.counts["refused budgets"] += 1
+
+    errors: list[BaseException] = []
+    if trial.dice.random() < 0.5:
+        when = trial.dice.uniform(0, trial.seconds())
+        thread = threading.Thread(target=lambda: (time.sleep(when), _kept(change, errors)))
+        thread.start()
+        trial.attempt(trial.generate)
+        thread.join()
+    else:
+        at = trial.dice.randrange(trial.script.num_tokens)
+        for token, logits in trial.generator():
+            if len(trial._raw) == at:
+                change()
+            trial._raw.append((int(token), logits))
+    trial.errors += errors
+    trial.finish()
+    manager.set_ram_budget(before / 1e9)
+    trial.check_fresh()
+
+
+def _kept(function: Callable[[], None], errors: list[BaseException]) -> None:
+    try:
+        function()
+    except BaseException as error:
+        errors.append(error)
+
+
+def closes(trial: Trial) -> None:
+    """The model is closed between two tokens, or by another thread. mlx-lm's model that is left is right."""
+    model, errors = trial.subject.model, list[BaseException]()
+    trial.allowed = (ClosedError, CacheError, NestedCallError)
+    if trial.dice.random() < 0.5:
+        when = trial.dice.uniform(0, trial.seconds())
+        thread = threading.Thread(target=lambda: (time.sleep(when), _kept(lambda: model.close() and None, errors)))
+        thread.start()
+        trial.attempt(trial.generate)
+        thread.join()
+    else:
+        made: Any = trial.generator()
+        trial.attempt(
+            lambda: trial._raw.extend((int(token), logits) for _, (token, logits) in zip(range(2), made, strict=False))
+        )
+        plain = model.close()
+        trial.attempt(made.close)
+    trial.errors += errors
+    trial.check(is_complete=False)
+    plain = model.close()
+    trial.subject.model = plain
+    script = Script(str(trial.subject.folder), "", 0, tokens_of(2, 4), 4, 2, "calls")
+    found = [(t, bits(logits)) for t, logits in by_calls(plain, make_cache(plain, ""), script.prompt, 4, 2)]
+    trial.cache = []
+    trial.subject.reopen()
+    trial.compare(found, trial.stock.told(script).outputs, "the plain model that is left")
+    trial.check_fresh()
+
+
+def thread(trial: Trial) -> None:
+    """Another thread generates, and the main thread goes on."""
+    made = threading.Thread(target=lambda: trial.attempt(trial.generate))
+    made.start()
+    made.join()
+    trial.finish()
+
+
+def threads(trial: Trial) -> None:
+    """Two threads generate at once."""
+    other = Trial(trial.subject, trial.stock, "none", f"{trial.dice.random()}")
+    both = [threading.Thread(target=lambda it=it: it.attempt(it.generate)) for it in (trial, other)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    other.finish()
+    trial.finish()
+
+
+def batch(trial: Trial) -> None:
+    """Several sequences at once, with an error in a read or without."""
+    _batch(trial, trial.dice.choice(("none", "read")))
+
+
+def batch_struck(trial: Trial) -> None:
+    """Several sequences at once, and a burst of SIGINTs or a single one."""
+    _batch(trial, trial.dice.choice(("interrupt", "burst")))
+
+
+def _batch(trial: Trial, what: str) -> None:
+    subject, dice = trial.subject, trial.dice
+    scripts = [replace(trial.script, way="steps", step=trial.script.step)]
+    for _ in range(dice.randint(1, 3)):
+        prompt = tokens_of(dice.randrange(6), dice.choice((1, 2, 5, 13, 18, 25)))
+        scripts.append(replace(scripts[0], prompt=prompt, num_tokens=dice.randint(1, 5)))
+    given = [subject.cache() for _ in scripts] if trial.script.num_before or dice.random() < 0.3 else None
+    found: list[Any] = []
+
+    def operation() -> None:
+        found.append(
+            mlx_flash.batch_generate(
+                subject.model,
+                PLAIN_TOKENIZER,
+                [list(script.prompt) for script in scripts],
+                given,
+                max_tokens=[script.num_tokens for script in scripts],
+                return_token_ids=True,
+                return_logprobs=True,
+                prefill_step_size=scripts[0].step,
+            )
+        )
+
+    seconds = subject.seconds.get("ours", 0.004) * (10 + 4 * len(scripts))
+    if what == "none":
+        trial.attempt(operation)
+    elif what == "read":
+        with Reads(subject.folder).watched(dice.choice(("error", "end")), dice.randrange(1, 60), 3):
+            trial.attempt(operation)
+        trial.allowed = (ReadError,)
+    else:
+        gaps = _gaps(dice) if what == "burst" else []
+        trial.errors += struck(operation, 2, [dice.uniform(1e-5, seconds), *gaps])
+        trial.allowed = (KeyboardInterrupt,)
+    for error in trial.errors:
+        if not isinstance(error, trial.allowed):
+            raise Wrong(f"{what} in a batch: {type(error).__name__}: {error}") from error
+    if found:
+        _check_batch(trial, scripts, found[0], bool(given))
+    trial.check_fresh()
+    for cache in given or ():
+        if not trial.script.num_before and any(offsets(cache)):
+            raise Wrong(f"a given cache was changed: {offsets(cache)}")
+        trial.check_cache(cache, [trial.script.num_before])
+
+
+def _check_batch(trial: Trial, scripts: list[Script], found: Any, has_given: bool) -> None:
+    alone = [trial.stock.told(script).outputs for script in scripts]
+    expected = [[token for token, _ in outputs] for outputs in alone]
+    chosen = [[_logit(logits, token) for token, logits in outputs] for outputs in alone]
+    if found.token_ids == expected and found.logprobs == chosen:
+        return
+    if trial.subject.model.plan.streaming.num_units == 0:
+        tokens, logprobs = trial.stock.ask("batched", tuple(scripts))
+        if found.token_ids == tokens and found.logprobs == logprobs:
+            return
+        raise Wrong(f"a batch in memory: {found.token_ids}, not {tokens} nor {expected}; or log probabilities")
+    raise Wrong(f"a batch: tokens {found.token_ids}, not {expected}; or log probabilities")
+
+
+def _logit(logits: Any, token: int) -> float:
+    import numpy as np
+
+    return float(np.frombuffer(logits[2], np.float32)[token])
+
+
+EVENTS: dict[str, Callable[[Trial], None]] = {
+    "none": none,
+    "interrupt": interrupt,
+    "burst": burst,
+    "alarm": alarm,
+    "read": read_fails,
+    "sampler": sampler_fails,
+    "processor": processor_fails,
+    "progress": progress_fails,
+    "nested": sampler_calls,
+    "stop": stop,
+    "trim": trim,
+    "copy": copies,
+    "save": saves,
+    "budget": budget,
+    "close": closes,
+    "thread": thread,
+    "threads": threads,
+    "batch": batch,
+    "batch struck": batch_struck,
+}
+
+CALLBACKS = {"sampler", "processor", "progress", "nested"}
+"""Events of functions that only ``generate_step`` calls."""
+
+SIGNALS = {"interrupt", "burst", "alarm", "batch struck"}
+"""Events of signals at random moments."""
+
+
+def events_of(row: Any) -> list[str]:
+    """Return the events that a row can have."""
+    left_out = {"batch", "batch struck"} if row.place in ("rotating", "quantized", "own disk") else set()
+    return [event for event in EVENTS if event not in left_out]

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 stock_generate: Any = import_module("mlx_lm.generate")
 """The module; ``mlx_lm.generate`` is the function."""
@@ -149,6 +149,4 @@ def is_quantized(cache: Sequence[Any]) -> tuple[bool, ...]:
 
 def can_be_put_back(cache: Sequence[Any]) -> bool:
     """Return whether a call that ended early can be taken back: windows and states forget."""
-    return all(
-        isinstance(entry, KVCache | QuantizedKVCache) and not isinstance(entry, RotatingKVCache) for entry in cache
-    )
+    return not any(isinstance(entry, RotatingKVCache | ArraysCache) for entry in cache)

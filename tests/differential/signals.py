@@ -86,19 +86,23 @@ def struck(operation: Callable[[], None], number: int, delays: Sequence[float]) 
     A signal that arrives in a finalizer ends only that, as Python has it.
     """
     errors: list[BaseException] = []
-    hook, order, has_begun = sys.unraisablehook, killer().prepared(number, delays), False
+    hook, order = sys.unraisablehook, killer().prepared(number, delays)
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _ring)
     sys.unraisablehook = lambda event: None if is_ours(event.exc_value) else hook(event)
-    while True:
+
+    def run(levels: int) -> None:
+        """Each level catches an error, also one that falls into what a level below does with another."""
         try:
-            if not has_begun:
-                has_begun = True
+            if levels:
+                run(levels - 1)
+            else:
                 killer().begin(order)
                 operation()
-            killer().end()
-            break
         except BaseException as error:
             errors.append(error)
+        killer().end()
+
+    run(len(delays) + 1)
     sys.unraisablehook = hook
     signal.signal(number, before)
     return errors

@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not isinstance(error, Failed):
                     print(f"WRONG {row} as a whole: {type(error).__name__}: {error}", flush=True)
                     traceback.print_exc()
-                if subject is not None:
-                    subject.model.close()
+                if subject is not None and not _closes(subject):
+                    break
             finally:
                 faulthandler.cancel_dump_traceback_later()
         stock.close()
@@ -97,6 +97,16 @@ def _run(subject: Subject, stock: Stock, event: str, seed: str, totals: Counter[
         if not isinstance(error, Wrong):
             traceback.print_exc()
         raise Failed from error
+
+
+def _closes(subject: Subject) -> bool:
+    """Close a model of which a trial was wrong. One that stays open would take memory of the budgets of later ones."""
+    try:
+        subject.model.close()
+    except Exception as error:
+        print(f"the model of {subject.row} cannot be closed: {type(error).__name__}: {error}\nno further trials")
+        return False
+    return True
 
 
 def _count_left(row: Row, left: list[str], totals: Counter[str]) -> None:

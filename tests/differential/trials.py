@@ -184,14 +184,12 @@ class Trial:
             prompt=tokens_of(7, self.dice.choice((1, 3))),
             step=4,
         )
-        forms, places_back = is_quantized(cache), can_be_put_back(cache)
+        forms, can_go_on = is_quantized(cache), can_be_put_back(cache)
         step: Any = mlx_flash.generate_step if self.dice.random() < 0.5 else stock_generate.generate_step
         try:
             found = continuation.outputs(self.script, self.subject.model, cache, step)
         except CacheError as error:
-            if places_back and not any(isinstance(e, ReadError) for e in self.errors):
-                raise Wrong(f"a cache of keys and values refuses: {error}") from error
-            self.counts["refused"] += 1
+            self._refuse(error, can_go_on)
             return
         ends = offsets(cache)
         if len(ends) > 1:
@@ -226,16 +224,59 @@ class Trial:
         return self.counts
 
     def finish(self, is_complete: bool = True) -> None:
-        """Check what every event leaves: the output up to now, the model, and the cache."""
+        """Check what every event leaves: the output up to now, the model, and the cache, which is used in some way."""
         self.check(is_complete)
-        fresh_first = self.dice.random() < 0.5
-        if fresh_first:
+        use = self.dice.choice(("goes on", "fresh first", "look", "copy", "save", "trim"))
+        if use == "fresh first":
             self.check_fresh()
-            if len(offsets(self.cache)) > 1 and can_be_put_back(self.cache):
-                raise Wrong(f"uneven before it goes on: {[getattr(entry, 'offset', None) for entry in self.cache]}")
+        try:
+            self._use(use)
+        except CacheError as error:
+            self._refuse(error, can_be_put_back(self.cache))
+        if use != "fresh first":
+            self.check_fresh()
+
+    def _use(self, use: str) -> None:
+        """Use the cache as callers do, and then continue it."""
+        if use == "look":
+            self.length()
+        elif use == "copy":
+            self.check_cache(copy.deepcopy(self.cache))
+        elif use == "save":
+            self.check_cache(self.saved())
+        elif use == "trim" and can_trim_prompt_cache(self.cache):
+            self.check_cache(num_trimmed=self.trimmed(self.length()))
+            return
         self.check_cache()
-        if not fresh_first:
-            self.check_fresh()
+
+    def length(self) -> int:
+        """Return the length of the cache, which all layers have, unless it can only refuse what comes next."""
+        found = offsets(self.cache)
+        if len(found) > 1 and can_be_put_back(self.cache):
+            raise Wrong(f"uneven: layers at {[getattr(entry, 'offset', None) for entry in self.cache]} before a use")
+        return found.pop() if len(found) == 1 else self.script.num_before
+
+    def trimmed(self, length: int) -> int:
+        """Drop some tokens. Return how many."""
+        wanted = self.dice.randint(0, min(length - self.script.num_before, 9))
+        found: int = trim_prompt_cache(self.cache, wanted) if wanted else 0
+        if found != wanted:
+            raise Wrong(f"{found} tokens trimmed, not {wanted}")
+        return found
+
+    def saved(self) -> list[Any]:
+        """Save the cache, and return what is loaded."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_prompt_cache(f"{folder}/cache.safetensors", self.cache)
+            loaded: list[Any] = load_prompt_cache(f"{folder}/cache.safetensors")
+            mx.eval([entry.state for entry in loaded if not entry.empty()])
+        return loaded
+
+    def _refuse(self, error: CacheError, can_go_on: bool) -> None:
+        """Accept that a cache refuses, if it could not be put back."""
+        if can_go_on and not any(isinstance(each, ReadError) for each in self.errors):
+            raise Wrong(f"a cache of keys and values refuses: {error}") from error
+        self.counts["refused"] += 1
 
 
 # Events
@@ -351,15 +392,10 @@ def trim(trial: Trial) -> None:
     """The caller drops tokens of the cache."""
     number = trial.stop_early()
     trial.check(is_complete=False)
-    length = trial.told.at_yield[number - 1]
-    can_trim = can_trim_prompt_cache(trial.cache)
     num_trimmed = 0
-    if can_trim:
-        wanted = trial.dice.randint(1, min(length - trial.script.num_before, 9))
-        num_trimmed = trim_prompt_cache(trial.cache, wanted)
-        if num_trimmed != wanted:
-            raise Wrong(f"{num_trimmed} tokens trimmed, not {wanted}")
-    trial.check_cache(lengths=[length], num_trimmed=num_trimmed)
+    if can_trim_prompt_cache(trial.cache):
+        num_trimmed = trial.trimmed(trial.told.at_yield[number - 1])
+    trial.check_cache(lengths=[trial.told.at_yield[number - 1]], num_trimmed=num_trimmed)
 
 
 def copies(trial: Trial) -> None:
@@ -386,11 +422,8 @@ def saves(trial: Trial) -> None:
     """The cache is saved and loaded. Both go on."""
     number = trial.stop_early()
     trial.check(is_complete=False)
-    with tempfile.TemporaryDirectory() as folder:
-        save_prompt_cache(f"{folder}/cache.safetensors", trial.cache)
-        loaded = load_prompt_cache(f"{folder}/cache.safetensors")
-        for cache in (loaded, trial.cache):
-            trial.check_cache(cache, [trial.told.at_yield[number - 1]])
+    for cache in (trial.saved(), trial.cache):
+        trial.check_cache(cache, [trial.told.at_yield[number - 1]])
 
 
 def budget(trial: Trial) -> None:

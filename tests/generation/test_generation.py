@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 import mlx_flash
+from batches import by_generator
 from mlx_flash import CacheError, FlashConfig
+from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import NestedCallError
+from mlx_flash.generation.batches import RowGenerator
 from mlx_flash.memory.driver import has_own_memory
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
-from streamed import streamed_whole
+from streamed import LARGE_GB, config, streamed_whole
+from vocabularies import write_tokenizer
 
 PROMPT = mx.array([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21] * 4)
 OPTIONS = {
@@ -210,3 +216,37 @@ def test_a_callback_in_the_middle_of_a_pass_cannot_use_the_model(directory: Path
             with pytest.raises(NestedCallError, match="prompt_progress_callback"):
                 list(mlx_flash.generate_step(PROMPT, model, max_tokens=2, prompt_progress_callback=report))
         assert same_bits(generated(model)[1], expected[1])
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_tokens_are_right_where_callbacks_use_the_model(directory: Path, tmp_path: Path, is_streamed: bool) -> None:
+    """Between two passes they may."""
+    shutil.copy(directory / "config.json", tmp_path)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, 1000))
+    with (
+        streamed_whole(directory)
+        if is_streamed
+        else mlx_flash.load_model(directory, config(ram_budget_gb=LARGE_GB))[0] as model
+    ):
+        question, answers = mx.array([7, 8, 9]), list[tuple[list[int], list[mx.array]]]()
+
+        def use(*progress: int) -> None:
+            with suppress(NestedCallError):
+                answers.append(generated(model, question, max_tokens=2))
+
+        def streamed(prompt: mx.array, model: Any, **options: Any) -> list[tuple[int, mx.array]]:
+            found = mlx_flash.stream_generate(model, tokenizer, prompt, **options)
+            return [(response.token, response.logprobs) for response in found]
+
+        def batched(prompt: mx.array, model: Any, max_tokens: int, **options: Any) -> list[tuple[int, mx.array]]:
+            generator = RowGenerator(model, on_prompt=use, prefill_step_size=8)
+            return by_generator(generator, generator.insert([prompt.tolist()], [max_tokens]))[0]
+
+        plain = stock(directory)
+        expected = generated(plain, prefill_step_size=8, max_tokens=5)
+        for loop in (generate_step, mlx_flash.generate_step, streamed, batched):
+            found = list(loop(PROMPT, model, max_tokens=5, prefill_step_size=8, prompt_progress_callback=use))
+            assert [token for token, _ in found] == expected[0]
+            assert same_bits([logprobs for _, logprobs in found], expected[1])
+        tokens, logprobs = generated(plain, question, max_tokens=2)
+        assert answers and all(answer[0] == tokens and same_bits(answer[1], logprobs) for answer in answers)

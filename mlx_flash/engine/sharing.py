@@ -126,7 +126,7 @@ class Sharing:
         return chosen._replace(layers_at_once=layers_at_once(plan, calls, num_layers))
 
     def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> Chosen:
-        num_rows = len(rows) if self._group.can_share else 1
+        num_rows, step = len(rows) if self._group.can_share else 1, 0
         while True:
             chosen, can_cut = rows[:num_rows], False
             asked = _Asked(plan, lending, chosen, [each for row in chosen for each in self._more(row)])
@@ -142,14 +142,15 @@ class Sharing:
                 with self._all_have_room():
                     may_shrink = can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen)
                     granted = check_headroom(plan, lanes, lending, wish, may_shrink=may_shrink, is_ahead=bool(ahead))
-                if not prices:
-                    return Chosen(asked.parts(0), computes_ahead=bool(ahead) and granted == ahead)
-                return Chosen(self._with_more(asked, prices, granted))
+                parts = self._with_more(asked, prices, granted) if prices else asked.parts(0)
+                if step:
+                    self._tell_step(rows[0], step)
+                return Chosen(parts, computes_ahead=not prices and bool(ahead) and granted == ahead)
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
                 elif isinstance(error, BudgetError) and can_cut:
-                    self._tell_step(rows[0], rows[0].cut())
+                    step = rows[0].cut()
                 else:
                     rows[0].error = error
                     return Chosen({})

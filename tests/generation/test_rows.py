@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -16,6 +17,7 @@ import mlx_flash
 from batches import alone, by_generator, check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation.batches import RowGenerator
@@ -26,7 +28,8 @@ from mlx_flash.residency.sizes import measure
 from models import LLAMA, MAMBA2, same_bits, save, save_initialised, stock
 from shared_passes import MODELS, NUM_TOKENS, PROMPTS, STEP, Directories, solo, together
 from shared_passes import directories as directories  # a fixture
-from streamed import config, failing_once, streamed_whole
+from streamed import LARGE_GB, config, failing_once, streamed_whole
+from zoo import configuration
 
 ENOUGH = 10**9 if mx.default_device() == mx.cpu else 10**10
 """A budget for everything; a process that uses a GPU takes more than 1 GB."""
@@ -264,6 +267,33 @@ def test_parts_that_have_no_room_are_cut_at_one_step(
         row.cut()
         ends = list(accumulate(part.length for part in row.left))
         assert {40, 60, length - 1, length} <= {*ends}, "segments end where parts end"
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_output_is_that_of_the_step_that_the_warning_names(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their last bits depend on the step."""
+    directory = save_initialised(tmp_path / "model", configuration(name))
+    prompt = [(37 * i * i + 11 * i) % 300 for i in range(137)]
+    with load_model(directory, config(ram_budget_gb=LARGE_GB))[0] as model:
+        model.start()
+        lane = model.row(mx.array([prompt]), make_prompt_cache(model), 8).lane()
+        needs = needed(model.plan, [lane]).total + model.plan.cache.nbytes(256)
+        model.plan = replace(model.plan, budget_bytes=needs + 100_000)
+        found = list(mlx_flash.generate_step(mx.array(prompt), model, prefill_step_size=64, max_tokens=3))
+    falls = [tuple(map(int, fall)) for fall in re.findall(r"from token (\d+) .*--prefill-step-size (\d+)", caplog.text)]
+    assert falls[-1][1] <= 16 and len({start for start, _ in falls}) == len(falls)
+    plain: Any = stock(directory)
+    cache, at, step = make_prompt_cache(plain), 0, 64
+    for start, smaller in falls:
+        for begin in range(at, start, step):
+            plain(mx.array([prompt[begin : begin + step]]), cache=cache)
+        at, step = start, smaller
+    rest = mx.array(prompt[at:])
+    check_equal(found, list(stock_generate_step(rest, plain, prompt_cache=cache, prefill_step_size=step, max_tokens=3)))
+    others = alone(directory, prompt, 3, prefill_step_size=64)
+    assert not same_bits([logprobs for _, logprobs in others], [logprobs for _, logprobs in found])
 
 
 def test_a_row_that_can_never_fit_fails_alone(directories: Directories) -> None:

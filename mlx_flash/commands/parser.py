@@ -68,4 +68,5 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"mlx-flash: error: {message}. Hint: {self.prog} --help\n")
+        end = "" if message.endswith(("?", ".")) else "."
+        self.exit(EXIT_USAGE, f"mlx-flash: error: {message}{end} Hint: {self.prog} --help\n")

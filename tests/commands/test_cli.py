@@ -514,7 +514,7 @@ finally:
         ("plan --model x --kv-prefixs=exact", "Did you mean '--kv-prefixes'?"),
         ("serve --model x --prot 80", "Did you mean '--port'?"),
         ("chat --model x --tmep 1", "Did you mean '--temp'?"),
-        ("genrate --model x", "there is no command 'genrate'. Did you mean 'generate'?"),
+        ("genrate --model x", "there is no command 'genrate'. Did you mean 'generate'? Hint: mlx-flash --help"),
         ("generate --prompt x", "the following arguments are required: MODEL, as the first argument or by --model"),
     ],
 )

@@ -138,9 +138,20 @@ class CompatibilityError(FlashError, ImportError):
 
 @contextmanager
 def mlx_explained() -> Iterator[None]:
-    """Raise a CompatibilityError in a block that imports MLX, where its compiled part cannot be loaded."""
+    """Raise a CompatibilityError in a block that imports MLX and mlx-lm, where the system lacks what these need."""
     try:
         yield
+    except ValueError as error:
+        if "raise maximum limit" not in str(error):
+            raise
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        raise CompatibilityError(
+            f"mlx-lm cannot be imported: it sets the hard limit of open files to 4096, and this process has {most} and "
+            "may not raise it. Hint: LimitNOFILE=4096 of a systemd service, --ulimit nofile=4096 of a container, or "
+            "a shell without `ulimit -Hn`."
+        ) from error
     except ImportError as error:
         if "/mlx/core." not in (error.path or ""):
             raise

@@ -487,6 +487,30 @@ except ImportError as error:
     assert "libmlx.so" in lines[1] and "Hint: on Linux MLX needs a back end: pip install 'mlx[cpu]'" in lines[1]
 
 
+def test_a_low_hard_limit_of_open_files_is_an_error_with_a_hint() -> None:
+    program = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+    sys.exit(77)
+except ValueError:
+    pass
+from mlx_flash import cli
+status = cli.main(["plan", "x"])
+try:
+    from mlx_flash import load
+except ImportError as error:
+    sys.exit(str(error) if status == 1 else 3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("this user may raise the limit")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and len(lines) == 2 and lines[0] == f"mlx-flash: error: {lines[1]}"
+    assert "open files to 4096, and this process has 1024 and may not raise it. Hint: LimitNOFILE=4096" in lines[1]
+
+
 @pytest.mark.parametrize("command", [["--help"], ["help", "serve"], ["generate", "--help"], ["-V"]])
 def test_help_imports_no_mlx_and_takes_less_than_half_a_second(command: list[str]) -> None:
     program = f"""

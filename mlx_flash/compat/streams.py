@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
@@ -27,14 +27,25 @@ class LoadingStreams:
     """The streams of one model. Arrays that are made :meth:`in_force` can be evaluated by one thread after another.
 
     Each model has its own, since MLX does not serialize threads that evaluate on such a stream at once.
+
+    Attributes:
+        has_failed: MLX could not read a file. It takes arrays whose evaluation failed for evaluated ones.
     """
 
     def __init__(self) -> None:
+        self.has_failed = False
         try:
             self._streams = _idle.pop()
         except IndexError:
             devices = [mx.cpu] if mx.default_device() == mx.cpu else [mx.cpu, mx.gpu]  # tensors are loaded on the CPU
             self._streams = [mx.new_thread_unsafe_stream(device) for device in devices]
+
+    def fail(self) -> None:
+        """Note that MLX could not read a file, and take its error off the streams: it would come again elsewhere."""
+        self.has_failed = True
+        for stream in self._streams:
+            with suppress(RuntimeError):
+                mx.synchronize(stream)
 
     def belong_to(self, model: Any) -> None:
         """Leave the streams to other models after the end of this one."""

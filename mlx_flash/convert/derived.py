@@ -42,7 +42,7 @@ from mlx_flash.convert.rewrite import Progress, Rewrite, plan_shards
 from mlx_flash.convert.writer import TensorSpec, cut
 from mlx_flash.files import make_private
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
-from mlx_flash.layout.load import LoadedModel, model_name
+from mlx_flash.layout.load import LoadedModel, model_name, reads_explained
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 LEAST_BYTES = 32_000_000
@@ -108,7 +108,7 @@ class _Copying:
         derived: Sequence[DerivedParameter],
         limit_gb: float | None,
     ) -> None:
-        self._loaded, self._source, self._limit_gb = loaded, source, limit_gb
+        self._loaded, self._checkpoint, self._source, self._limit_gb = loaded, checkpoint, source, limit_gb
         state = state_of(checkpoint)
         self._fingerprint = fingerprint_of(loaded, state)
         self._parameters = {parameter.spec.name: parameter for parameter in derived}
@@ -152,9 +152,13 @@ class _Copying:
         manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
         write_manifest(partial, manifest)
         missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
-        arrays = {p.spec.name: p.array for p in derived_parameters(load()) if p.spec in missing}
+        other = load()
+        arrays = {p.spec.name: p.array for p in derived_parameters(other) if p.spec in missing}
+        streams, sources = other.streams, other.sources
+        del other
         gc.collect()  # the rest of that model, which is in cycles
-        self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
+        with reads_explained(streams, sources, self._checkpoint):
+            self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
         write_manifest(partial, {**manifest, "files": self._stamps(partial)})
         if self._folder.exists():
             discard(self._folder)  # damaged

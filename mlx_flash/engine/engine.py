@@ -121,10 +121,10 @@ class Engine:
         try:
             small = [p for unit in trunk.units for p in unit.small] + trunk.resident
             for parameter in small:
-                if not parameter.is_compressed:
-                    _evaluate(parameter, reader)
-            compressed = [parameter for parameter in small if parameter.is_compressed]  # MLX cannot read them
-            parts = [*([compressed] if compressed else []), *_pinned_parts(trunk, plan)]
+                if not parameter.records:
+                    mx.eval(parameter.array)
+            direct = [parameter for parameter in small if parameter.records]  # an error of MLX would not name them
+            parts = [*([direct] if direct else []), *_pinned_parts(trunk, plan)]
             self._pin(parts, progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
@@ -297,14 +297,6 @@ class Engine:
         self.experts = None
         self.lending = Lending(self.loans, None, grows=False)
         self.reader.close()
-
-
-def _evaluate(parameter: Parameter, reader: BackgroundPrefetcher) -> None:
-    """Let MLX read a parameter, which does not see that a file was changed since the model was loaded."""
-    try:
-        mx.eval(parameter.array)
-    finally:  # before an error of MLX: it explains a failed read
-        reader.check_unchanged({record.extent.path: record.name for record in parameter.records})
 
 
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:

@@ -16,6 +16,7 @@ from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.status import PassCounters, Running, Status
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.layout.load import reads_explained
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.buffers import end_limit, limit_buffers
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
@@ -83,8 +84,9 @@ class Session:
         plan, governor = prepared.plan, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
         _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
-        fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
-        self.engine.start(progress)
+        with reads_explained(prepared.loaded.streams, prepared.loaded.sources, prepared.checkpoint):
+            fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
+            self.engine.start(progress)
         with ExitStack() as stack:
             stack.callback(self.engine.close)
             self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats)

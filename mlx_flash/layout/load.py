@@ -9,7 +9,8 @@ parameter: they can be read from the files at any time. Everything else was comp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.loaders import LoadModel, ModelClasses, missing_parameters, model_classes
 from mlx_flash.compat.streams import LoadingStreams
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FlashError, IndexFileError
+from mlx_flash.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FlashError,
+    IndexFileError,
+    ReadError,
+    TruncatedFileError,
+)
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
+from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
 from mlx_flash.storage.index import absent_shards
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord
 
@@ -36,6 +45,9 @@ METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer"}
 """Keys of ``config.json`` that count layers."""
+
+_READ_BYTES = 1 << 20
+"""Bytes of a read that looks for a tensor that cannot be read."""
 
 UNCLEAR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 """Errors of mlx-lm's code that say nothing of the ``config.json`` or the shards that it did not expect."""
@@ -237,6 +249,53 @@ def failure_explained(directory: Path) -> Iterator[None]:
             f"{found}: the index names {', '.join(shards[:8])}{', ...' if shards[8:] else ''} ({len(shards)} files), "
             "which are not there. Hint: the download is incomplete; start it again."
         ) from error
+
+
+@contextmanager
+def reads_explained(
+    streams: LoadingStreams, sources: Mapping[int, tuple[TensorRecord, ...]], checkpoint: Checkpoint
+) -> Iterator[None]:
+    """Raise a ReadError that names the tensor, where MLX cannot read a file that it computes a parameter from.
+
+    MLX's error names nothing: all tensors that it may have needed are read once more until one fails. After such an
+    error nothing of the model can be evaluated.
+
+    Args:
+        streams, sources: of the model.
+        checkpoint: its tensors.
+
+    Raises:
+        ReadError: also if MLX failed in an earlier block.
+    """
+    folder, again = checkpoint.directory, "Hint: check the disk, and load the model again."
+    if streams.has_failed:
+        raise ReadError(f"parameters of the model in {folder} could not be computed before, and are lost. {again}")
+    try:
+        yield
+    except RuntimeError as error:
+        if "Unable to read" not in str(error):
+            raise
+        streams.fail()
+        direct = {record.name for records in sources.values() for record in records}
+        for record in checkpoint.tensors.values():
+            if record.name not in direct and record.extent.path.suffix != COMPRESSED_SUFFIX:
+                _check_readable(record, again)
+        raise ReadError(f"MLX cannot read a file of {folder}, or of an adapter: {error}. {again}") from error
+
+
+def _check_readable(record: TensorRecord, hint: str) -> None:
+    """Raise a ReadError if a tensor cannot be read."""
+    start, stop = record.extent.offset, record.extent.end
+    where = f"'{record.name}' ({record.nbytes} bytes at offset {start}) in {record.extent.path}"
+    with record.extent.path.open("rb", buffering=0) as file:
+        for offset in range(start, stop, _READ_BYTES):
+            wanted = min(_READ_BYTES, stop - offset)
+            try:
+                got = len(os.pread(file.fileno(), wanted, offset))
+            except OSError as error:
+                raise ReadError(f"cannot read {where}: {error.strerror} at offset {offset}. {hint}") from error
+            if got < wanted:
+                raise TruncatedFileError(f"cannot read {where}: the file is truncated. Hint: download it again.")
 
 
 def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.Module]:

@@ -11,7 +11,6 @@ import mlx.nn as nn
 
 from mlx_flash.compat.attention import AttentionCall
 from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
-from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
 from mlx_flash.storage.safetensors import TensorRecord
 
 
@@ -42,11 +41,6 @@ class Parameter:
     def nbytes(self) -> int:
         """Size of the array in bytes."""
         return int(self.array.nbytes)
-
-    @property
-    def is_compressed(self) -> bool:
-        """True if its bytes lie in a compressed file, which only the reader can read."""
-        return any(record.extent.path.suffix == COMPRESSED_SUFFIX for record in self.records)
 
     def bind(self, array: mx.array) -> None:
         """Make the module use another array of the same shape and dtype."""

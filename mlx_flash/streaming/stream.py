@@ -191,17 +191,30 @@ class WeightStream:
                 self.release_computed()
         self.stats.num_acquired += 1
         self._last = index  # in this order: see unit_states()
-        if slot.unit != index:
+        is_ahead = slot.unit == index
+        if not is_ahead:
             self.stats.num_unpredicted += 1
             slot.fill(index, self.units[index].placement.segments, self._reader)
+        self._wait(slot, index, is_ahead)
+        slot.ready_at = time.perf_counter()
+        slot.ticket, slot.held = None, True
+
+    def _wait(self, slot: _Slot, index: int, is_ahead: bool) -> None:
+        """Wait for a unit. A read ahead that failed is repeated: the disk may work again since."""
         try:
             if slot.ticket is not None:
                 self.stats.wait_seconds += slot.ticket.wait()
+        except ReadError:
+            slot.empty()
+            if not is_ahead:
+                raise
         except BaseException:
             slot.empty()
             raise
-        slot.ready_at = time.perf_counter()
-        slot.ticket, slot.held = None, True
+        else:
+            return
+        slot.fill(index, self.units[index].placement.segments, self._reader)
+        self._wait(slot, index, False)
 
     def release(self, index: int, wait: Callable[[], None] | None = None) -> None:
         """Give the unit's slot back, and start the next reads; the unit before it first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,16 @@ from mlx_lm.models import llama
 import children
 from children import HELPERS
 from fused import SMALL, sanitize, save_fused
-from mlx_flash import cli
+from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import copies, derived
 from mlx_flash.convert.copies import Room, derived_directory, list_copies
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.convert.parameters import derived_parameters
 from mlx_flash.convert.writer import TensorSpec
-from mlx_flash.errors import FileChangedError, FlashError, WriteError
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX
+from mlx_flash.layout import load as load_module
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -422,6 +426,56 @@ def test_a_source_that_changes_meanwhile_is_an_error(directory: Path, monkeypatc
     with pytest.raises(FileChangedError, match="changed while"):
         adopt(directory)
     assert not list(derived_directory().glob("*/*.safetensors*"))
+
+
+UNREADABLE = (
+    r"cannot read 'model.layers.\d.(self_attn.kv|mlp.fused).weight' \(\d+ bytes at offset \d+\) in .*/model.saf\w+: "
+)
+
+
+@pytest.mark.parametrize("limit_gb", [None, 0])
+@pytest.mark.parametrize("fault", ["EIO", "truncated"])
+def test_an_error_of_mlx_while_it_computes_parameters_names_the_tensor(
+    fault: str, limit_gb: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX reads past the end of a file that was cut after its headers were read; its error names nothing."""
+    path = directory / "model.safetensors"
+    first = min(r.extent.offset for name, r in load(directory)[1].tensors.items() if ".self_attn." in name)
+    config = FlashConfig(ram_budget_gb="min", context_length=64, telemetry=False, derived_cache_gb=limit_gb)
+    expected, words = TruncatedFileError, "the file is truncated"
+
+    def cut(*_: object) -> None:
+        os.truncate(path, first + 10)
+
+    if fault == "EIO":
+        expected, words = ReadError, r"Input/output error at offset \d+"  # type: ignore[assignment]
+        monkeypatch.setattr(load_module.os, "pread", failing_pread(os.pread, first))
+    if limit_gb is None:
+        loaded, checkpoint = load(directory)
+        arrays = derived_parameters(loaded)
+        assert arrays
+        with pytest.raises(expected, match=UNREADABLE + words):
+            adopt_derived(loaded, lambda: (load(directory)[0], cut())[0], checkpoint, directory)
+    else:
+        prepared = prepare(directory, config)
+        cut()
+        with FlashLLM(prepared, config) as model:
+            with pytest.raises(expected, match=UNREADABLE + words):
+                model.start()
+            with pytest.raises(ReadError, match=r"are lost. Hint: check the disk, and load the model again"):
+                model.start()  # MLX takes what it could not read for evaluated
+    mx.clear_cache()  # no error of MLX is left for a later call
+
+
+def failing_pread(real: Callable[[int, int, int], bytes], first: int) -> Callable[[int, int, int], bytes]:
+    """Reads that fail from an offset on."""
+
+    def pread(fd: int, nbytes: int, offset: int) -> bytes:
+        if offset >= first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, nbytes, offset)
+
+    return pread
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(directory: Path, tmp_path: Path) -> None:

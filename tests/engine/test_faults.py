@@ -27,7 +27,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import children
 from faulty import FailingDisk, open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, FlashLLM, FlashManager, apply_flash_patch, load_model
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import CheckpointError, FileChangedError, FlashError, ReadError, TruncatedFileError
+from mlx_flash.storage.safetensors import TensorRecord, read_checkpoint
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from streamed import streamed_on_disk
 from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
@@ -199,6 +201,55 @@ def test_reads_that_fail(
     del model
     gc.collect()
     assert open_in_the_end(before) == before
+
+
+def failing_at(record: TensorRecord, real: Preadv = os.preadv) -> Preadv:
+    """Reads that fail if they have bytes of a tensor."""
+    file = record.extent.path.stat().st_ino
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        end = offset + sum(map(len, buffers))
+        if os.fstat(fd).st_ino == file and offset < record.extent.end and end > record.extent.offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    return preadv
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight"])
+def test_small_parameters_that_cannot_be_read_are_named(
+    name: str, checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read at the start, whatever the budget is."""
+    monkeypatch.setattr("mlx_flash.storage.ranges.RETRY_SECONDS", 0.001)
+    folder = checkpoints["dense"].directory
+    record = read_checkpoint(folder).tensors[name]
+    config = FlashConfig(ram_budget_gb="min", context_length=64, telemetry=False)
+    with FlashLLM(prepare(folder, config), config) as model, monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing_at(record))
+        with pytest.raises(ReadError, match=rf"cannot read '{name}' .* in {record.extent.path}: Input/output error"):
+            model.start()
+    with streamed(folder) as model:
+        assert checkpoints["dense"].is_right(model)
+
+
+def test_a_read_ahead_that_failed_is_repeated_by_the_call_that_needs_it(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_flash.storage.ranges.RETRY_SECONDS", 0.001)
+    folder = checkpoints["dense"].directory
+    record = read_checkpoint(folder).tensors["model.layers.0.self_attn.q_proj.weight"]
+    config = FlashConfig(ram_budget_gb="min", context_length=64, prefill_step_size=16, telemetry=False)
+    with FlashLLM(prepare(folder, config), config) as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing_at(record))
+            model.start()
+            assert model.engine is not None
+            first = model.engine.stream._slots[0]
+            assert first.unit == 0 and first.ticket is not None
+            with pytest.raises(ReadError, match=r"layers\.0\.self_attn\.q_proj"):
+                first.ticket.wait()
+        assert checkpoints["dense"].is_right(model)
 
 
 def test_a_read_that_takes_seconds(checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:

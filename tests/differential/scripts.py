@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,8 @@ WINDOW = 12
 """Tokens of a rotating cache."""
 
 QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+
+UNQUANTIZED = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 0}
 
 Bits = tuple[str, tuple[int, ...], bytes]
 Output = tuple[int, Bits]
@@ -52,6 +54,7 @@ class Script:
         step: the most tokens in a call of the prompt.
         num_tokens: tokens to generate.
         way: ``calls`` of the model, or ``steps`` of ``generate_step``.
+        parts: tokens in each call of the prompt, up to the last one; those of the step if empty.
     """
 
     folder: str
@@ -61,14 +64,30 @@ class Script:
     step: int
     num_tokens: int
     way: str
+    parts: tuple[int, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Return options of ``generate_step``."""
-        return {
-            "max_tokens": self.num_tokens,
-            "prefill_step_size": self.step,
-            **(QUANTIZED if self.place == "quantized" else {}),
-        }
+        return {"max_tokens": self.num_tokens, "prefill_step_size": self.step, **self.quantization()}
+
+    def quantization(self) -> dict[str, int]:
+        """Return those of them that quantize keys and values."""
+        return QUANTIZED if self.place == "quantized" else {}
+
+    @property
+    def num_added(self) -> int:
+        """How many tokens the cache has more in the end. ``generate_step`` computes one beyond those it yields."""
+        return len(self.prompt) + self.num_tokens - (self.way == "calls")
+
+
+def cut(number: int, step: int, falls: Sequence[tuple[int, int]] = ()) -> tuple[int, ...]:
+    """Return the parts of so many tokens, when the step gets smaller from some tokens on."""
+    parts: list[int] = []
+    for token, smaller in [*falls, (number, 0)]:
+        while (left := min(token, number) - sum(parts)) > 0:
+            parts.append(min(step, left))
+        step = smaller
+    return tuple(parts)
 
 
 BEFORE_STEP = 64
@@ -89,52 +108,29 @@ def fill(model: Any, cache: list[Any], num_tokens: int, step: int) -> None:
         mx.eval(model(mx.array([before[start : start + step]]), cache=cache))
 
 
-def by_calls(model: Any, cache: list[Any], prompt: Sequence[int], step: int, num_tokens: int) -> Iterator[Any]:
-    """Generate tokens by calls of a model, with the parts of ``generate_step``."""
-    rest = list(prompt)
-    while len(rest) > 1:
-        part = rest[: min(step, len(rest) - 1)]
-        mx.eval(model(mx.array([part]), cache=cache))
-        rest = rest[len(part) :]
-    for _ in range(num_tokens):
+def carried_out(script: Script, model: Any, cache: list[Any], step_function: Any, **options: Any) -> Iterator[Any]:
+    """Generate tokens, and yield them with the logits that they were chosen by.
+
+    Args:
+        script: the generation.
+        model: mlx-lm's or a streamed one.
+        cache: the prompt cache.
+        step_function: what is called for ``steps``.
+        options: of this function.
+    """
+    rest = list(script.prompt)
+    if script.way == "calls" or script.parts:
+        for number in script.parts or cut(len(rest) - 1, script.step):
+            mx.eval(model(mx.array([rest[:number]]), cache=cache))
+            stock_generate.maybe_quantize_kv_cache(cache, **(UNQUANTIZED | script.quantization()))
+            rest = rest[number:]
+    if script.way == "steps":
+        yield from step_function(mx.array(rest), model, prompt_cache=cache, **script.options(), **options)
+        return
+    for _ in range(script.num_tokens):
         logits = model(mx.array([rest]), cache=cache)[0, -1]
         rest = [int(mx.argmax(logits).item())]
         yield rest[0], logits
-
-
-def carried_out(script: Script, model: Any, cache: list[Any], step_function: Callable[..., Any]) -> Iterator[Any]:
-    """Return a generator of tokens and logits."""
-    if script.way == "calls":
-        return by_calls(model, cache, script.prompt, script.step, script.num_tokens)
-    found: Iterator[Any] = step_function(mx.array(script.prompt), model, prompt_cache=cache, **script.options())
-    return found
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """How a cache goes on after an event.
-
-    Attributes:
-        way: ``calls`` or ``steps``.
-        prompt: tokens that are added.
-        step: the most tokens in a call.
-    """
-
-    way: str
-    prompt: tuple[int, ...]
-    step: int
-
-    NUM_TOKENS = 2
-
-    @property
-    def num_added(self) -> int:
-        """How many tokens the cache has more in the end. ``generate_step`` computes one beyond those it yields."""
-        return len(self.prompt) + self.NUM_TOKENS - (self.way == "calls")
-
-    def outputs(self, script: Script, model: Any, cache: list[Any], step_function: Callable[..., Any]) -> list[Output]:
-        """Continue a cache."""
-        made = Script(script.folder, script.place, 0, self.prompt, self.step, self.NUM_TOKENS, self.way)
-        return [(int(token), bits(logits)) for token, logits in carried_out(made, model, cache, step_function)]
 
 
 def offsets(cache: Sequence[Any]) -> set[int]:

@@ -121,6 +121,7 @@ class Reads:
 
     Attributes:
         nbytes: bytes read.
+        num_reads: calls.
         num_failed: reads that failed.
     """
 
@@ -130,7 +131,7 @@ class Reads:
         self._files = {(status.st_dev, status.st_ino) for status in map(os.stat, folder.glob("*.safetensors"))}
         self._lock = threading.Lock()
         self._kind, self._first, self._last = "", 0, 0
-        self._count = 0
+        self.num_reads = 0
         self.nbytes = 0
         self.num_failed = 0
 
@@ -143,7 +144,7 @@ class Reads:
             first: number of the read that fails.
             count: reads that fail.
         """
-        self._kind, self._first, self._last, self._count, self.nbytes = kind, first, first + count, 0, 0
+        self._kind, self._first, self._last, self.num_reads, self.nbytes = kind, first, first + count, 0, 0
         real = os.preadv, os.pread
         os.preadv, os.pread = (self._wrapped(function) for function in real)
         try:
@@ -157,8 +158,8 @@ class Reads:
             if (status.st_dev, status.st_ino) not in self._files:
                 return function(descriptor, what, *rest)
             with self._lock:
-                self._count += 1
-                fails = self._first < self._count <= self._last
+                self.num_reads += 1
+                fails = self._first < self.num_reads <= self._last
                 self.num_failed += fails
             if fails and self._kind == "error":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))

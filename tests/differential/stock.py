@@ -22,9 +22,9 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from differential.scripts import (
     BEFORE_STEP,
-    Continuation,
     Output,
     Script,
+    bits,
     carried_out,
     fill,
     is_quantized,
@@ -97,18 +97,12 @@ def _recorded(script: Script) -> tuple[Told, list[list[list[Any]]]]:
     recorder, told = Recorder(_model(script.folder)), Told()
     cache = copied(_filled(script.folder, script.place, script.num_before))
     for token, logits in carried_out(script, recorder, cache, stock_generate.generate_step):
-        told.outputs.append((int(token), _bits(logits)))
+        told.outputs.append((int(token), bits(logits)))
         told.at_yield.append(script.num_before + recorder.lengths[-1])
     told.lengths = [script.num_before + length for length in recorder.lengths]
     ends = [*recorder.before[1:], copied(cache)]
     forms = [[recorder.before[0]], *([after, end] for after, end in zip(recorder.after, ends, strict=True))]
     return told, forms
-
-
-def _bits(array: mx.array) -> Any:
-    from differential.scripts import bits
-
-    return bits(array)
 
 
 class Answers:
@@ -122,7 +116,7 @@ class Answers:
     @staticmethod
     @lru_cache(2000)
     def continued(
-        script: Script, number: int, quantized: tuple[bool, ...], num_trimmed: int, continuation: Continuation
+        script: Script, number: int, quantized: tuple[bool, ...], num_trimmed: int, continuation: Script
     ) -> list[Output]:
         """Continue the cache as it is before a call.
 
@@ -139,7 +133,8 @@ class Answers:
             for i, wanted in enumerate(quantized)
         ]
         trim_prompt_cache(cache, num_trimmed)
-        return continuation.outputs(script, _model(script.folder), cache, stock_generate.generate_step)
+        found = carried_out(continuation, _model(script.folder), cache, stock_generate.generate_step)
+        return [(int(token), bits(logits)) for token, logits in found]
 
     @staticmethod
     @lru_cache(200)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import random
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     totals: Counter[str] = Counter()
     number = 0
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
         zoo, stock = Zoo(Path(folder)), Stock()
         stock.ask("tensors", folder)  # its pipes are no descriptors that a model leaves
         while number < args.count:
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 subject = Subject(row, zoo)
                 faulthandler.dump_traceback_later(LIMIT, exit=True)
-                Trial(subject, stock, "none", f"{args.seed} {number}").run()
+                Trial(subject, stock, "none", f"{args.seed} {number}").carry_out()
                 while number < end:
                     faulthandler.dump_traceback_later(LIMIT, exit=True)
                     number += 1
@@ -86,7 +88,7 @@ def _run(subject: Subject, stock: Stock, event: str, seed: str, totals: Counter[
     trial = Trial(subject, stock, event, seed)
     began = time.perf_counter()
     try:
-        totals.update(trial.run())
+        totals.update(trial.carry_out())
         if is_verbose:
             print(f"{time.perf_counter() - began:.2f} s {seed}: {trial}: {dict(trial.counts)}", flush=True)
     except Exception as error:

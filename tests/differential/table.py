@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,18 +32,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 BUDGETS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "min": (0.0, {"lend_reserves": False}),
-    "small": (0.15, {}),
-    "large": (0.35, {"lend_reserves": False}),
-    "layers": (0.0, {"expert_pool_gb": 0}),
+    "small": (0.1, {}),
+    "large": (0.6, {"lend_reserves": False, "io": "buffered"}),
+    "layers": (0.0, {"expert_pool_gb": 0, "lend_reserves": False, "io": "buffered"}),
     "memory": (None, {}),
 }
-"""Share of the memory between the smallest budget and what holds everything, and other settings. Without a share,
-everything is in memory. ``layers`` reads all experts of a layer."""
+"""Share of the weights for which the budget has room beyond the smallest one, and other settings. Without a share,
+everything is in memory. ``small`` lends memory to weights; ``layers`` reads all experts of a layer."""
 
 LARGE_GB = 2.0
 
 CONTEXT = 2048
 """Tokens of all caches of a trial: each takes memory for 256 at least."""
+
+PLACES: dict[str, dict[str, Any]] = {
+    "prefixes": {"kv_prefixes": "exact", "kv_prefix_gb": 1},
+}
+"""Settings of places that need some. ``rotating``, ``quantized`` and ``own disk`` are caches of the caller's."""
 
 NUM_BEFORE = {"own disk": 270}
 """Tokens that are in the cache before a trial, so that some are on disk."""
@@ -69,6 +75,7 @@ def _rows() -> Iterator[Row]:
     yield from (Row("llama", budget, place) for place in ("memory", "rotating", "quantized") for budget in budgets)
     yield from (Row("packed", budget, "memory") for budget in ("min", "large"))
     yield from (Row("llama", budget, "own disk") for budget in ("min", "large", "memory"))
+    yield from (Row("llama", budget, "prefixes") for budget in ("large", "memory"))
     yield from (Row("gemma3", budget, "memory") for budget in budgets)
     yield from (Row("mamba2", budget, "memory") for budget in ("min", "large", "memory"))
     yield from (Row("mixture", budget, "memory") for budget in ("layers", *budgets))
@@ -109,6 +116,7 @@ class Subject:
     Attributes:
         model: the streamed model.
         seconds: how long trials take that nothing disturbs, by their way.
+        keeps_budget: False when a trial has had another budget.
     """
 
     def __init__(self, row: Row, zoo: Zoo) -> None:
@@ -121,16 +129,18 @@ class Subject:
         self._things = open_things()
         self.model = self._load(self.budget_gb)
         self._filled: list[Any] | None = None
+        self._plan = self.model.plan
+        self.keeps_budget = True
+        forget_peak()
 
     @cached_property
     def budget_gb(self) -> float | str:
-        """The budget. It is found with a model that is in memory."""
+        """The budget. It is found with a model in the smallest one."""
         share = BUDGETS[self.row.budget][0]
         if not share:
             return LARGE_GB if share is None else "min"
-        with self._load(LARGE_GB) as model:
-            least, most = model.plan.minimum_bytes, model.plan.peak_bytes
-        return float((least + share * (most - least)) / 1e9)
+        with self._load("min") as model:
+            return float(model.plan.minimum_bytes + share * model.plan.model_bytes) / 1e9
 
     def _load(self, budget_gb: float | str) -> FlashLLM:
         settings: dict[str, Any] = {
@@ -141,6 +151,7 @@ class Subject:
             "kv_directory": str(self.kv_folder),
             "derived_cache_gb": 0,
             **BUDGETS[self.row.budget][1],
+            **PLACES.get(self.row.place, {}),
         }
         return load_model(self.folder, FlashConfig(**settings))[0]
 
@@ -154,25 +165,36 @@ class Subject:
         if self.row.place not in NUM_BEFORE:
             return make_cache(self.model, self.row.place)
         if self._filled is None:
-            cache: list[Any] = [DiskKVCache(directory=str(self.kv_folder)) for _ in self.model.layers]
+            cache = make_cache(self.model, "")
+            if self.row.place == "own disk":
+                cache = [DiskKVCache(directory=str(self.kv_folder)) for _ in self.model.layers]
             fill(self.model, cache, self.row.num_before, min(BEFORE_STEP, self.step))
             self._filled = cache
         return copy.deepcopy(self._filled)
 
     def reopen(self) -> None:
-        """Load the model again, which a trial has closed."""
+        """Load the model again, which a trial has closed. The process may have grown since then."""
         self._filled = None
+        vars(self).pop("budget_gb", None)
         self.model = self._load(self.budget_gb)
 
-    def close(self) -> list[str]:
-        """Close the model. Return descriptors, threads and files that are left."""
+    def close_model(self) -> None:
+        """Close the model only, before it is loaded again."""
         self._filled = None
+        self.model.close()
+
+    def close(self) -> list[str]:
+        """Close the model. Return descriptors, threads and files that are left, and a peak beyond the budget."""
+        self._filled = None
+        peak, allowed = peak_bytes(), self._plan.budget_bytes
         self.model.close()
         del self.model
         gc.collect()
         mx.clear_cache()
         found = open_in_the_end(self._things)
         left = [] if found == self._things else [f"{self._things} before, {found} after", *_descriptors()]
+        if self.keeps_budget and peak > allowed:
+            left.append(f"a peak of {peak} bytes, {peak - allowed} beyond the budget")
         return left + [str(path) for path in [*unfinished(self.kv_folder), *_files(self.kv_folder)]]
 
 
@@ -184,3 +206,17 @@ def _descriptors() -> list[str]:
     """Return what the descriptors of this process refer to, where the system tells it."""
     links = [path for path in Path("/proc/self/fd").glob("*") if path.is_symlink()]
     return [f"{path.name} -> {path.readlink()}" for path in links]
+
+
+def forget_peak() -> None:
+    """Begin to measure the peak of this process's memory anew, where the system can."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the peak of this process's memory; 0 where the system does not tell it."""
+    if sys.platform != "linux":
+        return 0
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))

@@ -42,7 +42,7 @@ def try_row(row: Row, events: Sequence[str], zoo: Zoo, stock: Stock, seed: str) 
         for number, event in enumerate(["none", *events]):
             trial = Trial(subject, stock, event, f"{seed} {row} {number}")
             try:
-                counts += trial.run()
+                counts += trial.carry_out()
             except Exception as error:
                 error.add_note(f"in {trial}\nMLX_FLASH_DIFFERENTIAL_SEED={SEED!r} repeats it")
                 raise

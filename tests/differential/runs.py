@@ -1,0 +1,118 @@
+"""Generations with a streamed model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+import mlx_flash
+from differential.scripts import Output, Script, bits, carried_out, cut, stock_generate
+
+WAYS = ("calls", "ours", "stock")
+"""Calls of the model; ``mlx_flash.generate_step``; mlx-lm's own ``generate_step``."""
+
+
+class Falls(logging.Handler):
+    """What the engine logs of prompts whose step becomes smaller: output is mlx-lm's own for that step.
+
+    Attributes:
+        found: tokens of a call from which on the step is smaller, and the step.
+    """
+
+    TEXT = re.compile(r"from token (\d+) of a prompt on .*--prefill-step-size (\d+)")
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[tuple[int, int]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if found := self.TEXT.search(record.getMessage()):
+            self.found.append((int(found[1]), int(found[2])))
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen as long as the block lasts."""
+        logger = logging.getLogger("mlx_flash")
+        before, handles = logger.level, logger.propagate
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.setLevel(before)
+            logger.propagate = handles
+
+
+class Run:
+    """A script that is carried out with a streamed model.
+
+    Args:
+        model: the model.
+        script: the generation.
+        way: one of ``WAYS``.
+        cache: the prompt cache.
+        falls: what is heard meanwhile.
+    """
+
+    def __init__(self, model: Any, script: Script, way: str, cache: list[Any], falls: Falls) -> None:
+        self.model, self.way, self.cache = model, way, cache
+        self._script, self._falls, self._first = script, falls.found, len(falls.found)
+        self._parts: list[int] = []
+        self._found: list[tuple[int, mx.array]] = []
+
+    def generator(self, **options: Any) -> Iterator[Any]:
+        """Return a new generator of tokens and logits."""
+        if self.way == "ours":
+            return carried_out(self._script, self.model, self.cache, mlx_flash.generate_step, **options)
+        return carried_out(self._script, self._call, self.cache, stock_generate.generate_step, **options)
+
+    def _call(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Call the model, and note in which parts it computes the tokens."""
+        num_falls, number = len(self._falls), tokens.shape[1]
+        logits: mx.array = self.model(tokens, cache=cache)
+        self._parts += cut(number, number, self._falls[num_falls:])
+        return logits
+
+    def generate(self, limit: int | None = None, **options: Any) -> None:
+        """Generate, up to a number of tokens."""
+        made: Any = self.generator(**options)
+        try:
+            self.take(made, limit)
+        finally:
+            made.close()
+
+    def take(self, made: Iterator[Any], limit: int | None = None) -> None:
+        """Take tokens of a generator, up to a number."""
+        for token, logits in made:
+            mx.eval(logits)  # another thread could not
+            self._found.append((int(token), logits))
+            if len(self._found) == limit:
+                return
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Tokens and logits up to now."""
+        return [(token, bits(logits)) for token, logits in self._found]
+
+    @property
+    def script(self) -> Script:
+        """The script, with the parts in which the prompt was computed if some were smaller than the step."""
+        script, falls = self._script, self._falls[self._first :]
+        if not falls:
+            return script
+        parts, total = cut(len(script.prompt) - 1, script.step, falls), len(script.prompt) - 1
+        if self.way != "ours":
+            parts = ()
+            for part in self._parts:
+                if sum(parts) < total:
+                    parts = (*parts, part)
+            parts += cut(total - sum(parts), script.step)
+        return replace(script, parts=parts)

@@ -12,6 +12,7 @@ becomes a :class:`Note`. A wrong one raises a ConfigError with file and line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 from mlx_flash.aliases import ALIASES, IDLE, own_setting
 from mlx_flash.config import FlashConfig, did_you_mean, parse_setting
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.gotemplate import to_jinja
 from mlx_flash.modelfile.values import (
     RANGES,
     UNUSED_PARAMETERS,
@@ -109,9 +109,7 @@ class Modelfile:
         stop: texts that end the generation.
         system: the system prompt.
         template: the prompt template as written.
-        chat_template: the template as a Jinja chat template over ``messages``, beginning with the tokenizer's BOS
-            token, which Ollama adds by itself. None where the template is missing or cannot be translated; then the
-            tokenizer's own is used.
+        chat_template: the template if it is a Jinja chat template; None takes the tokenizer's own.
         messages: first messages of every conversation.
         licenses: their texts.
         flash: fields of FlashConfig and their checked texts, for ``FlashConfig.resolve(modelfile=...)``.
@@ -139,6 +137,8 @@ FLASH_INSTRUCTIONS = {
 """The instructions for streaming, each with its field of FlashConfig."""
 
 _INSTRUCTION_OF = {setting: name for name, setting in FLASH_INSTRUCTIONS.items()}
+_JINJA_MARK = re.compile(r"\{%|\{\{[^{}]*(?<![.\w])messages\b")
+
 _ALIASES = {f"FLASH_{name.upper()}": name for name in ALIASES}
 
 _WITHOUT_EFFECT = {
@@ -307,17 +307,10 @@ class _Draft:
 
     def _chat_template(self) -> str | None:
         template = self._values.get("TEMPLATE")
-        if template is None:
-            return None
-        jinja = to_jinja(template)
-        if isinstance(jinja, str):
-            if jinja != template and ".System" not in template and (line := self._lines.get("SYSTEM")):
-                self._notes.append(Note(line, "SYSTEM has no effect: TEMPLATE has no {{ .System }}"))
-            return jinja
-        line = self._lines["TEMPLATE"] + template.count("\n", 0, jinja.offset)
-        self._notes.append(
-            Note(line, f"TEMPLATE has no effect: {jinja.reason}; the tokenizer's own chat template is used instead")
-        )
+        if template is None or _JINJA_MARK.search(template):
+            return template
+        words = "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
+        self._notes.append(Note(self._lines["TEMPLATE"], words))
         return None
 
     def _flash(self) -> dict[str, str]:

@@ -117,7 +117,7 @@ def parse_base(value: str, folder: Path) -> str:
         raise ConfigError(
             f"FROM is {value!r}: GGUF files are not read. Hint: name a model of mlx-community on Hugging Face"
         )
-    if is_path or _path(value, folder).exists():
+    if is_path or _path(value, folder).is_dir():
         return str(parse_directory(value, folder))
     repository = re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", value)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository, re.ASCII):

@@ -201,6 +201,12 @@ def test_repositories(written: str, base: str) -> None:
     assert parse_modelfile(f"FROM {written}", "M").base == base
 
 
+def test_a_file_beside_a_modelfile_is_no_model(tmp_path: Path) -> None:
+    """A model named ``gpt2`` is a file of this name that begins with ``FROM gpt2``."""
+    (tmp_path / "gpt2").write_text("FROM gpt2")
+    assert read_modelfile(tmp_path / "gpt2").base == "gpt2"
+
+
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "my models" / "m"
     model.mkdir(parents=True)
@@ -224,7 +230,7 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("./nowhere", "'./nowhere' is not there: looked at "),
         ("/nowhere/at/all", "'/nowhere/at/all' is not there: looked at /nowhere/at/all"),
         ("~/nowhere/at/all", "is not there"),
-        ("file", "'file' is not a directory"),
+        ("./file", "'./file' is not a directory"),
         ("llama3.2:3b", "neither a directory nor a Hugging Face repository"),
         ("hf.co/org/model:Q4_K_M", "neither a directory nor a Hugging Face repository"),
         ("a/b/c", "neither a directory nor a Hugging Face repository"),
@@ -395,7 +401,7 @@ def test_what_has_no_effect_is_noted(line: str) -> None:
 
 @pytest.mark.parametrize("what", ["SYSTEM", "PARAMETER top_k", "FLASH_NUM_SLOTS", "TEMPLATE"])
 def test_what_is_said_twice_counts_once(what: str) -> None:
-    text = "{{ .Prompt }}" if what == "TEMPLATE" else ""
+    text = "{{ messages }}" if what == "TEMPLATE" else ""
     found = parse(f"{what} 1{text}", f"{what} 2{text}", "PARAMETER num_gpu 1")
     assert [note.line for note in found.notes] == [2, 4]
     assert found.notes[0].text == f"{what} has no effect: line 3 says it again"
@@ -410,28 +416,10 @@ def test_templates() -> None:
     assert parse().chat_template is None
     jinja = "{% for message in messages %}{{ message.content }}{% endfor %}"
     assert parse(f'TEMPLATE "{jinja}"').chat_template == jinja
-    found = parse('TEMPLATE """{{ .Prompt }}\n{{ .Response }}"""')
-    assert found.template == "{{ .Prompt }}\n{{ .Response }}"
-    assert found.chat_template and "messages" in found.chat_template
-    assert found.notes == ()
-
-
-def test_a_template_without_the_system_prompt_is_noted() -> None:
-    assert parse("SYSTEM a", "TEMPLATE {{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}").notes == ()
-    found = parse("TEMPLATE {{ .Prompt }}", "SYSTEM a")
-    assert found.notes == (Note(3, "SYSTEM has no effect: TEMPLATE has no {{ .System }}"),)
-
-
-def test_a_template_that_is_not_translated_is_noted_with_its_line() -> None:
-    found = parse("# a", 'TEMPLATE """{{ if .System }}', "{{ end }}", '{{ range .Messages }}{{ end }}"""')
-    assert found.chat_template is None
-    assert found.template is not None
+    found = parse("# a", 'TEMPLATE """{{ .Prompt }}', '{{ .Response }}"""')
+    assert found.template == "{{ .Prompt }}\n{{ .Response }}" and found.chat_template is None
     (note,) = found.notes
-    assert note.line == 5
-    assert note.text == (
-        "TEMPLATE has no effect: {{ range .Messages }} is not translated; "
-        "the tokenizer's own chat template is used instead"
-    )
+    assert note.line == 3 and note.text.startswith("TEMPLATE has no effect: templates of Go are not read")
 
 
 # --- any text --------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import numpy as np
 
 from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.options import PAGE_TOKENS
+from mlx_flash.prefixes.folder import Blob
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, has_state
-from mlx_flash.prefixes.pagefile import Blob
 
 
 def state_end(

@@ -31,7 +31,7 @@ from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.pages import Component, Page, dtype_name, num_tokens
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.prefixes.pagefile import Blob, Place
+from mlx_flash.prefixes.folder import Blob, Place
 
 _OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)

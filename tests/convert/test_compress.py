@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import utils as mlx_lm_utils
 
-import mlx_flash.convert.compress as compress_module
+import mlx_flash.convert.pack as compress_module
 from faulty import open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.cli import main

@@ -26,10 +26,8 @@ from children import HELPERS
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import copies, derived
-from mlx_flash.convert.copies import Room, derived_directory, list_copies
-from mlx_flash.convert.derived import adopt_derived
-from mlx_flash.convert.parameters import derived_parameters
-from mlx_flash.convert.writer import TensorSpec
+from mlx_flash.convert.derived import Room, adopt_derived, derived_directory, derived_parameters, list_copies
+from mlx_flash.convert.rewrite import TensorSpec
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX

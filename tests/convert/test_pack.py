@@ -26,10 +26,8 @@ import children
 from children import ROOT
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
-from mlx_flash.convert.order import UnitTensors, streaming_order
-from mlx_flash.convert.pack import PackReport, pack
-from mlx_flash.convert.rewrite import STATE_NAME
-from mlx_flash.convert.writer import DATA_ALIGNMENT, ShardPlan, TensorSpec, cut
+from mlx_flash.convert.pack import PackReport, UnitTensors, pack, streaming_order
+from mlx_flash.convert.rewrite import DATA_ALIGNMENT, STATE_NAME, ShardPlan, TensorSpec, cut
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from mlx_flash.layout.load import load_lazily

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.convert import writer
-from mlx_flash.convert.writer import (
+from mlx_flash.convert.rewrite import (
     COPY_BYTES,
     DATA_ALIGNMENT,
     ShardPlan,

@@ -19,8 +19,7 @@ from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.row import Row
 from mlx_flash.prefixes import prefixcache
-from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.prefixes.restore import fill
+from mlx_flash.prefixes.prefixcache import PrefixCache, fill
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save
 from models import stock as stock_model
 from streamed import config

@@ -38,8 +38,17 @@ from mlx_flash.files import locked, open_locked
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import BlobInfo
 from mlx_flash.prefixes import folder as page_folder
-from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
-from mlx_flash.prefixes.pagefile import _HEAD, _LENGTHS, MAGIC, Blob, EncodedPage, PageFile, path_of
+from mlx_flash.prefixes.folder import (
+    _HEAD,
+    _LENGTHS,
+    MAGIC,
+    Blob,
+    EncodedPage,
+    PageFile,
+    clear_prefixes,
+    list_prefixes,
+    path_of,
+)
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, put, read, read_all, stats
 

@@ -34,7 +34,8 @@ from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
-from mlx_flash.prefixes import pagewriter, prefixcache
+from mlx_flash.prefixes import prefixcache
+from mlx_flash.prefixes import store as pagewriter
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock

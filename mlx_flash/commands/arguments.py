@@ -6,23 +6,242 @@ Nothing here imports MLX, so that help appears at once.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
+import importlib.util
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mlx_flash import __version__
+from mlx_flash.aliases import FLAGS
 from mlx_flash.commands import flags
-from mlx_flash.commands.borrowed import DRAFTED, borrow_flags, default_of
-from mlx_flash.commands.flags import JSON, LOG, VISION, Flag
-from mlx_flash.commands.flagtypes import boolean, json_object, max_tokens, setting
-from mlx_flash.commands.parser import SHOWN, Parser
-from mlx_flash.commands.serve_flags import add_model_flags, add_serve_flags
+from mlx_flash.commands.flags import (
+    JSON,
+    KEEP_ALIVE,
+    LOG,
+    OF_MLX_LM,
+    VISION,
+    Flag,
+    boolean,
+    count,
+    duration,
+    json_object,
+    max_tokens,
+    setting,
+)
 from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
+
+EXIT_USAGE = 2
+
+WIDTH, HELP_COLUMN = 80, 32
+
+SHOWN = frozenset(
+    {
+        *("--help", "--help-tuning", "--model", "--ram-budget-gb", "--context-length", "--prefill-step-size"),
+        *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
+        *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
+        *(
+            "--file",
+            "--serve",
+            "--image",
+            "--format",
+            "--resume",
+            "--keep-alive",
+            "--verbose",
+            "--quiet",
+            "--traceback",
+        ),
+    }
+)
+"""Flags in the short help of commands with many flags."""
+
+
+class _Formatter(argparse.HelpFormatter):
+    """A formatter that leaves flags more room, and is no wider than :data:`WIDTH`."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        super().__init__(prog, max_help_position=HELP_COLUMN, width=width - 2)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_known = default is None or default is argparse.SUPPRESS or default in ((), [], {}, "") or action.nargs == 0
+        return text if is_known or "default:" in text else f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help may be short.
+
+    Attributes:
+        shown: flags in help; None shows all of them.
+    """
+
+    shown: frozenset[str] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Formatter, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        names = (*names, *(other for other, own in FLAGS.items() if own in names))
+        if self.shown is not None and str(names[0]).startswith("-") and not self.shown & set(names):
+            options["help"] = argparse.SUPPRESS
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith(("?", ".")) else "."
+        self.exit(EXIT_USAGE, f"mlx-flash: error: {message}{end} Hint: {self.prog} --help\n")
+
+
+_TYPES = {"int": int, "float": float, "str": str}
+
+_WORDS = "most tokens to guess at a time with a draft model (default: as many as pay)"
+DRAFTED: tuple[list[str], dict[str, Any]] = (["--num-draft-tokens"], {"type": count, "metavar": "N", "help": _WORDS})
+"""A flag of mlx-lm that has no default here."""
+
+
+def borrow_flags(
+    parser: argparse.ArgumentParser,
+    program: str,
+    without: Sequence[str] = (),
+    described: Sequence[str] = (),
+) -> None:
+    """Add the flags of one of mlx-lm's programs that the parser lacks, with mlx-lm's defaults.
+
+    Args:
+        parser: the parser.
+        program: module of mlx-lm, such as ``server``.
+        without: flags to leave out.
+        described: flags whose values a Modelfile may give. Their default is None.
+    """
+    for names, keywords in flags_of(program):
+        if names[0] not in without:
+            options = {**keywords, **_type_of(names)}
+            if names[0] in described:
+                words = f"{options['help']} (default: the Modelfile's, or {options['default']})"
+                options |= {"default": None, "help": words}
+            with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
+                parser.add_argument(*names, **options)
+
+
+def _type_of(names: Sequence[str]) -> dict[str, Any]:
+    return {"type": OF_MLX_LM[names[0]]} if names[0] in OF_MLX_LM else {}
+
+
+@functools.cache
+def flags_of(program: str) -> Sequence[tuple[list[str], dict[str, Any]]]:
+    """Return the names and keywords of each ``add_argument`` in the source of a module of mlx-lm."""
+    tree = _parse(program)
+    constants, found = _TYPES | _constants(tree), []
+    for node in _calls(tree.body):
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
+            given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
+            found.append((names, {name: value for name, value in given.items() if value is not None}))
+    return found
+
+
+def default_of(program: str, flag: str) -> Any:
+    """Return mlx-lm's default of a flag."""
+    return next(options["default"] for names, options in flags_of(program) if flag in names)
+
+
+def _parse(module: str) -> ast.Module:
+    spec = importlib.util.find_spec("mlx_lm")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return ast.parse((Path(folders[0]) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the constants that a module defines, or imports from its neighbours."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom) and node.level and node.module:
+            names = [alias.name for alias in node.names if alias.name.isupper()]
+            imported = _constants(_parse(node.module)) if names else {}
+            found |= {name: imported[name] for name in names if name in imported}
+    return found
+
+
+def _calls(statements: Sequence[ast.stmt]) -> Iterator[ast.Call]:
+    """Yield the calls that are statements of their own, in blocks too: most nodes are inside other expressions."""
+    for statement in statements:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            yield statement.value
+        for name in ("body", "orelse", "finalbody"):
+            yield from _calls(getattr(statement, name, ()))
+
+
+def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
+    """Return the value of a literal, of a name or an f-string made of module constants; None for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    if isinstance(node, ast.List | ast.Tuple):
+        return tuple(_value(part, constants) for part in node.elts)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(_value(part, constants)) for part in node.values)
+    return _value(node.value, constants) if isinstance(node, ast.FormattedValue) else None
+
+
+_OWN = ("--model", "--max-tokens", "--allowed-origins", "--chat-template-args", "--prompt-cache-bytes")
+"""mlx-lm's flags that are checked here."""
+
+_WITHOUT_EFFECT = ("--pipeline", "--use-default-chat-template")
+"""mlx-lm's flags that change nothing: ranks always share layers, and no tokenizer has such a template any more."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names a folder of models."""
+    parser.add_argument("--models-dir", type=Path, metavar="DIR", help="a folder of model directories and Modelfiles")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all other flags."""
+    add = parser.add_argument
+    words = "most tokens of an answer, where a request names none"
+    add("--max-tokens", type=count, default=4096, metavar="N", help=words)
+    words = "let the first model answer requests for unknown names (default: if it is the only one)"
+    add("--any-model-name", action=argparse.BooleanOptionalAction, default=None, help=words)
+    add("--strict", action="store_true", help="refuse requests with unknown fields (default: ignore and list them)")
+    words = "origins of web pages that may ask, with commas between them; * is any (default: none)"
+    add("--allowed-origins", type=_words, default=[], metavar="ORIGINS", help=words)
+    add("--chat-template-args", type=json_object, default={}, metavar="JSON", help="variables of the chat template")
+    words = "the most memory of prompt caches, such as 2GB (default: half of the memory for keys and values)"
+    add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=words)
+    words = "time that an idle model stays in memory, such as 5m (default: until another one needs the memory)"
+    add(*KEEP_ALIVE, type=duration, metavar="TIME", help=words)
+    parser.add_argument(*VISION[0], **VISION[1])
+    words = "a folder whose files requests may name as pictures; implies --vision"
+    add("--image-folder", type=Path, metavar="DIR", help=words)
+    add(*DRAFTED[0], **DRAFTED[1])
+    borrow_flags(parser, "server", without=[*_OWN, *_WITHOUT_EFFECT])
+    for name in _WITHOUT_EFFECT:
+        add(name, action="store_true", help=argparse.SUPPRESS)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _size(text: str) -> int:
+    """Return the bytes of a size as mlx-lm writes it: ``500000``, ``2G``, ``1.5GB``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 2GB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
 
 SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not in {"enabled", "poison_released_slots"})
 """The fields of ``FlashConfig`` that are flags of every command."""

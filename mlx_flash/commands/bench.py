@@ -12,10 +12,8 @@ from typing import TextIO
 
 import mlx.core as mx
 
-from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
-from mlx_flash.commands.render import labelled_lines, roofline
-from mlx_flash.commands.report import GenerationReport, Recorder, make_report
-from mlx_flash.commands.statusline import Status
+from mlx_flash.commands.common import Status, make_config, print_json, print_rich, tokenizer_if_any
+from mlx_flash.commands.report import GenerationReport, Recorder, labelled_lines, make_report, roofline
 from mlx_flash.commands.vision import is_vision, seeing
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
-from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
+from mlx_flash.convert.derived import Copy, derived_directory, list_copies, remove
 from mlx_flash.files import PARTIAL_SUFFIX
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.kvfiles import sessions_directory

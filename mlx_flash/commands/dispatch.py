@@ -18,14 +18,52 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
-from mlx_flash.commands.arguments import make_parser, parse_arguments
-from mlx_flash.commands.completion import REQUEST_VARIABLE, complete, completion
+from mlx_flash.commands.arguments import COMMANDS, EXIT_USAGE, make_parser, parse_arguments
 from mlx_flash.commands.flags import LOG
-from mlx_flash.commands.parser import EXIT_USAGE
-from mlx_flash.errors import FlashError, mlx_explained
+from mlx_flash.errors import ConfigError, FlashError, mlx_explained
+
+REQUEST_VARIABLE = "_ARGCOMPLETE"
+"""Set by the shell when it asks for completions."""
+
+
+def completion(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash completion``: print the code that a shell has to run.
+
+    Raises:
+        ConfigError: argcomplete is not installed.
+    """
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ModuleNotFoundError as error:
+        raise ConfigError("completion needs argcomplete. Hint: pip install argcomplete.") from error
+    print(shellcode(["mlx-flash"], shell=args.shell), file=out)
+    return 0
+
+
+def complete() -> None:
+    """Answer the shell's request for completions, and end the process."""
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()
+    parser, _ = make_parser(next((word for word in words[1:] if word in COMMANDS), None), is_whole=True)
+    argcomplete.autocomplete(parser, default_completer=cast(Any, _values))
+
+
+def _values(prefix: str, action: argparse.Action, **_: object) -> list[str]:
+    """Return files and folders that begin like a word; for models, folders and what was downloaded."""
+    folder = Path(prefix).expanduser() if prefix.endswith("/") else Path(prefix).expanduser().parent
+    found = sorted(folder.glob("*")) if folder.is_dir() else []
+    folders = [f"{path}/" for path in found if path.is_dir()]
+    if action.dest not in ("model", "first"):
+        return [*folders, *(str(path) for path in found if not path.is_dir())]
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return [*sorted(path.name[8:].replace("--", "/") for path in cache.glob("models--*")), *folders]
+
 
 EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 129, 130, 141, 143
 """The last four are what a shell reports for programs that the signals end."""
@@ -93,12 +131,10 @@ def _load_commands_of_models() -> dict[str, Run]:
         cache,
         doctor,
         generate,
-        modellist,
-        named,
+        models,
         pack,
         plan,
         programs,
-        pull,
         run,
         verify,
     )
@@ -112,13 +148,13 @@ def _load_commands_of_models() -> dict[str, Run]:
         "bench": bench.bench,
         "verify": verify.verify,
         "doctor": doctor.doctor,
-        "list": modellist.list_,
-        "pull": pull.pull,
+        "list": models.list_,
+        "pull": models.pull,
         "pack": pack.pack,
         "cache": cache.cache,
-        "show": named.show,
-        "create": named.create,
-        "rm": named.remove,
+        "show": models.show,
+        "create": models.create,
+        "rm": models.remove,
     }
 
 

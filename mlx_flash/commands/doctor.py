@@ -13,10 +13,9 @@ import mlx.core as mx
 from rich.console import Group
 
 from mlx_flash.commands.bench import measure
-from mlx_flash.commands.budgettable import budget_rows, budgets_to_json, render_budgets
 from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
-from mlx_flash.commands.render import labelled_lines, roofline
-from mlx_flash.commands.report import GenerationReport, Json, surroundings
+from mlx_flash.commands.plan import budget_rows, budgets_to_json, render_budgets
+from mlx_flash.commands.report import GenerationReport, Json, labelled_lines, roofline, surroundings
 from mlx_flash.commands.vision import prepare_model
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig

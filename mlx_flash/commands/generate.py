@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_flash.commands.common import (
     LOOP_FLAGS,
+    Status,
     load_tokenizer,
     make_config,
     note,
@@ -27,9 +28,7 @@ from mlx_flash.commands.common import (
     print_rich,
     prompt_text,
 )
-from mlx_flash.commands.render import render_generation
-from mlx_flash.commands.report import GenerationReport, Recorder, follow, make_report
-from mlx_flash.commands.statusline import Status
+from mlx_flash.commands.report import GenerationReport, Recorder, follow, make_report, render_generation
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve

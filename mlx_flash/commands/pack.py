@@ -9,11 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-from mlx_flash.commands.common import print_json
-from mlx_flash.commands.render import compression_in_words as in_words
-from mlx_flash.commands.statusline import Status
-from mlx_flash.convert.order import ReadPattern
-from mlx_flash.convert.pack import PackReport
+from mlx_flash.commands.common import Status, print_json
+from mlx_flash.commands.report import compression_in_words as in_words
+from mlx_flash.convert.pack import PackReport, ReadPattern
 from mlx_flash.convert.pack import pack as pack_checkpoint
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.files import nearest

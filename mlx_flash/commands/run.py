@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -19,15 +20,10 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from mlx_flash.commands.borrowed import default_of
-from mlx_flash.commands.common import make_config, note, note_lines
-from mlx_flash.commands.format import Format
-from mlx_flash.commands.interrupt import alarm
-from mlx_flash.commands.kept import LAST, kept
+from mlx_flash.commands.arguments import default_of
+from mlx_flash.commands.common import Status, make_config, note, note_lines
 from mlx_flash.commands.preview import is_remote
-from mlx_flash.commands.slash import COMPLETIONS
-from mlx_flash.commands.statusline import Status
-from mlx_flash.commands.talk import Talk
+from mlx_flash.commands.talk import COMPLETIONS, LAST, Talk, alarm, kept
 from mlx_flash.commands.typedlines import begun, make_reader
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
 from mlx_flash.config import FlashConfig
@@ -42,6 +38,41 @@ from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.ranks import launched_group
+
+
+class Format:
+    """The form of the answers of one model.
+
+    Args:
+        text: ``json``, or a file with a JSON schema.
+        tokenizer: mlx-lm's wrapper. Made before the plan, which then counts the memory of this.
+
+    Raises:
+        ConfigError: the file is no schema, or llguidance is not installed.
+        RefusedError: the schema is not supported, or the model's answers have no form that it could have.
+    """
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        from mlx_flash.server.grammars import Grammars, schema_grammar
+
+        try:
+            schema = None if text == "json" else json.loads(Path(text).read_bytes())
+            self._rule = schema_grammar(schema, "--format")
+        except ModuleNotFoundError as error:
+            raise ConfigError("--format needs llguidance. Hint: pip install llguidance") from error
+        except (FileNotFoundError, TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"--format {text}: {error}. Hint: json, or a file with a JSON schema.") from error
+        self._tokenizer, self._grammars = tokenizer, Grammars(tokenizer, len(tokenizer))
+        self.processors([])  # makes the table of the vocabulary
+
+    def processors(self, prompt: list[int]) -> list[Any]:
+        """Return the logits processors of the answer to a prompt."""
+        from mlx_flash.server.prompts import state_of, whole
+        from mlx_flash.server.request import GenerationRequest
+
+        request = GenerationRequest(model="", messages=(), grammar=self._rule)
+        grammar = self._grammars.of(request, whole(prompt, state_of(self._tokenizer, prompt)))
+        return [self._grammars.processor(str(grammar))]
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:

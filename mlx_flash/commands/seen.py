@@ -11,10 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.commands.bytecheck import checked_bytes
-from mlx_flash.commands.receipt import Call, Notice, Report, digest_of, digests_of
+from mlx_flash.commands.common import Status
+from mlx_flash.commands.receipt import Call, Notice, Report, checked_bytes, digest_of, digests_of
 from mlx_flash.commands.report import Json
-from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.vision import seeing
 from mlx_flash.compat.vlm import current_vlm_load_model
 from mlx_flash.layout.parts import ModelLayout, Unit, bind

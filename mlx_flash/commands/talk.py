@@ -2,28 +2,329 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import select
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import closing
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 from rich.text import Text
 
-from mlx_flash.commands.common import note, print_rich
-from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
-from mlx_flash.commands.kept import LAST, keep
-from mlx_flash.commands.render import render_generation
-from mlx_flash.commands.report import Recorder, make_report, ratio
-from mlx_flash.commands.slash import Bye, Slash
-from mlx_flash.commands.statusline import Status
-from mlx_flash.commands.typedlines import Read
-from mlx_flash.config import GB
-from mlx_flash.errors import FlashError, WriteError
+from mlx_flash.commands.common import Status, note, print_rich
+from mlx_flash.commands.report import Recorder, make_report, ratio, render_generation
+from mlx_flash.commands.typedlines import Read, state_folder
+from mlx_flash.config import GB, did_you_mean
+from mlx_flash.errors import ConfigError, FlashError, WriteError
+from mlx_flash.files import make_private, write_atomically
 from mlx_flash.memory.footprint import footprint, peak_footprint
+from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.monitor.words import counted, duration, speed
+from mlx_flash.modelfile.namedfiles import check_model_name
+from mlx_flash.modelfile.parse import Parameters, read_text
+from mlx_flash.modelfile.values import parse_parameter, parse_stop
+from mlx_flash.monitor.words import counted, duration, size, speed
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
+
+LAST = "last"
+"""The name of the conversation that had the last answer."""
+
+
+def keep(name: str, conversation: Conversation) -> None:
+    """Write a conversation to its file.
+
+    Raises:
+        ConfigError: the name is wrong.
+        WriteError: the file cannot be written.
+    """
+    path = _path(name)
+    base, described = Path(conversation.modelfile.base), conversation.modelfile.path
+    model = described if described.is_file() else base
+    found = {"model": str(model.absolute() if model.exists() else model), "messages": conversation.messages}
+    try:
+        make_private(path.parent)
+        write_atomically(path, json.dumps(found, ensure_ascii=False, indent=1))
+    except OSError as error:
+        raise WriteError(
+            f"the conversation is not kept: {error.strerror}: {path}. Hint: set XDG_STATE_HOME to another folder."
+        ) from error
+
+
+def kept(name: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the model of a kept conversation, as the command line takes it, and the messages.
+
+    Raises:
+        ConfigError: there is none of this name, or its file is damaged.
+    """
+    path = _path(name)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
+        raise ConfigError(f"there is no conversation {name!r}; there are: {names}. Hint: /save NAME keeps one.")
+    try:
+        found = json.loads(path.read_bytes())
+        texts = [{name: str(message[name]) for name in ("role", "content")} for message in found["messages"]]
+        return str(found["model"]), [message | text for message, text in zip(found["messages"], texts, strict=True)]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no conversation: {error!r}. Hint: remove it.") from error
+
+
+def _path(name: str) -> Path:
+    check_model_name(name)
+    return state_folder() / "conversations" / f"{name}.json"
+
+
+_WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n"
+_STDERR = 2
+
+
+@contextmanager
+def alarm(seconds: float | None, action: Callable[[], None]) -> Iterator[None]:
+    """Call a function in the main thread once a block has waited so long; None and less wait for ever."""
+    is_set = seconds is not None and seconds >= 0
+    before = signal.signal(signal.SIGALRM, lambda *_: action()) if is_set else None
+    signal.setitimer(signal.ITIMER_REAL, max(seconds or 0, 1e-6) if is_set else 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if is_set:
+            signal.signal(signal.SIGALRM, before)
+
+
+class AnswerStoppedError(Exception):
+    """The user stopped an answer before its first token."""
+
+
+class Interrupts:
+    """A context in which the first Ctrl-C only sets a flag, so that no forward pass breaks off halfway.
+
+    Python calls a handler once for all signals that come during one operation of MLX. So signals are counted in a pipe
+    that they are written to as they come. A process that ignores SIGINT, as background jobs do, goes on ignoring it.
+
+    Attributes:
+        stopped: the user pressed Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._count = 0
+        self._old: Any = None
+        self._old_fd = -1
+        self._pipe: tuple[int, int] | None = None
+
+    def __enter__(self) -> Interrupts:
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if threading.current_thread() is threading.main_thread() and not is_ignored:
+            self._pipe = os.pipe()
+            for fd in self._pipe:
+                os.set_blocking(fd, False)
+            self._old_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._old = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pipe is not None:
+            signal.signal(signal.SIGINT, self._old)
+            signal.set_wakeup_fd(self._old_fd)
+            for fd in self._pipe:
+                os.close(fd)
+            self._pipe = None
+
+    @property
+    def is_pressed(self) -> bool:
+        """True once the user pressed Ctrl-C, even while an operation of MLX keeps Python from calling the handler."""
+        return self.stopped or (self._pipe is not None and bool(select.select([self._pipe[0]], [], [], 0)[0]))
+
+    def check(self, done: int, total: int) -> None:
+        """End the prompt's computation after Ctrl-C. A ``prompt_progress_callback`` of mlx-lm.
+
+        Raises:
+            AnswerStoppedError: the user pressed Ctrl-C.
+        """
+        if self.stopped:
+            raise AnswerStoppedError
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += self._num_written()
+        if self.stopped or self._count > 1:
+            raise KeyboardInterrupt
+        self.stopped = True
+        os.write(_STDERR, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
+
+    def _num_written(self) -> int:
+        """Return how often SIGINT came since the last look."""
+        if self._pipe is None:
+            return 0
+        try:
+            return os.read(self._pipe[0], 4096).count(signal.SIGINT)
+        except BlockingIOError:
+            return 0
+
+
+BYE = ("/bye", "/exit", "/quit")
+HELP = ("/?", "/help")
+SETTINGS = ("parameter", "system", "verbose", "quiet", "normal")
+VIEWS = ("info", "parameters", "system", "template", "license", "modelfile")
+
+USAGES = {
+    "/set parameter NAME VALUE": "such as: /set parameter temperature 0.7",
+    "/set system TEXT": "change the system prompt",
+    "/set verbose, /set quiet": "all measurements after an answer, or none; /set normal: one line",
+    f"/show {' | '.join(VIEWS)}": "show it",
+    "/clear": "forget the conversation",
+    "/save NAME, /load NAME": "keep the conversation, go on with one; run --resume goes on with the last one",
+    "/image FILE": "a picture for the next message, where the model sees",
+    ", ".join(HELP): "show this",
+    ", ".join(BYE): "end, as Ctrl-D does",
+    '"""': "begins and ends a message of several lines; Alt-Enter adds a line",
+}
+
+WITH_NAMES = ("/save", "/load", "/image")
+
+NAMES = ("/set", "/show", "/clear", *WITH_NAMES, *HELP, *BYE)
+COMPLETIONS = (
+    "/clear",
+    *WITH_NAMES,
+    *HELP,
+    *BYE,
+    *(f"/set {word}" for word in SETTINGS),
+    *(f"/show {word}" for word in VIEWS),
+)
+
+
+class Bye(Exception):
+    """The user ends the conversation."""
+
+
+class Slash:
+    """The commands of one conversation. They print to stderr.
+
+    Args:
+        conversation: the conversation.
+        verbose: the state of ``/set verbose`` at the beginning.
+
+    Attributes:
+        is_verbose: print all measurements after an answer.
+        is_quiet: print none.
+    """
+
+    def __init__(self, conversation: Conversation, verbose: bool) -> None:
+        self._conversation = conversation
+        self.is_verbose = verbose
+        self.is_quiet = False
+
+    def run(self, line: str) -> None:
+        """Run a command.
+
+        Raises:
+            Bye: it ends the conversation.
+            ConfigError: there is no such command, or its arguments are wrong.
+        """
+        name, _, rest = line.strip().partition(" ")
+        if name in BYE:
+            raise Bye
+        if name in HELP:
+            _print("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()))
+        elif name == "/clear":
+            self._conversation.clear()
+        elif name in WITH_NAMES:
+            self._take(name, rest.strip())
+        elif name == "/set":
+            self._set(*_words(rest))
+        elif name == "/show":
+            self._show(rest.strip() or "info")
+        else:
+            raise ConfigError(
+                f"there is no command {name}; there are {', '.join(NAMES)}{did_you_mean(name, NAMES) or '.'} "
+                "Hint: put a blank before a message that begins with /"
+            )
+
+    def _take(self, name: str, what: str) -> None:
+        """Keep, load, or show a picture."""
+        conversation = self._conversation
+        if not what:
+            raise ConfigError(f"{name} needs a name. Hint: /? shows the commands.")
+        if name == "/image":
+            conversation.pictures = [*conversation.pictures, str(Path(what).expanduser().absolute())]
+        elif name == "/save":
+            keep(what, conversation)
+        else:
+            conversation.resume(kept(what)[1])
+            note(f"{len(conversation.messages)} messages; the next answer goes on from there")
+
+    def _set(self, what: str, rest: str) -> None:
+        if what == "parameter":
+            self._set_parameter(*_words(rest))
+        elif what == "system":
+            self._conversation.set_system(rest.strip().strip('"') or None)
+        elif what in ("verbose", "quiet", "normal"):
+            self.is_verbose, self.is_quiet = what == "verbose", what == "quiet"
+        else:
+            raise ConfigError(f"/set {what}: it must be one of {', '.join(SETTINGS)}{did_you_mean(what, SETTINGS)}")
+
+    def _set_parameter(self, name: str, text: str) -> None:
+        """Change a parameter of the Modelfile for the next answers."""
+        described = self._conversation.modelfile
+        if name == "stop":
+            self._conversation.modelfile = replace(described, stop=(parse_stop(text.strip('"')),))
+            return
+        if name == "num_ctx":
+            raise ConfigError("/set parameter num_ctx: memory for the context is reserved when the model is loaded")
+        if not text:
+            raise ConfigError(f"/set parameter {name}: there is no value")
+        changed = {name: parse_parameter(name, text)}
+        self._conversation.modelfile = replace(described, parameters=replace(described.parameters, **changed))  # type: ignore[arg-type]
+
+    def _show(self, what: str) -> None:
+        described = self._conversation.modelfile
+        views: dict[str, Callable[[], str]] = {
+            "info": lambda: "\n".join(self._info()),
+            "parameters": lambda: "\n".join(_parameters(described.parameters, described.stop)),
+            "system": lambda: described.system or "",
+            "template": lambda: described.template or "the tokenizer's own",
+            "license": lambda: "\n".join(described.licenses),
+            "modelfile": lambda: read_text(described.path) if described.path.is_file() else f"FROM {described.base}",
+        }
+        if what not in views:
+            raise ConfigError(f"/show {what}: it must be one of {', '.join(VIEWS)}{did_you_mean(what, VIEWS)}")
+        _print(views[what]() or f"there is no {what}")
+
+    def _info(self) -> Iterator[str]:
+        conversation, model = self._conversation, self._conversation.model
+        yield f"model       {conversation.modelfile.base}"
+        if isinstance(model, FlashLLM):
+            plan = model.plan
+            read = size(plan.read_bytes) if plan.read_bytes else "nothing"
+            yield f"weights     {size(plan.model_bytes)}; {read} is read for each token"
+            yield f"budget      {plan.budget_bytes / GB:.3f} GB"
+            yield f"context     memory reserved for {plan.context_length} tokens"
+        yield f"messages    {len(conversation.messages)}, {conversation.num_cached} tokens in the KV cache"
+        yield f"memory      {footprint() / GB:.3f} GB, peak {peak_footprint() / GB:.3f} GB"
+
+
+def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[str]:
+    for field in fields(parameters):
+        if (value := getattr(parameters, field.name)) is not None:
+            yield f"{field.name:15} {value}"
+    for text in stop:
+        yield f"{'stop':15} {text!r}"
+
+
+def _words(text: str) -> tuple[str, str]:
+    first, _, rest = text.strip().partition(" ")
+    return first, rest.strip()
+
+
+def _print(text: str) -> None:
+    print_rich(Text(text), sys.stderr)
+
 
 HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
 AGAIN = "(Ctrl-C again, Ctrl-D or /bye ends)"

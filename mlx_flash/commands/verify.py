@@ -11,21 +11,19 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.bytecheck import checked_bytes
-from mlx_flash.commands.common import make_config, print_json, print_rich
+from mlx_flash.commands.common import Status, make_config, print_json, print_rich
 from mlx_flash.commands.receipt import (
     FORMAT,
     Call,
     calls_of,
     calls_to_json,
+    checked_bytes,
     file_digests,
     first_difference,
     reference_trace,
     streamed_trace,
 )
-from mlx_flash.commands.render import labelled_lines
-from mlx_flash.commands.report import Json, surroundings
-from mlx_flash.commands.statusline import Status
+from mlx_flash.commands.report import Json, labelled_lines, surroundings
 from mlx_flash.commands.vision import is_vision
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.pack import pack

@@ -9,9 +9,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.common import LOOP_FLAGS, make_config, prompt_text
+from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text
 from mlx_flash.commands.report import Recorder, follow
-from mlx_flash.commands.statusline import Status
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare

@@ -31,7 +31,7 @@ from mlx_flash import __version__, cli
 from mlx_flash.commands import cache, dispatch
 from mlx_flash.commands.arguments import COMMANDS, SETTINGS, make_parser, parse_arguments
 from mlx_flash.commands.common import prompt_text
-from mlx_flash.commands.render import render_plan
+from mlx_flash.commands.report import render_plan
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_flash.commands import dispatch
 from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
-from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
+from mlx_flash.commands.talk import AnswerStoppedError, Interrupts
 from terminals import ROOT, Shell
 
 TINY = ROOT / "examples" / "pair" / "draft"

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import children
 from hub import Hub, serving
 from mlx_flash import cli
-from mlx_flash.commands import modellist, named, run
+from mlx_flash.commands import models as modellist
+from mlx_flash.commands import run
 from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.modelfile.namedfiles import create_model, models_folder, named_models
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile, read_modelfile
@@ -109,7 +110,7 @@ def test_errors_have_one_shape(
     words: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "hub").mkdir()
-    monkeypatch.setattr(named, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
+    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
     assert cli.main(words) == 1
     told = capsys.readouterr().err
     assert told.startswith("mlx-flash: error: ") and told.count("\n") == 1 and error in told

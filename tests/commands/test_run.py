@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import children
 from mlx_flash import FlashConfig, FlashLLM, cli
-from mlx_flash.commands.interrupt import AnswerStoppedError
 from mlx_flash.commands.run import loaded
+from mlx_flash.commands.talk import AnswerStoppedError
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
-from mlx_flash.server.described import source_of
+from mlx_flash.server.catalog import source_of
 from mlx_flash.server.prompts import opened_with
 from mlx_flash.server.sampling import Defaults
 from models import GEMMA3, MAMBA2, make_random_model, save

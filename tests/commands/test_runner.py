@@ -17,7 +17,8 @@ from huggingface_hub import scan_cache_dir
 import children
 from children import ROOT
 from mlx_flash import cli, telemetry
-from mlx_flash.commands import dispatch, engines, modellist
+from mlx_flash.commands import dispatch, engines
+from mlx_flash.commands import models as modellist
 from mlx_flash.commands.arguments import COMMANDS
 from mlx_flash.commands.engines import choose
 from mlx_flash.config import FlashConfig, parse_budget

@@ -19,8 +19,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlx_flash.commands import typedlines
-from mlx_flash.commands.slash import NAMES, Bye, Slash
-from mlx_flash.commands.talk import Talk
+from mlx_flash.commands.talk import NAMES, Bye, Slash, Talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.loading import load

@@ -1,0 +1,388 @@
+"""Commands about models: list, show, create, remove, and download them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TextIO
+
+from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+from rich import box
+from rich.table import Table
+
+from mlx_flash.commands.common import Status, make_config, note, note_lines, print_json, print_rich
+from mlx_flash.commands.preview import is_remote, preview
+from mlx_flash.commands.vision import prepare_folder
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import resolve
+from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
+from mlx_flash.layout import hub
+from mlx_flash.layout.download import download, missing_bytes
+from mlx_flash.modelfile.namedfiles import check_model_name, create_model, named_models
+from mlx_flash.modelfile.parse import Modelfile, read_modelfile
+from mlx_flash.monitor.state import printable
+from mlx_flash.monitor.words import counted, rate, size, speed
+from mlx_flash.storage.probe import sample_in
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.shards import weight_files
+from mlx_flash.telemetry import Json
+from mlx_flash.vision.detect import loads_with_vlm
+
+_PLACES = ("config.json", "*/config.json", "*/*/config.json")
+"""Patterns of models in a folder: itself, its folders, and theirs."""
+
+_NOT_PLANNED = (FlashError, OSError, ValueError, KeyError, TypeError)
+"""Errors of models that mlx-lm does not know, or whose settings it does not understand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on this machine.
+
+    Attributes:
+        name: repository or folder.
+        folder: of its files.
+        bytes: of its weights in files.
+        modelfile: the Modelfile with this name; None for a folder or repository.
+    """
+
+    name: str
+    folder: str
+    bytes: int
+    modelfile: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A forecast of how a model would run within the budget.
+
+    Attributes:
+        way: "in memory", "streamed", "too large" or "not supported".
+        tokens_per_second: as the plan expects them; None where it does not run.
+        budget_bytes: the budget, or the smallest that works where that is more; None without a plan.
+        read_bytes: read for each token.
+        why: the reason why it does not run; empty where it does.
+    """
+
+    way: str
+    tokens_per_second: float | None = None
+    budget_bytes: int | None = None
+    read_bytes: int | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.tokens_per_second is None:
+            return f"{self.way}: {self.why}"
+        read = f"{size(self.read_bytes)} read for each token" if self.read_bytes else "in memory"
+        return f"within {size(self.budget_bytes or 0)}: {read}, about {speed(self.tokens_per_second)}"
+
+
+def list_(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash list``."""
+    config = make_config(args)
+    models = list(dict.fromkeys([*_downloaded(), *_in_folders(args.folders)]))
+    models += _named({model.name: model for model in models})
+    outcomes = []
+    with Status("Planning", args.verbose) as status:
+        for number, model in enumerate(models):
+            status.show(number, len(models))
+            outcomes.append(_outcome(model, args, config))
+    if args.json:
+        entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]
+        print_json({"models": entries}, out)
+    elif models:
+        print_rich(_table(models, outcomes), out)
+    else:
+        print("no models found in the cache of Hugging Face or the folders given", file=out)
+    return 0
+
+
+def _outcome(model: Model, args: argparse.Namespace, config: FlashConfig) -> Outcome:
+    """Plan for a model, with the settings of its Modelfile."""
+    if model.modelfile is None:
+        return expect(Path(model.folder), config)
+    if not model.folder:
+        return Outcome("not downloaded")
+    return expect(Path(model.folder), make_config(args, read_modelfile(model.modelfile).flash))
+
+
+def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outcome:
+    """Plan for a model. Reads headers, no weights.
+
+    Args:
+        folder: the model.
+        config: how to stream.
+        probe: a file to probe the disk with; None takes the largest shard.
+    """
+    try:
+        with_vlm = loads_with_vlm(folder, None, prefers=False)
+        plan = prepare_folder(folder, config, probe, with_vlm=with_vlm).plan
+    except BudgetError as error:
+        return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
+    except _NOT_PLANNED as error:
+        return Outcome("not supported", why=" ".join(f"{type(error).__name__}: {error}".split()))
+    reached = 1 / plan.opening_seconds if plan.opening_seconds else None
+    return Outcome("streamed" if plan.read_bytes else "in memory", reached, plan.budget_bytes, plan.read_bytes)
+
+
+def _downloaded() -> Iterator[Model]:
+    """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repository in sorted(repositories, key=lambda repository: str(repository.repo_id)):
+        newest = max(repository.revisions, key=lambda revision: revision.last_modified)
+        if (nbytes := _weight_bytes(newest.snapshot_path)) and repository.repo_type == "model":
+            yield Model(repository.repo_id, str(newest.snapshot_path), nbytes)
+
+
+def _named(downloaded: Mapping[str, Model]) -> Iterator[Model]:
+    """Yield the Modelfiles with names. One that cannot be read is left out, and reported."""
+    for name, path in named_models().items():
+        try:
+            base = read_modelfile(path).base
+        except ConfigError as error:
+            note(f"mlx-flash: {error}")
+            continue
+        if base in downloaded:
+            yield replace(downloaded[base], name=name, modelfile=str(path))
+        else:
+            is_folder = Path(base).is_dir()
+            yield Model(name, base if is_folder else "", _weight_bytes(Path(base)) if is_folder else 0, str(path))
+
+
+def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
+    """Yield the models in folders.
+
+    Raises:
+        NotADirectoryError: one of them is no folder.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a folder. Hint: name folders that hold models.")
+        for config in sorted(file for pattern in _PLACES for file in folder.glob(pattern)):
+            if nbytes := _weight_bytes(config.parent):
+                yield Model(str(config.parent), str(config.parent.resolve()), nbytes)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(folder))
+
+
+def _table(models: Sequence[Model], outcomes: Sequence[Outcome]) -> Table:
+    """Return a table in which the name of a repository has room on 80 columns."""
+    budgets = {size(outcome.budget_bytes or 0) for outcome in outcomes if outcome.tokens_per_second is not None}
+    caption = f"planned with a budget of {budgets.pop()}" if len(budgets) == 1 else None
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+    for heading in ("model", "size", "runs", "tokens/s"):
+        table.add_column(heading, justify="left" if heading in ("model", "runs") else "right", overflow="fold")
+    for model, outcome in zip(models, outcomes, strict=True):
+        runs = f"needs {size(outcome.budget_bytes)}" if outcome.why and outcome.budget_bytes else outcome.way
+        table.add_row(printable(_short(model.name)), size(model.bytes), runs, rate(outcome.tokens_per_second))
+    return table
+
+
+def _short(name: str) -> str:
+    """Return a folder's name with ``~`` for the home folder."""
+    home = str(Path.home())
+    return f"~{name[len(home) :]}" if name.startswith(f"{home}/") else name
+
+
+_ENTRIES = ("model_type", "num_hidden_layers", "hidden_size", "max_position_embeddings", "quantization")
+"""The entries of ``config.json`` that are shown."""
+
+
+def create(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash create``: write a Modelfile with a name."""
+    check_model_name(args.name)
+    modelfile = read_modelfile(args.file)
+    note_lines(modelfile)
+    verb = "replaced" if args.name in named_models() else "created"
+    path = create_model(args.name, modelfile)
+    print(f"{verb} {args.name}: {path}", file=out)
+    return 0
+
+
+def show(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash show``."""
+    disable_progress_bars()
+    path = None if Path(args.model).is_dir() else named_models().get(args.model)
+    if args.modelfile:
+        if path is None:
+            raise ConfigError(f"show {args.model}: it is no Modelfile with a name. Hint: mlx-flash create NAME -f FILE")
+        print(path.read_text(encoding="utf-8"), end="", file=out)
+        return 0
+    modelfile = None if path is None else read_modelfile(path)
+    config = make_config(args, None if modelfile is None else modelfile.flash)
+    found = {"model": args.model, "modelfile": None if modelfile is None else _describe(modelfile)}
+    found |= look_at(args.model if modelfile is None else modelfile.base, config)
+    if args.json:
+        print_json(found, out)
+    else:
+        for label, words in _lines(found):
+            print(f"{label:12} {words}", file=out)
+    return 0
+
+
+def look_at(name: str, config: FlashConfig) -> Json:
+    """Return the facts about a folder or repository. Of one that is not downloaded, headers are fetched."""
+    with ExitStack() as stack:
+        remote = is_remote(name)
+        path = stack.enter_context(preview(name)) if remote else resolve(name)
+        shards = read_checkpoint(path).shards
+        dtypes: Counter[str] = Counter()
+        for tensor in read_checkpoint(path).tensors.values():
+            dtypes[tensor.dtype] += tensor.extent.nbytes
+        entries = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return {
+            "base": name,
+            "folder": None if remote else str(path),
+            "shards": len(shards),
+            "bytes": sum(dtypes.values()),
+            "bytes_by_dtype": dict(dtypes.most_common()),
+            "config": {key: entries[key] for key in _ENTRIES if key in entries},
+            **asdict(expect(path, config)),
+        }
+
+
+def _describe(modelfile: Modelfile) -> Json:
+    return {
+        "path": str(modelfile.path),
+        "system": modelfile.system,
+        "parameters": modelfile.parameters.given(),
+        "stop": list(modelfile.stop),
+        "settings": dict(modelfile.flash),
+    }
+
+
+def _lines(found: Json) -> Iterator[tuple[str, str]]:
+    yield "model", found["model"]
+    if described := found["modelfile"]:
+        yield "Modelfile", described["path"]
+        yield "base", found["base"]
+        for key in ("system", "parameters", "stop", "settings"):
+            if value := described[key]:
+                yield (
+                    key,
+                    str(value) if not isinstance(value, dict) else ", ".join(f"{k} {v}" for k, v in value.items()),
+                )
+    yield "folder", found["folder"] or "not downloaded; headers are from Hugging Face"
+    dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
+    yield "weights", f"{size(found['bytes'])} in {counted(found['shards'], 'file')}: {dtypes}"
+    for key, value in found["config"].items():
+        yield key.replace("num_hidden_", "").replace("max_position_embeddings", "context"), str(value)
+    yield "plan", str(Outcome(**{field.name: found[field.name] for field in fields(Outcome)}))
+
+
+@dataclass(frozen=True, slots=True)
+class Removable:
+    """A model that can be removed.
+
+    Attributes:
+        name: its name.
+        nbytes: the disk space that becomes free.
+        path: the Modelfile; None for a repository in Hugging Face's cache.
+    """
+
+    name: str
+    nbytes: int
+    path: Path | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'Modelfile' if self.path else size(self.nbytes)})"
+
+
+def remove(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash rm``: remove Modelfiles with names, and repositories from Hugging Face's cache.
+
+    Raises:
+        CheckpointNotFoundError: a name is neither.
+        ConfigError: nobody can be asked.
+    """
+    chosen = [_find(name) for name in dict.fromkeys(args.model)]
+    listed = ", ".join(map(str, chosen))
+    if not args.yes and not _ask(f"remove {listed}?"):
+        print("nothing was removed", file=sys.stderr)
+        return 1
+    for model in chosen:
+        if model.path is not None:
+            model.path.unlink()
+        else:
+            _delete_repository(model.name)
+        print(f"removed {model}", file=out)
+    return 0
+
+
+def _find(name: str) -> Removable:
+    if path := named_models().get(name):
+        return Removable(name, path.stat().st_size, path)
+    if Path(name).exists():
+        raise ConfigError(f"rm {name}: it is a path. Hint: rm removes Modelfiles with names, and what pull downloaded.")
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        repositories = frozenset()
+    for repository in repositories:
+        if repository.repo_id == name and repository.repo_type == "model":
+            return Removable(name, repository.size_on_disk)
+    hub.check_name(name)
+    raise CheckpointNotFoundError(f"rm {name}: no model of this name is on this machine. Hint: mlx-flash list")
+
+
+def _ask(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} There is no terminal to ask. Hint: --yes removes without a question.")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _delete_repository(name: str) -> None:
+    """Delete all revisions of a repository."""
+    cache = scan_cache_dir()
+    (repository,) = (found for found in cache.repos if found.repo_id == name and found.repo_type == "model")
+    cache.delete_revisions(*(revision.commit_hash for revision in repository.revisions)).execute()
+
+
+def pull(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash pull``.
+
+    Raises:
+        CheckpointNotFoundError: Hugging Face has no such model.
+        ConfigError: the name is a folder, or the disk has no room.
+        ReadError: the download broke off.
+    """
+    name = args.model
+    if Path(name).is_dir():
+        raise ConfigError(f"pull {name}: it is a folder on this machine, which needs no download")
+    hub.check_name(name)
+    cache = Path(constants.HF_HUB_CACHE)
+    disable_progress_bars()
+    with Status(f"looking at {name}", is_shown=not args.quiet):
+        outcome = _foresee(name, args.revision, make_config(args), cache)
+        nbytes = missing_bytes(name, args.revision)
+    note(f"{name}: {outcome}; {size(nbytes)} to download")
+    if sys.stderr.isatty() and not args.quiet:
+        enable_progress_bars()
+    folder = str(download(name, args.revision))
+    if args.json:
+        print_json({"model": name, "folder": folder, "downloaded_bytes": nbytes, **asdict(outcome)}, out)
+    else:
+        print(f"{name} is in {folder}", file=out)
+    return 0
+
+
+def _foresee(name: str, revision: str | None, config: FlashConfig, cache: Path) -> Outcome:
+    """Plan for a model that is not downloaded. Fetches the headers of its shards."""
+    with preview(name, revision) as path, sample_in(cache) as probe:
+        return expect(path, config, probe)

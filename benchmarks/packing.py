@@ -38,8 +38,7 @@ from rich.table import Table
 from runs import PREFILL_STEP, Job, run_job
 
 from mlx_flash.config import GB, parse_budget
-from mlx_flash.convert.order import streaming_order
-from mlx_flash.convert.pack import PackReport, pack
+from mlx_flash.convert.pack import PackReport, pack, streaming_order
 from mlx_flash.errors import FlashError
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout

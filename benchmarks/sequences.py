@@ -38,7 +38,7 @@ from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.config import Batching
 from mlx_flash.loading import load_model
 from mlx_flash.server.batchoptions import BatchOptions, make_rows
-from mlx_flash.server.jobs import Jobs
+from mlx_flash.server.job import Jobs
 from mlx_flash.server.sampling import greedy
 
 Prompts = list[list[int]]

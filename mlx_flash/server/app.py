@@ -1,26 +1,163 @@
-"""The application: the paths of all dialects, and what watches over them."""
+"""The application: the paths of all dialects, the page at ``/``, and what watches over them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
+from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
-from mlx_flash.server import metrics
-from mlx_flash.server.access import Access, AccessMiddleware
-from mlx_flash.server.anthropic.routes import anthropic_routes
-from mlx_flash.server.ollama.routes import ollama_routes
-from mlx_flash.server.openai.routes import openai_routes
-from mlx_flash.server.page import page_routes
+from mlx_flash.facts import metrics as metrics_of
+from mlx_flash.facts import read
+from mlx_flash.server.access import Access, AccessMiddleware, error_reply
+from mlx_flash.server.anthropic import CountRequest, MessagesRequest, answer_messages, count_tokens
+from mlx_flash.server.anthropic import error_body as anthropic_error
+from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
+from mlx_flash.server.ollamamodels import ollama_routes
+from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete, error_body
+from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond
 from mlx_flash.server.service import Service
-from mlx_flash.server.shapes import error_reply
+from mlx_flash.telemetry import find
+
+_FOLDER = Path(__file__).with_name("web")
+
+_HEADERS = {
+    # The page runs and shows its own files, talks to its own server, and makes HTML only of sanitized text.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class _Files(StaticFiles):
+    """The files of the page, each with its headers."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(_HEADERS)
+        return response
+
+
+def page_routes(service: Service) -> list[BaseRoute]:
+    """Return the paths of the page."""
+    files = _Files(directory=_FOLDER, follow_symlink=True)  # some installers link files to their cache
+
+    async def page(request: Request) -> Response:
+        return await files.get_response("page.html", request.scope)
+
+    async def facts(request: Request) -> Response:
+        engines = await asyncio.to_thread(_engines)
+        return JSONResponse({"version": __version__, "requests": service.num_requests, "engines": engines})
+
+    return [Route("/", page), Mount("/page", files), Route("/facts", facts)]
+
+
+def _engines() -> list[dict[str, Any]]:
+    """Return the numbers that the engines of this process publish."""
+    return [
+        {
+            "model": str(engine.state["model"]["name"]),
+            "number": engine.number,
+            "clock": engine.clock,
+            "facts": read(engine.state),
+        }
+        for engine in find()
+        if engine.pid == os.getpid()
+    ]
+
+
+class _Collector:
+    """Reads the state when it is asked for.
+
+    Args:
+        num_requests: requests that run or wait.
+        ignored: requests by names of fields that had no effect.
+    """
+
+    def __init__(self, num_requests: int, ignored: Mapping[str, int]) -> None:
+        self._num_requests, self._ignored = num_requests, ignored
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics that have a value."""
+        yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", self._num_requests)
+        words = "Requests with a field that had no effect"
+        ignored = CounterMetricFamily("mlx_flash_ignored_fields", words, labels=["field"])
+        for name, number in self._ignored.items():
+            ignored.add_metric([name], number)
+        if self._ignored:
+            yield ignored
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for engine in find():
+            for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():
+                kind = CounterMetricFamily if found.kind == "counter" else GaugeMetricFamily
+                name = f"mlx_flash_{found.name}"
+                family = families.setdefault(name, kind(name, found.help, labels=["model", "number"]))
+                family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], found.value)
+        yield from families.values()
+
+
+def metrics(num_requests: int, ignored: Mapping[str, int]) -> bytes:
+    """Return the metrics of this process.
+
+    Args:
+        num_requests: requests that run or wait.
+        ignored: requests by names of fields that had no effect.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Collector(num_requests, ignored))
+    return generate_latest(registry)
+
+
+def openai_routes(service: Service) -> list[BaseRoute]:
+    """Return the paths of OpenAI's dialect."""
+    created = int(time.time())
+
+    def shown(name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": created, "owned_by": "mlx-flash"}
+
+    async def models(request: Request) -> Response:
+        names = await asyncio.to_thread(service.catalog.names)
+        return JSONResponse({"object": "list", "data": [shown(name) for name in names]})
+
+    async def model(request: Request) -> Response:
+        name = str(request.path_params["name"])
+        try:
+            await asyncio.to_thread(service.catalog.find, name)
+        except RefusedError as error:
+            return JSONResponse(error_body(error), error.status)
+        return JSONResponse(shown(name))
+
+    respond_here = partial(respond, KeptResponses())
+    return [
+        *(service.post(path, ChatRequest, chat, error_body) for path in ("/v1/chat/completions", "/chat/completions")),
+        *(service.post(path, RerankRequest, rerank, error_body) for path in ("/v1/rerank", "/rerank")),
+        service.post("/v1/completions", CompletionRequest, complete, error_body),
+        service.post("/v1/responses", ResponseRequest, respond_here, error_body),
+        service.post("/v1/embeddings", EmbeddingRequest, embed, error_body),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
 
 
 def make_app(service: Service, access: Access) -> Starlette:
@@ -40,8 +177,8 @@ def make_app(service: Service, access: Access) -> Starlette:
         return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def show_metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(metrics.metrics, service.num_requests, dict(service.ignored))
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+        text = await asyncio.to_thread(metrics, service.num_requests, dict(service.ignored))
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     middleware = [Middleware(AccessMiddleware, access=access)]
     if access.origins:
@@ -60,7 +197,8 @@ def make_app(service: Service, access: Access) -> Starlette:
         *page_routes(service),
         *openai_routes(service),
         *ollama_routes(service, may_manage=not access.is_open),
-        *anthropic_routes(service),
+        service.post("/v1/messages", MessagesRequest, answer_messages, anthropic_error),
+        service.post("/v1/messages/count_tokens", CountRequest, count_tokens, anthropic_error),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
-from mlx_flash.server.jobs import Jobs
+from mlx_flash.server.job import Jobs
 from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.rows import ServedRows, StockRows

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
@@ -17,45 +16,8 @@ from mlx_flash.errors import RefusedError
 MAX_BODY_BYTES = 32 << 20
 """The longest body."""
 
-MAX_TEXT_CHARACTERS = 4_000_000
-"""The most text of a request, about a million tokens. The tokenizer works through it before its length is known."""
-
-MAX_HELD_BYTES = 64 << 20
-"""The most bytes of all bodies that are read, or whose requests wait for an answer."""
-
 MAX_MARKS = 1_000_000
 """The most commas, colons and open brackets of a body. Each may begin a value, and ``{},`` takes 72 bytes in memory."""
-
-
-class Bodies:
-    """The bodies of all requests under way, and their limit."""
-
-    def __init__(self) -> None:
-        self._num_bytes = 0
-
-    @contextmanager
-    def one_more(self) -> Iterator[Callable[[int], None]]:
-        """Give a function that is told each part of a body. The body counts until the block ends.
-
-        The function raises: RefusedError: there is no room for so many bytes.
-        """
-        own = 0
-
-        def count(nbytes: int) -> None:
-            nonlocal own
-            if self._num_bytes + nbytes > MAX_HELD_BYTES:
-                raise RefusedError(
-                    f"{self._num_bytes} bytes of requests wait already, {MAX_HELD_BYTES} are allowed. "
-                    "Hint: ask again later.",
-                    503,
-                )
-            own += nbytes
-            self._num_bytes += nbytes
-
-        try:
-            yield count
-        finally:
-            self._num_bytes -= own
 
 
 MAX_ERRORS = 1000
@@ -67,6 +29,14 @@ MAX_IGNORED = 32
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.:()/ -]{1,100}")
 """Names that logs and headers show as they are; the others are a client's own words."""
 
+HINTS = re.compile(
+    "allowed_callers|betas|budget_tokens|cache_control|client_metadata|container|context_management|defer_loading|detail"
+    "|display|eager_input_streaming|exclude|generate_summary|include|include_obfuscation|inference_geo|input_examples"
+    "|max_tool_calls|mcp_servers|metadata|prediction|prompt_cache_key|prompt_cache_retention|safety_identifier"
+    "|service_tier|shift|speed|store|summary|task_budget|truncate|user|verbosity"
+)
+"""Fields that do not change the answer, in any part of a request."""
+
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list of which only the first wrong item is reported."""
@@ -75,7 +45,7 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 class Body(BaseModel):
     """A request of a client. Types are not converted.
 
-    Unknown fields are ignored and listed. So are hints: known fields of type ``Any``, which do not change the answer.
+    Unknown fields are ignored and listed. A strict server ignores :data:`HINTS` alone.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
@@ -113,7 +83,7 @@ async def read_body(
     Args:
         request: of a client.
         kind: of the body.
-        count: from :meth:`Bodies.one_more`.
+        count: called with the length of each part. Raises: RefusedError: there is no room for so many bytes.
         is_strict: refuse unknown fields.
 
     Raises:
@@ -138,7 +108,7 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in a body.
 
     Raises:
-        RefusedError: there is none, or it has too much text.
+        RefusedError: there is none, or it has too many parts.
     """
     num_marks = sum(map(body.count, b",:[{"))
     if num_marks > MAX_MARKS:
@@ -147,17 +117,12 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
         )
     try:
         value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
-        num_characters = _text_length(value) - _pictures_length(value)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the request is not JSON ({type(error).__name__}).", 400) from None
     if _SURROGATE.search(body) and not _is_text(value):
         raise RefusedError("the request has half of a surrogate pair, such as \\ud83e alone, which is no text.", 400)
     if not isinstance(value, dict):
         raise RefusedError("the request must be a JSON object.", 400)
-    if num_characters > MAX_TEXT_CHARACTERS:
-        raise RefusedError(
-            f"the request has {num_characters} characters of text, {MAX_TEXT_CHARACTERS} are allowed.", 413
-        )
     return value
 
 
@@ -197,16 +162,12 @@ def _without_effect(value: Any, found: Any, place: str = "") -> Iterator[tuple[s
             if isinstance(checked_part, Body | list):
                 yield from _without_effect(part, checked_part, place)
     elif isinstance(found, Body) and isinstance(value, dict):
-        fields = {field.alias or name: (name, field) for name, field in type(found).model_fields.items()}
+        fields = {field.alias or name: name for name, field in type(found).model_fields.items()}
         for name, given in value.items():
-            if name not in fields:
-                if given is not None or not isinstance(found, Lenient):
-                    yield place + name, not isinstance(found, Lenient)
-            elif fields[name][1].annotation is Any:
-                if given is not None:
-                    yield place + name, False
-            else:
-                yield from _without_effect(given, getattr(found, fields[name][0]), f"{place}{name}.")
+            if name in fields:
+                yield from _without_effect(given, getattr(found, fields[name]), f"{place}{name}.")
+            elif given is not None or not isinstance(found, Lenient):
+                yield place + name, not (isinstance(found, Lenient) or HINTS.fullmatch(name))
 
 
 def _accepted(error: Any) -> tuple[int, bool, int]:
@@ -231,35 +192,6 @@ def _is_text(value: Any) -> bool:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _pictures_length(value: Any) -> int:
-    """Return the number of characters of the pictures in a request, which no tokenizer gets, in any dialect."""
-    messages = [*_list(value, "messages"), *_list(value, "input")]
-    parts = [part for message in messages for part in _list(message, "content")]
-    found = [picture for holder in (value, *messages) for picture in _list(holder, "images")]
-    for part in parts:
-        url = _item(part, "image_url")
-        found += [url, _item(url, "url"), _item(_item(part, "source"), "data")]
-    return sum(len(text) for text in found if isinstance(text, str))
-
-
-def _item(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, dict) else None
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    found = _item(value, name)
-    return found if isinstance(found, list) else []
-
-
-def _text_length(value: Any) -> int:
-    """Return the number of characters in a JSON value, and of its parts."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(name) + _text_length(part) for name, part in value.items()) + len(value)
-    return sum(map(_text_length, value)) + len(value) if isinstance(value, list) else 0
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
+from mlx_flash.modelfile.conversation import DEFAULT_REPEAT_LAST_N, first_messages
 from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile
 from mlx_flash.server.sampling import Defaults
@@ -191,3 +192,50 @@ def _is_model(name: str) -> bool:
         return "/" in name and isinstance(try_to_load_from_cache(name, "config.json"), str)
     except (ValueError, OSError):  # it is no name of a repository, or too long for one of a file
         return False
+
+
+_ALL = 1_000_000
+
+
+def source_of(
+    modelfile: Modelfile, name: str, config: FlashConfig, defaults: Defaults, settings: dict[str, Any] | None = None
+) -> Source:
+    """Return the model of a Modelfile.
+
+    Args:
+        modelfile: the Modelfile.
+        name: by which requests name it.
+        config: how to stream.
+        defaults: of what it leaves open.
+        settings: of the tokenizer.
+    """
+    template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
+    return Source(
+        name=name,
+        base=modelfile.base,
+        adapter=None if modelfile.adapter is None else str(modelfile.adapter),
+        config=config,
+        tokenizer_settings={**(settings or {}), **template},
+        defaults=_defaults(modelfile, defaults),
+        first_messages=tuple(first_messages(modelfile)),
+        modelfile=modelfile,
+    )
+
+
+def _defaults(modelfile: Modelfile, defaults: Defaults) -> Defaults:
+    parameters = modelfile.parameters
+    given: dict[str, Any] = {
+        "temperature": parameters.temperature,
+        "top_p": parameters.top_p,
+        "top_k": parameters.top_k,
+        "min_p": parameters.min_p,
+        "seed": parameters.seed,
+        "stop": modelfile.stop or None,
+    }
+    if parameters.num_predict is not None and parameters.num_predict > 0:
+        given["max_tokens"] = parameters.num_predict
+    last = DEFAULT_REPEAT_LAST_N if parameters.repeat_last_n is None else parameters.repeat_last_n
+    if parameters.repeat_penalty is not None and last:
+        given["repetition_penalty"] = parameters.repeat_penalty
+        given["repetition_context_size"] = _ALL if last == -1 else last
+    return replace(defaults, **{name: value for name, value in given.items() if value is not None})

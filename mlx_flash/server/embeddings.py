@@ -10,15 +10,14 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server.body import Asking, Lenient, Many
-from mlx_flash.server.openai.common import head
-from mlx_flash.server.openai.schemas import Count, Name, Token
+from mlx_flash.server.ollama import KeepAlive
+from mlx_flash.server.openai import Count, Name, Token, head
 from mlx_flash.server.replies import Whole, collect_all
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Service
@@ -61,12 +60,7 @@ class OllamaRequest(Asking):
     input: str | Annotated[Many[Text], Field(max_length=2048)] = ""
     prompt: str = ""
     dimensions: Count | None = None
-    keep_alive: float | str | None = None
-
-    @field_validator("keep_alive")
-    @classmethod
-    def _is_duration(cls, value: float | str | None) -> float | None:
-        return None if value is None else seconds_of(value)
+    keep_alive: KeepAlive = None
 
 
 class Document(Lenient):

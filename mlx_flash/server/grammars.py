@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.callforms import CallForm, form_of
+from mlx_flash.server.calltemplates import CallForm, form_of
 from mlx_flash.server.prompts import Prompt, reasoning_of
 from mlx_flash.server.request import GenerationRequest
 
@@ -55,7 +55,7 @@ class Grammars:
         """
         if not request.has_form:
             return None
-        from mlx_flash.server.callgrammar import answer_grammar  # 8 MB that few servers need
+        from mlx_flash.server.grammar import answer_grammar  # 8 MB that few servers need
 
         return answer_grammar(
             request, self._form(request), self._tokenizer, reasoning_of(request, prompt, self._tokenizer)

@@ -10,6 +10,7 @@ from typing import get_args
 from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers, launched_group
 from mlx_flash.residency.admission import Decision
+from mlx_flash.server.request import GenerationRequest, Sampling
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 """From the one that needs most memory to the one that needs least."""
@@ -20,13 +21,13 @@ class News:
     """Events that rank 0 has seen since the last pass.
 
     Attributes:
-        requests: those that came: (number, JSON).
+        requests: those that came, with their numbers.
         left: numbers of requests whose clients left.
         expired: names of models whose time in memory is over.
         stops: whether the server ends.
     """
 
-    requests: Sequence[tuple[int, str]] = ()
+    requests: Sequence[tuple[int, GenerationRequest]] = ()
     left: Sequence[int] = ()
     expired: Sequence[str] = ()
     stops: bool = False
@@ -59,7 +60,11 @@ class Ranks:
     def share(self, news: News) -> News:
         """Return the news of rank 0."""
         fields = json.loads(self._peers.text(json.dumps(asdict(news))))
-        return News(**{**fields, "requests": [tuple(request) for request in fields["requests"]]})
+        requests = [
+            (number, GenerationRequest(**{**given, "sampling": Sampling(**given["sampling"])}))
+            for number, given in fields["requests"]
+        ]
+        return News(**{**fields, "requests": requests})
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision on a request that suits every rank.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_flash.server.answer import Answer
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector
+from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector
 
 _log = logging.getLogger("mlx_flash")
 
@@ -120,6 +120,11 @@ class Writer(ABC):
     @abstractmethod
     def beat(self) -> bytes:
         """Return a part that changes nothing, and that clients count as an event."""
+
+
+def sent(value: Mapping[str, Any]) -> bytes:
+    """Return an event of a stream, which is named after its type."""
+    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
 
 
 async def stream(request: Request, answers: Sequence[Answer], writer: Writer) -> Response:

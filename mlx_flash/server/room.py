@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+import time
+from collections import deque
 from concurrent.futures import Future
+from functools import partial
+from weakref import WeakValueDictionary
 
-from mlx_flash.errors import FlashError, RefusedError
+from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.answer import Answer
 from mlx_flash.server.batchoptions import BatchOptions
+from mlx_flash.server.boundary import ends_alone
 from mlx_flash.server.catalog import Catalog
-from mlx_flash.server.inbox import Inbox
-from mlx_flash.server.loop import Loop
+from mlx_flash.server.events import Answer, Failed, Progress
+from mlx_flash.server.job import Job
+from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
-from mlx_flash.server.ranks import Ranks
+from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.workers import wait_for_end_of_thread
+
+_SEED_BITS = 63
+
+RANKS_SECONDS = 60.0
+"""Other ranks hear from rank 0 at least so often: they give it up after some minutes."""
 
 
 class EngineRoom:
     """The generation thread, and the way of requests to it.
+
+    The thread takes in requests, admits those that fit, computes a pass, and begins again. On several ranks all of them
+    do so alike: rank 0 shares what only it sees before each round.
 
     Args:
         catalog: the models that requests can name.
@@ -36,11 +50,17 @@ class EngineRoom:
     def __init__(self, catalog: Catalog, options: BatchOptions | None = None, keep_alive: float | None = None) -> None:
         self.catalog = catalog
         self._options, self._keep_alive = options or BatchOptions(), keep_alive
-        self._inbox = Inbox()
         self._plan: Future[ResidencyPlan | None] = Future()
         self._thread = threading.Thread(target=self._run, name="generation")
         self._native_id: int | None = None
-        self._is_stopping = self._has_ended_well = False
+        self._is_stopping = self._is_closed = self._has_ended_well = False
+        self._changed = threading.Condition()
+        self._requests: list[tuple[int, GenerationRequest]] = []
+        self._left: list[int] = []  # numbers of requests whose clients have left
+        self._answers: WeakValueDictionary[int, Answer] = WeakValueDictionary()
+        self._number = 0
+        self._ranks: Ranks | None = None
+        self._waiting: deque[Job] = deque()
 
     def start(self) -> ResidencyPlan | None:
         """Start the thread, and load the default model. Return its plan; None if there is no default model.
@@ -60,7 +80,7 @@ class EngineRoom:
     @property
     def is_alive(self) -> bool:
         """True if requests are answered."""
-        return self._thread.is_alive() and not self._is_stopping and not self._inbox.is_closed
+        return self._thread.is_alive() and not self._is_stopping and not self._is_closed
 
     @property
     def is_ready(self) -> bool:
@@ -70,7 +90,7 @@ class EngineRoom:
     @property
     def num_answers(self) -> int:
         """Answers that are computed or wait."""
-        return self._inbox.num_answers
+        return sum(not answer.is_over for answer in self._answers.values())
 
     def submit(self, *requests: GenerationRequest) -> list[Answer]:
         """Send requests to the thread together. Return their answers, for the event loop that runs now.
@@ -78,14 +98,31 @@ class EngineRoom:
         Raises:
             RefusedError: the thread has ended, or is about to.
         """
-        if not self.is_alive:
-            raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
-        return self._inbox.submit(*requests)
+        seeded = [request.with_drawn_seed(secrets.randbits(_SEED_BITS)) for request in requests]
+        with self._changed:
+            if not self.is_alive:
+                raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
+            answers = [self._add(request) for request in seeded]
+            self._changed.notify()
+        return answers
+
+    def _add(self, request: GenerationRequest) -> Answer:
+        self._number += 1
+        number = self._number
+        answer = self._answers[number] = Answer(lambda: self._leave(number))
+        self._requests.append((number, request))
+        return answer
+
+    def _leave(self, number: int) -> None:
+        with self._changed:
+            self._left.append(number)
+            self._changed.notify()
 
     def stop(self) -> None:
         """End all requests with an error after the pass under way, and the thread."""
-        self._is_stopping = True
-        self._inbox.stop()
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
 
     def join(self) -> bool:
         """Wait for the end of the thread. Return False if it died."""
@@ -100,21 +137,150 @@ class EngineRoom:
 
     def _run(self) -> None:
         self._native_id = threading.get_native_id()
-        ranks = Ranks.of_process()
-        models = self.models = Models(self._options, ranks, self._keep_alive)
-        loop = Loop(self.catalog, models, self._inbox, ranks)
+        self._ranks = Ranks.of_process()
+        self.models = Models(self._options, self._ranks, self._keep_alive)
         try:
             try:
-                model = loop.load_default(self._check_running)
+                default = self.catalog.default
+                model = None if default is None else self.models.load(default, self._check_running)
             except FlashError as error:
                 self._plan.set_exception(error)
                 return
             self._plan.set_result(None if model is None else model.model.plan)
             del model
-            loop.run()
+            self._answer_all()
             self._has_ended_well = True
         finally:
-            self._inbox.close()
-            models.close()
+            with self._changed:
+                self._is_closed = True
+                answers = list(self._answers.values())
+            for answer in answers:
+                answer.put(Failed(RefusedError("the server stops.", 503)))
+            self.models.close()
             if not self._plan.done():
                 self._plan.set_exception(RefusedError("the generation thread died.", 503))
+
+    def _answer_all(self) -> None:
+        """Answer requests until the server stops."""
+        stops = False
+        while not stops:
+            stops = self._step()
+        error = RefusedError("the server stops.", 503)
+        for model in self.models:
+            model.drop_all(error)
+        while self._waiting:
+            self._waiting.popleft().fail(error)
+
+    def _step(self) -> bool:
+        """Go one round. Return whether the server stops."""
+        news = self._news()
+        for number, request in news.requests:
+            self._take_in(number, request)
+        for number in news.left:
+            self._let_go(number)
+        with ends_alone(lambda error: None):  # it is logged; the model has left the room
+            self.models.unload_named(news.expired)
+        if news.stops:
+            return True
+        while self._waiting and self._admit(self._waiting[0]):
+            self._waiting.popleft()
+        for model in self.models:
+            if model.jobs:
+                with ends_alone(partial(self._fail_all, model)):
+                    model.advance()
+                if not model.jobs:
+                    self.models.note_end(model)
+        return False
+
+    def _news(self) -> News:
+        """Return what has come. Wait for it if there is nothing to compute."""
+        ranks = self._ranks
+        if ranks is not None and not ranks.is_first:
+            return ranks.share(News())
+        is_idle = not self._waiting and not any(model.jobs for model in self.models)
+        seconds = self.models.next_expiry if is_idle else 0.0
+        if ranks is not None:
+            seconds = RANKS_SECONDS if seconds is None else min(RANKS_SECONDS, seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: self._requests or self._left or self._is_stopping, seconds)
+            news = News(self._requests, self._left, self.models.expired(), self._is_stopping)
+            self._requests, self._left = [], []
+        return news if ranks is None else ranks.share(news)
+
+    def _take_in(self, number: int, request: GenerationRequest) -> None:
+        """Queue a request. Refuse it if its model is unknown, or has never room for it."""
+        answer = self._answers.get(number)  # None on other ranks than 0, or if the client is gone
+        with ends_alone(partial(_refuse, answer)):
+            job = Job(number, request, self.catalog.find(request.model, request.adapter), answer)
+            model = self.models.get(job.source)
+            if model is not None and request.has_prompt:
+                model.prepare(job)
+            self._waiting.append(job)
+
+    def _admit(self, job: Job) -> bool:
+        """Begin with a request if there is room now. Return False if it has to wait for others."""
+        is_settled = True
+        with ends_alone(job.fail):
+            if job.request.work == "unload":
+                if (found := self.models.get(job.source)) is not None:  # after its other requests
+                    self.models.note_use(found, 0.0)
+                job.end_without_answer()
+                return True
+            model = self.models.get(job.source) or self._load(job)
+            if model is None:
+                is_settled = False
+            else:
+                if job.prompt is None and job.request.has_prompt:
+                    model.prepare(job)
+                if job.request.work not in ("answer", "embed"):
+                    self.models.note_use(model, job.request.keep_alive)
+                    job.end_without_answer()
+                    return True
+                is_settled = model.admits(job)
+                if is_settled:
+                    model.begin(job)
+                    self.models.note_use(model, job.request.keep_alive)
+        return is_settled
+
+    def _load(self, job: Job) -> LoadedModel | None:
+        """Load the model of a request, and report progress to all that wait for it, or come meanwhile."""
+        began = time.perf_counter()
+
+        def report(done: int, total: int) -> None:
+            if self._ranks is None:  # other ranks take requests between passes only
+                with self._changed:
+                    found, self._requests = self._requests, []
+                for number, request in found:
+                    self._take_in(number, request)
+            for other in self._waiting:
+                if other.source.name == job.source.name:
+                    other.send(Progress("loading", done, total))
+
+        report(0, 0)
+        model = self.models.load(job.source, report)
+        job.load_seconds = time.perf_counter() - began
+        return model
+
+    def _let_go(self, number: int) -> None:
+        """End a request whose client left."""
+        self._waiting = deque(job for job in self._waiting if job.number != number)
+        for model in self.models:
+            for job in [job for job in model.jobs.values() if job.number == number]:
+                with ends_alone(partial(self._fail_all, model)):
+                    model.drop(job)
+                self.models.note_end(model)
+
+    def _fail_all(self, model: LoadedModel, error: RefusedError) -> None:
+        """End all requests of a model after a pass that failed.
+
+        Raises:
+            PeerError: other ranks may not have failed: they cannot go on together.
+        """
+        model.drop_all(error)
+        if self._ranks is not None and not isinstance(error.__cause__, BudgetError | RefusedError):
+            raise PeerError(f"a pass failed on this rank: {error}") from error
+
+
+def _refuse(answer: Answer | None, error: RefusedError) -> None:
+    if answer is not None:
+        answer.put(Failed(error))

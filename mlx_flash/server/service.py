@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,20 +12,24 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from mlx_flash.errors import FlashError, RefusedError
-from mlx_flash.server.answer import Answer
-from mlx_flash.server.body import Asking, Bodies, Checked, read_body
-from mlx_flash.server.catalog import Catalog
-from mlx_flash.server.loaded import LoadedModel
+from mlx_flash.server.body import Asking, Checked, read_body
+from mlx_flash.server.events import Answer
 from mlx_flash.server.replies import ClientLeftError
-from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.request import GenerationRequest, without_broken_calls
 from mlx_flash.server.requestpictures import with_all_pictures
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.toolchoice import without_broken_calls
 
 MAX_REQUESTS = 128
 """The most answers that are computed or wait."""
+
+MAX_HELD_BYTES = 64 << 20
+"""The most bytes of all bodies that are read, or whose requests wait for an answer."""
+
+MAX_TEXT_CHARACTERS = 4_000_000
+"""The most text of a request, about a million tokens. The tokenizer works through it before its length is known."""
 
 MAX_IGNORED_NAMES = 256
 """The most names of fields without effect that are counted apart."""
@@ -34,7 +39,6 @@ IGNORED_HEADER = "x-mlx-flash-ignored"
 
 _log = logging.getLogger("mlx_flash")
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 ErrorBody = Callable[[RefusedError], Any]
 
 
@@ -47,25 +51,17 @@ class Service:
 
     Attributes:
         room: as given.
+        catalog: the models that requests can name.
         num_requests: requests that are answered or wait.
         ignored: requests by names of fields that had no effect on their answers.
     """
 
     def __init__(self, room: EngineRoom, *, is_strict: bool = False) -> None:
-        self.room = room
+        self.room, self.catalog = room, room.catalog
         self.num_requests = 0
         self.ignored: Counter[str] = Counter()
         self._is_strict = is_strict
-        self._bodies = Bodies()
-
-    @property
-    def catalog(self) -> Catalog:
-        """The models that requests can name."""
-        return self.room.catalog
-
-    def loaded(self) -> list[LoadedModel]:
-        """Return the models in memory, to look at what does not change."""
-        return list(self.room.models)
+        self._num_bytes = 0
 
     def submit(self, *requests: GenerationRequest) -> list[Answer]:
         """Send the requests of a body to the generation thread. Their answers end by themselves, or by ``leave()``.
@@ -75,23 +71,36 @@ class Service:
         """
         if self.room.num_answers + len(requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        requests = tuple(map(without_broken_calls, requests))
-        return self.room.submit(*with_all_pictures(requests, self.catalog.image_folder))
+        found = with_all_pictures([*map(without_broken_calls, requests)], self.catalog.image_folder)
+        texts = {id(each.messages or each): [each.messages, each.tools, each.prompt, each.suffix] for each in found}
+        num_characters = sum(len(json.dumps(each, ensure_ascii=False)) for each in texts.values())
+        if num_characters > MAX_TEXT_CHARACTERS:
+            raise RefusedError(
+                f"the request has {num_characters} characters of text, {MAX_TEXT_CHARACTERS} are allowed.", 413
+            )
+        return self.room.submit(*found)
 
-    def endpoint(
-        self, kind: type[Checked], answer: Callable[[Service, Request, Checked], Awaitable[Response]], errors: ErrorBody
-    ) -> Endpoint:
-        """Return what answers requests of some kind.
+    def post(
+        self,
+        path: str,
+        kind: type[Checked],
+        answer: Callable[[Service, Request, Checked], Awaitable[Response]],
+        errors: ErrorBody,
+        method: str = "POST",
+    ) -> Route:
+        """Return the route of requests with a body.
 
         Args:
+            path: of their URL.
             kind: of their bodies.
             answer: makes the reply to a checked body.
             errors: makes the body of an error, in the form of the dialect.
+            method: of HTTP.
         """
 
         async def reply(request: Request) -> Response:
             try:
-                with self._one_more(), self._bodies.one_more() as count:
+                with self._one_more() as count:
                     body = await read_body(request, kind, count, is_strict=self._is_strict)
                     if isinstance(body, Asking):
                         body.model = await self._known(body.model)
@@ -106,7 +115,7 @@ class Service:
             except (ClientLeftError, ClientDisconnect):
                 return Response(status_code=499)  # nobody reads it
 
-        return reply
+        return Route(path, reply, methods=[method])
 
     async def _known(self, name: str) -> str:
         """Return the name of the model that answers requests for a name."""
@@ -123,11 +132,26 @@ class Service:
             self.ignored[name] += 1
 
     @contextmanager
-    def _one_more(self) -> Iterator[None]:
+    def _one_more(self) -> Iterator[Callable[[int], None]]:
+        """Give a function that is told the length of each part of a body, which counts until the block ends."""
+        own = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal own
+            if self._num_bytes + nbytes > MAX_HELD_BYTES:
+                raise RefusedError(
+                    f"{self._num_bytes} bytes of requests wait already, {MAX_HELD_BYTES} are allowed. "
+                    "Hint: ask again later.",
+                    503,
+                )
+            own += nbytes
+            self._num_bytes += nbytes
+
         if self.num_requests >= MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} requests wait already. Hint: ask again later.", 503)
         self.num_requests += 1
         try:
-            yield
+            yield count
         finally:
             self.num_requests -= 1
+            self._num_bytes -= own

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from mlx_flash.commands import report
-from mlx_flash.commands.render import roofline
+from mlx_flash.commands.report import roofline
 from mlx_flash.config import GB
 from mlx_flash.facts import Facts, Sample
 from mlx_flash.monitor.rates import History

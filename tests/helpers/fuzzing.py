@@ -42,9 +42,8 @@ from mlx_flash.modelfile.parse import parse_modelfile
 from mlx_flash.monitor import enginewatch, frames
 from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.system import system_memory
-from mlx_flash.prefixes import pagefile
-from mlx_flash.prefixes.folder import list_prefixes
-from mlx_flash.prefixes.pagefile import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page
+from mlx_flash.prefixes import folder as pagefile
+from mlx_flash.prefixes.folder import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
 from mlx_flash.storage import index as storage_index
 from mlx_flash.storage import safetensors
 from mlx_flash.storage.index import absent_shards

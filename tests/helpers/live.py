@@ -17,8 +17,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.server.access import Access
 from mlx_flash.server.batchoptions import BatchOptions
-from mlx_flash.server.catalog import Catalog, Source
-from mlx_flash.server.described import source_of
+from mlx_flash.server.catalog import Catalog, Source, source_of
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port

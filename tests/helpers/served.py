@@ -17,7 +17,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import End, Event, Failed, Piece
-from mlx_flash.server.promptcaches import PromptCaches
+from mlx_flash.server.loaded import PromptCaches
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.room import EngineRoom
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.prefixes.folder import Blob, Place, list_prefixes, path_of
 from mlx_flash.prefixes.folder import clear_prefixes as clear_prefixes
-from mlx_flash.prefixes.folder import list_prefixes
-from mlx_flash.prefixes.pagefile import Blob, Place, path_of
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 STEP = 4

@@ -23,14 +23,13 @@ from mlx_flash import DiskKVCache
 from mlx_flash.commands.receipt import FORMAT
 from mlx_flash.commands.verify import _read_receipt, save_receipt
 from mlx_flash.convert import derived
-from mlx_flash.convert.copies import hold, list_copies, read_manifest
-from mlx_flash.convert.derived import adopt_derived
+from mlx_flash.convert.derived import adopt_derived, hold, list_copies, read_manifest
 from mlx_flash.convert.pack import pack
 from mlx_flash.experts.routingtrace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.prefixes.pagefile import Blob
+from mlx_flash.prefixes.folder import Blob
 from mlx_flash.prefixes.store import PrefixStore
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage import probe, selftest

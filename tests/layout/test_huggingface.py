@@ -15,8 +15,7 @@ import pytest
 from checkpoints import DIRECT, PROJECTIONS, Config, Weights, random_weights, with_single_experts, write
 from mlx_flash import FileChangedError, FlashLLM
 from mlx_flash.convert import derived
-from mlx_flash.convert.copies import derived_directory, list_copies
-from mlx_flash.convert.parameters import derived_parameters
+from mlx_flash.convert.derived import derived_directory, derived_parameters, list_copies
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import stock

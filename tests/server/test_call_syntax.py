@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from call_forms import ELEMENTS, FUNCTIONS, STOCK, TEMPLATES, rendered, stock_answer, tokenizer_of
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.calls import Part
 from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
-from mlx_flash.server.text import TextStream, check_tools
+from mlx_flash.server.text import Part, TextStream, check_tools
 
 TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items()}
 TOKENIZERS |= {name: tokenizer_of("{{ tools }}", name) for name in STOCK}

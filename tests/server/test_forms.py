@@ -16,8 +16,7 @@ from llguidance import LLMatcher
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.callgrammar import answer_grammar
-from mlx_flash.server.grammar import grammar_tokenizer, json_grammar
+from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer, json_grammar
 from mlx_flash.server.request import GenerationRequest
 from scripted import TEMPLATE, make_scripted_model, saying, wishing
 from tool_models import with_template

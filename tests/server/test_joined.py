@@ -27,7 +27,7 @@ from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.server import joined, loaded
 from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
-from mlx_flash.server.jobs import Jobs
+from mlx_flash.server.job import Jobs
 from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model

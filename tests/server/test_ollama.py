@@ -16,7 +16,7 @@ import pytest
 from live import Live, live
 from mlx_flash import FlashConfig
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.ollama.schemas import seconds_of
+from mlx_flash.server.ollama import seconds_of
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import make_random_model
 from scripted import make_scripted_model, saying

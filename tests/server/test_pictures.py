@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import gc
 import io
@@ -21,10 +20,9 @@ from live import Live, live
 from mlx_flash import ConfigError, FlashConfig, RefusedError
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.serve import serve
-from mlx_flash.server import inbox, requestpictures
-from mlx_flash.server.body import parse
+from mlx_flash.server import requestpictures
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.ollama.shown import shown
+from mlx_flash.server.ollamamodels import shown
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import (
     MAX_NAME,
@@ -55,7 +53,6 @@ def test_pictures_leave_messages_and_their_places_stay() -> None:
     found = with_pictures(asked(URL, data_url(TEXT)), None)
     assert list(decoded(found.pictures)) == [PNG, PNG] and found.messages is not None
     assert [part["type"] for part in found.messages[0]["content"]] == ["image", "image", "text"]
-    assert GenerationRequest.from_json(found.to_json()).pictures == [TEXT, TEXT]  # as other ranks get it
     plain = asked()
     assert with_pictures(plain, None) is plain and plain.messages == [{"role": "user", "content": "What?"}]
 
@@ -127,19 +124,7 @@ def test_requests_of_a_body_share_their_pictures(monkeypatch: pytest.MonkeyPatch
     plain = [asked(), GenerationRequest(model="m", prompt="x"), GenerationRequest(model="m", prompt="y")]
     assert with_all_pictures(plain, None) == plain and with_all_pictures([], None) == []
 
-    async def sent() -> list[str]:
-        box = inbox.Inbox()
-        answers = box.submit(*seen)
-        texts = [text for _, text in box.news([]).requests]
-        assert len(answers) == len(texts) == 16
-        return texts
-
-    for text in (texts := asyncio.run(sent())):
-        assert len(text) < 2000 and GenerationRequest.from_json(text).pictures is seen[0].pictures
-    assert len({GenerationRequest.from_json(text).sampling.drawn_seed for text in texts}) == 16
-    monkeypatch.setattr(inbox, "launched_group", lambda: "some ranks")
-    for text in asyncio.run(sent()):
-        assert type(text) is str and GenerationRequest.from_json(text).pictures == [*seen[0].pictures]
+    assert all(request.pictures is seen[0].pictures for request in seen)
 
 
 def counted(function: Any, calls: list[Any]) -> Any:
@@ -192,13 +177,14 @@ def test_files_come_from_one_folder_only(tmp_path: Path) -> None:
         with_pictures(asked("text.png"), folder)
 
 
-def test_pictures_are_no_text_of_a_body() -> None:
+def test_pictures_are_no_text_of_a_body(blind: Live) -> None:
     data = "QUJD" * 1_200_000
-    for body in bodies(data).values():
-        assert parse(json.dumps(body).encode())
-    for wrong in ({"prompt": data}, {"messages": [{"content": data}]}, {"tools": [{"image_url": {"url": data}}]}):
-        with pytest.raises(RefusedError, match="characters of text"):
-            parse(json.dumps(wrong).encode())
+    for path, body in bodies(data).items():
+        status, reply = blind.post(path, body)
+        assert status == 400 and "is no PNG" in str(reply)
+    for wrong in ({"prompt": data}, {"messages": [{"role": "user", "content": data}]}):
+        status, reply = blind.post("/v1/completions" if "prompt" in wrong else CHAT, wrong)
+        assert status == 413 and "characters of text" in str(reply)
 
 
 @pytest.fixture(scope="module")

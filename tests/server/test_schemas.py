@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from live import Live, live
-from mlx_flash.server.anthropic.schemas import CountRequest, MessagesRequest
-from mlx_flash.server.ollama import schemas as ollama
-from mlx_flash.server.openai.response_schemas import ResponseRequest
-from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
+from mlx_flash.server import ollama
+from mlx_flash.server.anthropic import CountRequest, MessagesRequest
+from mlx_flash.server.openai import ChatRequest, CompletionRequest
+from mlx_flash.server.responses import ResponseRequest
 from mlx_flash.server.sampling import Defaults
 from models import make_random_model
 from schemas import bodies

@@ -20,9 +20,9 @@ from mlx_lm.sample_utils import make_sampler
 from live import Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import grammar, loaded, prompts
-from mlx_flash.server.loop import Loop
-from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
+from mlx_flash.server.openai import ChatRequest, CompletionRequest
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults
 from models import make_random_model
 
@@ -457,7 +457,7 @@ def test_any_exception_ends_one_request_alone(server: Live, monkeypatch: pytest.
         raise OddError("odd")
 
     expected = server.say("Hi")
-    for name in ("make_prompt", "TextStream", "detail_of", "plain_cache"):
+    for name in ("make_prompt", "TextStream", "detail_of", "_taken"):
         with monkeypatch.context() as patch:
             patch.setattr(loaded, name, fail)
             body = {"messages": messages("Hi"), "max_tokens": 3, "logprobs": True}
@@ -510,7 +510,7 @@ def test_a_stream_that_fails_ends_with_an_error(server: Live, monkeypatch: pytes
 def test_a_dead_generation_thread_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with live(model) as running:
         assert running.get("/ready") == (200, {"status": "ready"})
-        monkeypatch.setattr(Loop, "_news", lambda self: 1 / 0)
+        monkeypatch.setattr(EngineRoom, "_news", lambda self: 1 / 0)
         assert running.post(TEXT, {"prompt": "x", "max_tokens": 500})[0] == 503
         assert running.get("/health")[0] == running.get("/ready")[0] == 503
         assert running.post(TEXT, {"prompt": "x"})[0] == 503

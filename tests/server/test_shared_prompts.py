@@ -12,7 +12,7 @@ from conversations import LONG, model, turn
 from mlx_flash.kv.layerrows import LayerRows, park
 from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.events import Begun, End, Event, Progress
-from mlx_flash.server.jobs import Jobs
+from mlx_flash.server.job import Jobs
 from mlx_flash.server.request import GenerationRequest, Sampling
 from served import every, serving, text_of
 

@@ -15,9 +15,8 @@ from llguidance import LLMatcher
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.callforms import form_of
-from mlx_flash.server.callgrammar import answer_grammar
-from mlx_flash.server.grammar import grammar_tokenizer
+from mlx_flash.server.calltemplates import form_of
+from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 from scripted import wishing

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakedriver import FakeDriver
-from mlx_flash.convert.compress import CompressedPlan
-from mlx_flash.convert.writer import ShardPlan, TensorSpec, cut
+from mlx_flash.convert.pack import CompressedPlan
+from mlx_flash.convert.rewrite import ShardPlan, TensorSpec, cut
 from mlx_flash.errors import ConfigError, HeaderError, ReadError, TruncatedFileError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import codec

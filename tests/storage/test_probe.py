@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import children
-from mlx_flash.convert.copies import MANIFEST_NAME, read_manifest
+from mlx_flash.convert.derived import MANIFEST_NAME, read_manifest
 from mlx_flash.errors import CheckpointNotFoundError, ReadError
 from mlx_flash.folders import cache_directory
 from mlx_flash.storage import probe

@@ -1,24 +1,185 @@
-"""``/api/chat`` and ``/api/generate``."""
+"""Ollama's dialect: ``/api/chat`` and ``/api/generate``.
+
+A field that would change the answer unseen, and is not supported, is an error.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_flash.errors import RefusedError
+from mlx_flash.monitor.words import seconds_of
+from mlx_flash.server.body import Asking, Lenient, Many, error_text
+from mlx_flash.server.catalog import LATEST
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammars import schema_grammar
-from mlx_flash.server.ollama.common import counts_of, error_body, line, logprob_of, now
-from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
+from mlx_flash.server.openai import (
+    Effort,
+    MessageCall,
+    Name,
+    NumLikeliest,
+    Penalty,
+    Seed,
+    Share,
+    Stop,
+    Temperature,
+    Tool,
+    TopK,
+    called_in,
+    shown_logprobs,
+    shown_tools,
+)
 from mlx_flash.server.replies import Writer, collect_all, stream
-from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options
+from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options, tool_fields
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
-from mlx_flash.server.toolchoice import called
+
+
+def error_body(error: RefusedError) -> dict[str, Any]:
+    """Return an error as Ollama's clients read it."""
+    return {"error": error_text(error)}
+
+
+def line(value: Mapping[str, Any]) -> bytes:
+    """Return a part of a stream."""
+    return f"{json.dumps(value, ensure_ascii=False)}\n".encode("utf-8", "replace")
+
+
+def now() -> str:
+    """Return the time as replies have it."""
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def tagged(name: str) -> str:
+    """Return a name as Ollama lists it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def counts_of(end: End, total_ns: int) -> dict[str, Any]:
+    """Return numbers of tokens, and durations in nanoseconds.
+
+    Args:
+        end: the end of the answer.
+        total_ns: time since the request came.
+    """
+    load, prompt, answer = (
+        round(seconds * 1e9) for seconds in (end.load_seconds, end.prompt_seconds, end.answer_seconds)
+    )
+    return {
+        "total_duration": total_ns,
+        "load_duration": load,
+        "prompt_eval_count": end.num_prompt,
+        "prompt_eval_cached_count": end.num_cached,
+        "prompt_eval_duration": prompt,
+        "eval_count": end.num_tokens,
+        "eval_duration": answer,
+    }
+
+
+class Options(Lenient):
+    """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
+
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    stop: Stop | None = None
+    repeat_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+KeepAlive = Annotated[float | str | None, AfterValidator(lambda value: None if value is None else seconds_of(value))]
+"""Seconds, or a duration such as ``1h30m``."""
+
+
+class Asked(Asking):
+    """Fields of requests for text."""
+
+    model: Name
+    stream: bool | None = None
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    keep_alive: KeepAlive = None
+    think: bool | Effort | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLikeliest | None = None
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> Asked:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+    @property
+    def streams(self) -> bool:
+        """True if the answer is sent in parts, which is the default."""
+        return self.stream is not False
+
+
+class Message(Lenient):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Many[str] | None = None
+    tool_calls: Many[MessageCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Asked):
+    """A request for the next message of a conversation. One without messages loads or unloads the model."""
+
+    messages: Many[Message] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
+
+
+class GenerateRequest(Asked):
+    """A request to answer a text. One without a text loads or unloads the model."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    template: Literal[""] | None = None
+    suffix: str | None = None
+    context: Many[int] | None = None
+    images: Many[str] | None = None
+
+    @model_validator(mode="after")
+    def _has_places(self) -> GenerateRequest:
+        if self.images and (self.raw or not self.prompt):
+            raise ValueError("images belong to a prompt that is not raw")
+        if self.context and (self.raw or self.images):
+            raise ValueError("context belongs to a prompt that is not raw, without images")
+        return self
+
+
+class ShowRequest(Lenient):
+    """A request for facts about a model. Ollama's own command sends all fields, also those that are empty."""
+
+    model: Name | Literal[""] = ""
+    name: Name | Literal[""] = ""
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ShowRequest:
+        if not self.model and not self.name:
+            raise ValueError("model is missing")
+        return self
+
 
 _DEFAULT_REPEAT_LAST_N = 64
 _ALL = 1_000_000
@@ -33,7 +194,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
             model=body.model,
             messages=messages,
             continues=continues(messages),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+            **tool_fields(shown_tools(body.tools, body)),
         )
     return await _answer(service, request, body, asked)
 
@@ -106,7 +267,7 @@ class _Form:
         else:
             found |= {"response": text, **thinking}
         if tokens:
-            found["logprobs"] = [logprob_of(token) for token in tokens]
+            found["logprobs"] = shown_logprobs(tokens)
         return {**found, "done": False}
 
     def end(self, end: End) -> dict[str, Any]:
@@ -219,6 +380,5 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     }
     found |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
-        calls = message.tool_calls
-        found["tool_calls"] = [called(call.id, call.function.name, call.function.arguments) for call in calls]
+        found["tool_calls"] = [called_in(call) for call in message.tool_calls]
     return found

@@ -1,0 +1,517 @@
+"""Anthropic's dialect: ``/v1/messages`` and ``/v1/messages/count_tokens``.
+
+A field that would change the answer unseen, and is not supported, is an error.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.body import Asking, Body, Lenient, Many, error_text
+from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
+from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.openai import (
+    Count,
+    Effort,
+    FunctionName,
+    ModelName,
+    Share,
+    StopText,
+    Temperature,
+    Thinking,
+    TopK,
+)
+from mlx_flash.server.replies import Whole, Writer, collect_all, sent, stream
+from mlx_flash.server.request import (
+    GenerationRequest,
+    Sampling,
+    called,
+    continues,
+    function,
+    stop_texts,
+    thinking_options,
+    tool_fields,
+)
+from mlx_flash.server.requestpictures import content_of, data_url, picture_part
+from mlx_flash.server.service import Service
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: RefusedError) -> dict[str, Any]:
+    """Return an error as Anthropic's clients read it."""
+    return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": error_text(error)}}
+
+
+class TextBlock(Lenient):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageSource(Lenient):
+    """A picture: its data, or an URL."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ImageSource:
+        if (self.data if self.type == "base64" else self.url) is None:
+            raise ValueError("a source of type base64 has data, and one of type url has an url")
+        return self
+
+
+class ImageBlock(Lenient):
+    """A picture."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
+class DocumentSource(Lenient):
+    """A document: text, or blocks. Other forms are not supported."""
+
+    type: Literal["text", "content"]
+    data: str | None = None
+    content: str | Many[TextBlock | ImageBlock] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> DocumentSource:
+        if (self.data if self.type == "text" else self.content) is None:
+            raise ValueError("a source of type text has data, and one of type content has content")
+        return self
+
+
+class DocumentBlock(Lenient):
+    """A document."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchBlock(Lenient):
+    """A result of a search that the client made."""
+
+    type: Literal["search_result"]
+    source: str = ""
+    title: str = ""
+    content: Many[TextBlock]
+
+
+class ThinkingBlock(Lenient):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Lenient):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolReferenceBlock(Lenient):
+    """The name of a tool that a search found. This server shows all tools to the model."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class OtherBlock(Lenient):
+    """A part of an earlier answer that only Anthropic's servers make or read."""
+
+    type: str
+
+
+Shown = TextBlock | ImageBlock | DocumentBlock | SearchBlock | ToolReferenceBlock
+
+
+class ToolResultBlock(Lenient):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[Annotated[Shown, Field(discriminator="type")]] | None = None
+    is_error: bool | None = None
+
+
+Known = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+_KNOWN = {"text", "image", "document", "search_result", "tool_reference", "thinking", "tool_use", "tool_result"}
+
+Block = Annotated[
+    Annotated[Known, Tag("known")] | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda value: "known" if _type_of(value) in _KNOWN else "other"),
+]
+"""A part of a message."""
+
+
+def _type_of(value: Any) -> object:
+    found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return found if isinstance(found, str) else None
+
+
+class Message(Lenient):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+    @model_validator(mode="after")
+    def _suits_role(self) -> Message:
+        own = ("text", "thinking", "tool_use") if self.role == "assistant" else ("thinking", "tool_use")
+        for block in self.content if isinstance(self.content, list) else ():
+            if self.role == "assistant" and block.type in _KNOWN and block.type not in own:
+                raise ValueError(f"a message of the assistant has no {block.type} blocks")
+            if self.role != "assistant" and (block.type in own or block.type not in _KNOWN):
+                raise ValueError(f"blocks of type {block.type} in a message of the {self.role} are not supported")
+        return self
+
+
+class Tool(Lenient):
+    """A function that the model may call, or a tool that this server does not know."""
+
+    type: str | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Tool:
+        if self.type in (None, "custom") and self.input_schema is None:
+            raise ValueError("a tool has an input_schema")
+        return self
+
+
+class ToolChoice(Body):
+    """Permission to call functions, or the duty to call any, or one."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name is there if, and only if, the type is tool")
+        return self
+
+
+class JsonFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The form of the answer, and how much work it is worth."""
+
+    format: JsonFormat | None = None
+    effort: Effort | None = None
+
+
+class Conversation(Asking):
+    """A conversation."""
+
+    model: ModelName
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+
+
+class CountRequest(Conversation):
+    """A request for the number of tokens of a conversation."""
+
+
+class MessagesRequest(Conversation):
+    """A request for the next message of a conversation."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[Many[StopText], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+
+
+def generation_request(body: Conversation) -> GenerationRequest:
+    """Return the request for an answer to a conversation, with the settings of its prompt.
+
+    Raises:
+        RefusedError: the schema of the answer cannot be used.
+    """
+    kind = None if body.tool_choice is None else body.tool_choice.type
+    name = None if body.tool_choice is None else body.tool_choice.name
+    tools = [] if kind == "none" else _tools(body)
+    output = body.output_config
+    form = body.output_format if output is None or output.format is None else output.format
+    thinking, effort = body.thinking, None if output is None else output.effort
+    messages = _messages(body)
+    return GenerationRequest(
+        model=body.model,
+        messages=messages,
+        continues=continues(messages),
+        **tool_fields(tools, must_call=kind in ("any", "tool"), allowed=None if name is None else [name]),
+        template_options=thinking_options(None if thinking is None else thinking.thinks, effort),
+        grammar=None if form is None else schema_grammar(form.schema_, "output_config.format.schema"),
+        one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
+    )
+
+
+def _messages(body: Conversation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if body.system:
+        found.append({"role": "system", "content": _joined(body.system)})
+    names: dict[str, str] = {}
+    for i, message in enumerate(body.messages):
+        if message.role == "assistant":
+            found.append(_of_assistant(message, names, body))
+        else:
+            found += _of_user(message, names, f"messages.{i}")
+    return found
+
+
+def _of_user(message: Message, names: dict[str, str], field: str) -> list[dict[str, Any]]:
+    """Return the results of calls, each as a message of its own, and the text and pictures between them.
+
+    Args:
+        message: a message of the user, or of the system.
+        names: of the functions of earlier calls, by the number of the call.
+        field: its place in the request.
+    """
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    found: list[dict[str, Any]] = []
+    for i, block in enumerate(message.content):
+        place = f"{field}.content.{i}"
+        if isinstance(block, ToolResultBlock):
+            parts = [] if block.content is None else _parts(block.content, f"{place}.content")
+            result = {"role": "tool", "content": _texts(parts), "tool_call_id": block.tool_use_id}
+            if block.tool_use_id in names:
+                result["name"] = names[block.tool_use_id]
+            found.append(result)
+            more = [part for part in parts if part["type"] == "image"]  # templates show them in messages of the user
+        else:
+            more = _parts([block], place)
+        if more:
+            if not found or found[-1]["role"] != message.role:
+                found.append({"role": message.role, "content": []})
+            found[-1]["content"] += more
+    for each in found:
+        if isinstance(each["content"], list):
+            each["content"] = content_of(each["content"], between="\n")
+    return found or [{"role": message.role, "content": ""}]
+
+
+def _parts(blocks: str | Sequence[Any], field: str) -> list[dict[str, str]]:
+    """Return text and pictures of some blocks."""
+    if isinstance(blocks, str):
+        return [{"type": "text", "text": blocks}]
+    found: list[dict[str, str]] = []
+    for i, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            source = block.source
+            url = source.url or "" if source.type == "url" else data_url(source.data or "")
+            found.append(picture_part(url, f"{field}.{i}.source"))
+        elif isinstance(block, DocumentBlock):
+            given = block.source
+            head = [text for text in (block.title, block.context) if text]
+            found += [{"type": "text", "text": text} for text in head]
+            found += _parts(given.data or "" if given.type == "text" else given.content or "", f"{field}.{i}.source")
+        elif isinstance(block, SearchBlock):
+            found += [{"type": "text", "text": text} for text in (block.title, block.source) if text]
+            found += _parts(block.content, f"{field}.{i}.content")
+        else:
+            text = block.tool_name if isinstance(block, ToolReferenceBlock) else block.text
+            found.append({"type": "text", "text": text})
+    return found
+
+
+def _texts(parts: Sequence[dict[str, str]]) -> str:
+    return "\n".join(part["text"] for part in parts if part["type"] == "text")
+
+
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _of_assistant(message: Message, names: dict[str, str], body: Conversation) -> dict[str, Any]:
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    texts: dict[str, str] = {"text": "", "thinking": ""}
+    calls = []
+    for block in message.content:
+        if isinstance(block, TextBlock):
+            texts["text"] += block.text
+        elif isinstance(block, ThinkingBlock):
+            texts["thinking"] += block.thinking
+        elif isinstance(block, ToolUseBlock):
+            names[block.id] = block.name
+            calls.append(called(block.id, block.name, block.input))
+        else:
+            body.ignore(f"messages.content ({block.type})")
+    found: dict[str, Any] = {"role": "assistant", "content": texts["text"]}
+    if texts["thinking"]:
+        found["reasoning_content"] = texts["thinking"]
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def _tools(body: Conversation) -> list[dict[str, Any]]:
+    """Return the functions in OpenAI's form, which chat templates know. Anthropic's own tools are ignored."""
+    found = []
+    for tool in body.tools or ():
+        if tool.input_schema is None:
+            body.ignore(f"tools ({tool.type})")
+        else:
+            found.append(function(tool.name, tool.description or "", tool.input_schema, is_strict=tool.strict))
+    return found
+
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def answer_messages(service: Service, request: Request, body: MessagesRequest) -> Response:
+    """Answer a request for the next message of a conversation."""
+    asked = replace(
+        generation_request(body),
+        sampling=Sampling(
+            temperature=body.temperature, top_p=body.top_p, top_k=None if body.top_k is None else max(0, body.top_k)
+        ),
+        max_tokens=body.max_tokens,
+        stop=stop_texts(body.stop_sequences),
+    )
+    (answer,) = service.submit(asked)
+    if body.stream:
+        return await stream(request, [answer], _Writer(body))
+    (whole,) = await collect_all(request, [answer])
+    found = {**_head(body), "content": _blocks(whole), **_ending(body, whole.end)}
+    return JSONResponse({**found, "usage": _usage(whole.end, whole.end.num_tokens)})
+
+
+async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
+    """Answer with the number of tokens of a conversation. The model is loaded, because its template decides."""
+    (answer,) = service.submit(replace(generation_request(body), work="count"))
+    (whole,) = await collect_all(request, [answer])
+    return JSONResponse({"input_tokens": whole.end.num_prompt})
+
+
+def _head(body: MessagesRequest) -> dict[str, Any]:
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
+
+
+def _blocks(whole: Whole) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if whole.reasoning:
+        found.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
+    if whole.text:
+        found.append({"type": "text", "text": whole.text})
+    return found + [{**_call(call), "input": call.arguments} for call in whole.calls]
+
+
+def _call(call: CallBegun | ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
+
+
+def _ending(body: MessagesRequest, end: End) -> dict[str, Any]:
+    """Return the reason for the end of an answer. A stop text of the model itself is its usual end."""
+    stop = end.stop if end.stop in (body.stop_sequences or ()) and end.reason == "stop" else None
+    return {"stop_reason": _REASONS[end.reason] if stop is None else "stop_sequence", "stop_sequence": stop}
+
+
+def _usage(prompt: Begun | End, num_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": prompt.num_prompt - prompt.num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": prompt.num_cached,
+        "output_tokens": num_tokens,
+    }
+
+
+class _Writer(Writer):
+    """A stream of blocks: text of one kind in a row is one block, and so is each call."""
+
+    def __init__(self, body: MessagesRequest) -> None:
+        self._body = body
+        self._number = 0
+        self._kind: str | None = None
+
+    def write(self, number: int, event: Event) -> Iterator[bytes]:
+        """Yield the parts for an event."""
+        if isinstance(event, Begun):
+            message = {**_head(self._body), "content": [], "stop_reason": None, "stop_sequence": None}
+            yield sent({"type": "message_start", "message": {**message, "usage": _usage(event, 0)}})
+        elif isinstance(event, Piece) and event.text:
+            yield from self._write_text(event)
+        elif isinstance(event, CallBegun):
+            yield from self._start("tool_use", _call(event))
+        elif isinstance(event, CallArguments):
+            yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+        elif isinstance(event, ToolCall):
+            yield from self._stop()
+        elif isinstance(event, End):
+            yield from self._stop()
+            usage = _usage(event, event.num_tokens)
+            yield sent({"type": "message_delta", "delta": _ending(self._body, event), "usage": usage})
+            yield sent({"type": "message_stop"})
+        elif isinstance(event, Failed):
+            yield sent(error_body(event.error))
+
+    def beat(self) -> bytes:
+        """Return an event that clients skip."""
+        return sent({"type": "ping"})
+
+    def _write_text(self, piece: Piece) -> Iterator[bytes]:
+        kind = "text" if piece.kind == "text" else "thinking"
+        if kind != self._kind:
+            yield from self._start(kind, {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        yield self._delta({"type": f"{kind}_delta", kind: piece.text})
+
+    def _start(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._stop()
+        self._kind = kind
+        yield sent({"type": "content_block_start", "index": self._number, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return sent({"type": "content_block_delta", "index": self._number, "delta": delta})
+
+    def _stop(self) -> Iterator[bytes]:
+        """Yield the event that ends the last block, if it is open."""
+        if self._kind is not None:
+            yield sent({"type": "content_block_stop", "index": self._number})
+            self._number += 1
+            self._kind = None

@@ -1,0 +1,723 @@
+"""OpenAI's dialect: ``/v1/chat/completions`` and ``/v1/completions``.
+
+A field that would change the answer unseen, and is not supported, is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_flash import __version__
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.events import (
+    CallArguments,
+    CallBegun,
+    End,
+    Event,
+    Failed,
+    Piece,
+    Progress,
+    TokenChance,
+    TokenDetail,
+    ToolCall,
+)
+from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.replies import Whole, Writer, collect_all, stream
+from mlx_flash.server.request import (
+    TEXT,
+    GenerationRequest,
+    Sampling,
+    called,
+    function,
+    stop_texts,
+    text_function,
+    thinking_options,
+    tool_fields,
+)
+from mlx_flash.server.requestpictures import content_of, picture_part
+from mlx_flash.server.service import Service
+
+MAX_CHOICES = 16
+"""The most answers to one prompt."""
+
+MAX_PROMPTS = 128
+"""The most prompts of a request."""
+
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f]+$")]
+ModelName = Annotated[Name, BeforeValidator(lambda name: name or "default_model")]
+"""The name of a model; none, or an empty one, is the default model's."""
+StopText = Annotated[str, Field(max_length=1000)]
+"""A text that ends an answer; an empty one is none."""
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Limit = Annotated[Count | None, BeforeValidator(lambda number: None if number == -1 else number)]
+"""The most tokens of an answer; -1 is as many as the server allows."""
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+Seed = Annotated[int, Field(ge=-1, lt=2**63)]
+NumLikeliest = Annotated[int, Field(ge=0, le=20)]
+Stop = StopText | Annotated[Many[StopText], Field(max_length=64)]
+Recent = Annotated[int, Field(ge=1, le=1_000_000)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/@+-]{1,256}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class SamplingFields(Asking):
+    """Fields of every request for text: OpenAI's, and those that mlx-lm's server adds."""
+
+    model: ModelName = "default_model"
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
+    repetition_context_size: Recent | None = None
+    presence_penalty: Penalty | None = None
+    presence_context_size: Recent | None = None
+    frequency_penalty: Penalty | None = None
+    frequency_context_size: Recent | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=10_000),
+        ]
+        | None
+    ) = None
+    seed: Seed | None = None
+    max_tokens: Limit = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    adapters: str | None = None
+    chat_template: None = None  # it would let a client run a program of its own
+    draft_model: Literal["default_model"] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Message(Lenient):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Many[Part] | None = None
+    name: str | None = None
+    tool_calls: Many[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ImageUrl(Body):
+    """The place of a picture. How finely it is looked at, the model's processor decides."""
+
+    url: str
+
+
+class Part(Body):
+    """A part of a message. Sounds and files are not supported."""
+
+    type: Literal["text", "refusal", "image_url"]
+    text: str = ""
+    refusal: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _has_picture(self) -> Part:
+        if (self.type == "image_url") != (self.image_url is not None):
+            raise ValueError("a part of type image_url has an image_url, and no other part has one")
+        return self
+
+
+class MessageCall(Lenient):
+    """A call that the model asked for in an earlier message."""
+
+    id: str | None = None
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledText | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> MessageCall:
+        if (self.function if self.type == "function" else self.custom) is None:
+            raise ValueError(f"a call of type {self.type} has a {self.type}")
+        return self
+
+
+class CalledFunction(Lenient):
+    """The function of a call."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CalledText(Lenient):
+    """The function of a call that takes one text."""
+
+    name: str
+    input: str = ""
+
+
+class Tool(Body):
+    """A function that the model may call, or a tool that this server cannot run."""
+
+    type: str = "function"
+    function: Function | None = None
+    custom: TextFunction | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Tool:
+        if self.type in ("function", "custom") and getattr(self, self.type) is None:
+            raise ValueError(f"a tool of type {self.type} has a {self.type}")
+        return self
+
+
+class Function(Body):
+    """The description of a function."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFunction(Body):
+    """The description of a function that takes one text."""
+
+    name: FunctionName
+    description: str | None = None
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class FunctionChoice(Body):
+    """A function that the answer has to call: named in a part of its own, or in responses here."""
+
+    type: Literal["function", "custom"]
+    name: FunctionName | None = None
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+    @property
+    def called(self) -> str:
+        """Name of the function."""
+        found = self.function or self.custom or self
+        return found.name or ""
+
+
+class AllowedTools(Body):
+    """Functions of which the answer may, or must, call one."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[Many[FunctionChoice], Field(default_factory=list, max_length=512)]
+
+
+class AllowedChoice(AllowedTools):
+    """A choice among some functions, listed in a part of its own, or in responses here."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools | None = None
+
+
+ToolChoice = Literal["none", "auto", "required", "any"] | FunctionChoice | AllowedChoice
+
+
+def chosen_tools(choice: ToolChoice | None, tools: list[dict[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a `GenerationRequest` about functions.
+
+    Args:
+        choice: of the request.
+        tools: its functions, as chat templates take them.
+        names: other names of theirs, and the names in ``tools``.
+
+    Raises:
+        RefusedError: a call is forced of a function that is not there.
+    """
+    if isinstance(choice, FunctionChoice):
+        return tool_fields(tools, must_call=True, allowed=[names.get(choice.called, choice.called)])
+    if isinstance(choice, AllowedChoice):
+        listed = choice.allowed_tools or choice
+        allowed = [names.get(each.called, each.called) for each in listed.tools]
+        return tool_fields(tools, must_call=listed.mode == "required", allowed=allowed)
+    return tool_fields([] if choice == "none" else tools, must_call=choice in ("required", "any"))
+
+
+class JsonSchema(Body):
+    """A schema of the answer."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is there if, and only if, the type is json_schema")
+        return self
+
+
+class Thinking(Body):
+    """The choice to reason first, as several programs write it. The chat template decides how long."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    enabled: bool | None = None
+    effort: Effort | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        """True to reason first, False not to; None lets the template choose."""
+        return self.enabled if self.type is None else self.type != "disabled"
+
+
+class ChatRequest(SamplingFields):
+    """A request for the next message of a conversation."""
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    max_completion_tokens: Limit = None
+    logprobs: bool | None = None
+    top_logprobs: NumLikeliest | None = None
+    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: None = None  # of an API before tools, whose replies have another form
+    function_call: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Thinking | None = None
+    thinking: Thinking | bool | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    modalities: Annotated[Many[Literal["text"]], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """A request to go on with some texts."""
+
+    prompt: (
+        str
+        | Annotated[Many[Token], Field(min_length=1)]
+        | Annotated[Many[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Limit | Literal[0] = None
+    logprobs: NumLikeliest | None = None
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: str | None = None
+
+
+FINGERPRINT = f"mlx-flash-{__version__}"
+
+
+def error_body(error: RefusedError) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = "model_not_found" if error.status == 404 else None
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}
+
+
+def sent(value: Mapping[str, Any]) -> bytes:
+    """Return a part of a stream."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the fields that a reply and all parts of its stream begin with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
+
+
+class Chunks(Writer):
+    """A stream of chunks, each with a part of one answer.
+
+    Args:
+        body: the request.
+        head: the fields that all chunks begin with.
+        num_answers: of the stream.
+        num_prompts: several answers to one prompt count it once.
+    """
+
+    def __init__(self, body: SamplingFields, head: dict[str, Any], num_answers: int, num_prompts: int = 1) -> None:
+        self._wants_usage = wants_usage(body)
+        self._head = {**head, "usage": None} if self._wants_usage else head
+        self._num_answers, self._num_prompts = num_answers, num_prompts
+        self._ends: dict[int, End] = {}
+
+    @abstractmethod
+    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of an answer for an event, an empty one for None; None for events that have no part."""
+
+    def write(self, number: int, event: Event) -> Iterable[bytes]:
+        """Yield the parts for an event. A comment shows how far the work before the next token is."""
+        if isinstance(event, Progress):
+            yield f": {event.stage} {event.done}/{event.total}\n\n".encode()
+        elif isinstance(event, Failed):
+            yield sent(error_body(event.error))
+        elif (choice := self.choice(number, event)) is not None:
+            yield self.chunk(choice)
+        if isinstance(event, End):
+            self._ends[number] = event
+            if len(self._ends) == self._num_answers:
+                yield from self._close()
+
+    def beat(self) -> bytes:
+        """Return a chunk whose choice has nothing new."""
+        return self.chunk(self.choice(0, None) or {})
+
+    def chunk(self, *choices: dict[str, Any]) -> bytes:
+        """Return a chunk."""
+        return sent({**self._head, "choices": choices})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._wants_usage:
+            ends = [self._ends[number] for number in sorted(self._ends)]
+            yield sent({**self._head, "choices": [], "usage": usage_of(ends, self._num_prompts)})
+        yield b"data: [DONE]\n\n"
+
+
+def sampling_of(body: SamplingFields, choice: int) -> Sampling:
+    """Return how the tokens of an answer are chosen.
+
+    Args:
+        body: the request.
+        choice: number of the answer, if several are asked for.
+    """
+    names = (field.name for field in fields(Sampling))
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    given["logit_bias"] = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
+    return Sampling(**{**given, "top_k": None if body.top_k is None else max(0, body.top_k), "choice": choice})
+
+
+def wants_usage(body: SamplingFields) -> bool:
+    """Return whether a stream ends with the number of tokens."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
+    """Return the numbers of tokens of a reply.
+
+    Args:
+        ends: the ends of all answers.
+        num_prompts: prompts; several answers to one prompt count it once.
+    """
+    each = len(ends) // num_prompts
+    prompts = ends[::each]
+    num_prompt, num_tokens = sum(end.num_prompt for end in prompts), sum(end.num_tokens for end in ends)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
+    }
+
+
+T = TypeVar("T")
+
+
+async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
+    """Answer a request for the next message of a conversation."""
+    answers = service.submit(*generation_requests(body))
+    if not body.stream:
+        wholes = await collect_all(request, answers)
+        choices = [_choice(i, whole) for i, whole in enumerate(wholes)]
+        usage = usage_of([whole.end for whole in wholes])
+        return JSONResponse({**head("chatcmpl", "chat.completion", body.model), "choices": choices, "usage": usage})
+    return await stream(request, answers, _Chunks(body, len(answers)))
+
+
+def generation_requests(body: ChatRequest) -> list[GenerationRequest]:
+    """Return the answers that a request asks for.
+
+    Raises:
+        RefusedError: a field is wrong.
+    """
+    messages = [message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    return [
+        GenerationRequest(
+            model=body.model,
+            adapter=body.adapters,
+            messages=messages,
+            **chosen_tools(body.tool_choice, shown_tools(body.tools, body), {}),
+            template_options=_template_options(body),
+            sampling=sampling_of(body, number),
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            stop=stop_texts(body.stop),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            grammar=_grammar(body),
+            one_call=body.parallel_tool_calls is False,
+            continues=bool(body.continue_final_message),
+        )
+        for number in range(body.n or 1)
+    ]
+
+
+def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]]:
+    """Return the functions of a request as chat templates take them. A tool that this server cannot run is ignored."""
+    found = []
+    for tool in tools or ():
+        if tool.function is not None:
+            given = tool.function
+            found.append(function(given.name, given.description, given.parameters, is_strict=given.strict))
+        elif tool.custom is not None:
+            found.append(text_function(tool.custom.name, tool.custom.description))
+        else:
+            body.ignore(f"tools ({tool.type})")
+    return found
+
+
+def _template_options(body: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the chat template: how much to reason, in the ways that programs say it."""
+    asked = [each for each in (body.thinking, body.reasoning) if isinstance(each, Thinking)]
+    thinks = [body.enable_thinking, body.thinking if isinstance(body.thinking, bool) else None]
+    thinks += [each.thinks for each in asked]
+    efforts = [body.reasoning_effort, *(each.effort for each in asked)]
+    found = thinking_options(_first(thinks), _first(efforts))
+    return found | (body.chat_template_kwargs or {})
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+def message_of(message: Message, field: str) -> dict[str, Any]:
+    """Return a message as chat templates take it.
+
+    Args:
+        message: the message.
+        field: its place in the request.
+
+    Raises:
+        RefusedError: a picture cannot be used.
+    """
+    content: Any = message.content
+    if isinstance(content, list):
+        content = content_of([_part(part, f"{field}.content.{i}") for i, part in enumerate(content)])
+    found: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content or "",
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    if message.reasoning is not None:
+        found.setdefault("reasoning_content", message.reasoning)
+    if message.tool_calls:
+        found["tool_calls"] = [called_in(call) for call in message.tool_calls]
+    return found
+
+
+def called_in(call: MessageCall) -> dict[str, Any]:
+    """Return a call of an earlier message as chat templates take it."""
+    if call.custom is not None:
+        return called(call.id, call.custom.name, {TEXT: call.custom.input})
+    assert call.function is not None
+    return called(call.id, call.function.name, call.function.arguments)
+
+
+def _part(part: Part, field: str) -> dict[str, str]:
+    if part.image_url is not None:
+        return picture_part(part.image_url.url, f"{field}.image_url.url")
+    return {"type": "text", "text": part.text or part.refusal or ""}
+
+
+def _grammar(body: ChatRequest) -> str | None:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    if form.json_schema is None:
+        return schema_grammar(None, "response_format")
+    return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+
+
+def _choice(index: int, whole: Whole) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text or None, "refusal": None}
+    if whole.reasoning:
+        message["reasoning"] = whole.reasoning
+    if whole.calls:
+        message["tool_calls"] = [_call(call, json.dumps(call.arguments, ensure_ascii=False)) for call in whole.calls]
+    elif message["content"] is None:
+        message["content"] = ""
+    return {"index": index, "message": message, "logprobs": _logprobs(whole.tokens), "finish_reason": whole.end.reason}
+
+
+def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:
+    """Return a call as a client reads it."""
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _logprobs(tokens: Sequence[TokenDetail]) -> dict[str, Any] | None:
+    return {"content": shown_logprobs(tokens), "refusal": None} if tokens else None
+
+
+def shown_logprobs(tokens: Sequence[TokenDetail]) -> list[dict[str, Any]]:
+    """Return the probabilities of some tokens as a client reads them."""
+
+    def shown(chance: TokenChance) -> dict[str, Any]:
+        text = chance.text.encode("utf-8", "replace")
+        return {"id": chance.token, "token": chance.text, "logprob": chance.logprob, "bytes": list(text)}
+
+    return [{**shown(each.chosen), "top_logprobs": [shown(chance) for chance in each.likeliest]} for each in tokens]
+
+
+class _Chunks(Chunks):
+    """A stream of messages."""
+
+    def __init__(self, body: ChatRequest, num_answers: int) -> None:
+        super().__init__(body, head("chatcmpl", "chat.completion.chunk", body.model), num_answers)
+        self._num_calls = [0] * num_answers
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the beginning of each message."""
+        for number in range(len(self._num_calls)):
+            yield self.chunk(_delta(number, {"role": "assistant", "content": ""}))
+
+    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of a message for an event."""
+        if isinstance(event, Piece):
+            return _delta(number, {"content" if event.kind == "text" else "reasoning": event.text}, event.tokens)
+        if isinstance(event, CallBegun):
+            self._num_calls[number] += 1
+            return self._call_delta(number, _call(event, ""))
+        if isinstance(event, CallArguments):
+            return self._call_delta(number, {"function": {"arguments": event.text}})
+        if isinstance(event, End):
+            return _delta(number, {}, reason=event.reason)
+        return _delta(number, {}) if event is None else None
+
+    def _call_delta(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        return _delta(number, {"tool_calls": [{"index": self._num_calls[number] - 1, **call}]})
+
+
+def _delta(
+    number: int, delta: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": _logprobs(tokens), "finish_reason": reason}
+
+
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+    """Answer a request to go on with some texts."""
+    prompts = _prompts(body)
+    answers = service.submit(*_completions(body, prompts))
+    if not body.stream:
+        wholes = await collect_all(request, answers)
+        choices = [
+            _text_choice(index, whole.text, whole.tokens, 0, whole.end.reason) for index, whole in enumerate(wholes)
+        ]
+        usage = usage_of([whole.end for whole in wholes], len(prompts))
+        return JSONResponse({**head("cmpl", "text_completion", body.model), "choices": choices, "usage": usage})
+    return await stream(request, answers, _TextChunks(body, len(answers), len(prompts)))
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return [*cast("list[str | list[int]]", prompt)]
+
+
+def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[GenerationRequest]:
+    plain = GenerationRequest(
+        model=body.model,
+        adapter=body.adapters,
+        max_tokens=body.max_tokens,
+        stop=stop_texts(body.stop),
+        top_logprobs=body.logprobs,
+        echo=bool(body.echo),
+        suffix=body.suffix or None,
+    )
+    found = []
+    for prompt in prompts:
+        asked = replace(plain, prompt=prompt) if isinstance(prompt, str) else replace(plain, tokens=prompt)
+        found += [replace(asked, sampling=sampling_of(body, choice)) for choice in range(body.n or 1)]
+    return found
+
+
+def _text_choice(
+    index: int, text: str, tokens: Sequence[TokenDetail], offset: int, reason: str | None = None
+) -> dict[str, Any]:
+    """Return an answer, or a part of one.
+
+    Args:
+        index: number of the answer.
+        text: its text.
+        tokens: their details.
+        offset: characters before the text.
+        reason: of its end.
+    """
+    logprobs = None
+    if tokens:
+        texts = [token.chosen.text for token in tokens]
+        logprobs = {
+            "tokens": texts,
+            "token_logprobs": [token.chosen.logprob for token in tokens],
+            "top_logprobs": [
+                None if token.chosen.logprob is None else {each.text: each.logprob for each in token.likeliest}
+                for token in tokens
+            ],
+            "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+        }
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class _TextChunks(Chunks):
+    """A stream of texts."""
+
+    def __init__(self, body: CompletionRequest, num_answers: int, num_prompts: int) -> None:
+        super().__init__(body, head("cmpl", "text_completion", body.model), num_answers, num_prompts)
+        self._offsets = [0] * num_answers
+
+    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of a text for an event."""
+        offset = self._offsets[number]
+        if isinstance(event, Piece):
+            self._offsets[number] += len(event.text)
+            return _text_choice(number, event.text, event.tokens, offset)
+        if isinstance(event, End):
+            return _text_choice(number, "", (), offset, event.reason)
+        return _text_choice(number, "", (), offset) if event is None else None

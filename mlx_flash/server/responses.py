@@ -1,0 +1,580 @@
+"""``/v1/responses``: a request brings its whole conversation, or goes on from an earlier response."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
+from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.openai import (
+    FunctionName,
+    Limit,
+    ModelName,
+    Share,
+    Temperature,
+    Thinking,
+    ToolChoice,
+    chosen_tools,
+)
+from mlx_flash.server.replies import Whole, Writer, collect_all, sent, stream
+from mlx_flash.server.request import (
+    TEXT,
+    GenerationRequest,
+    Sampling,
+    called,
+    function,
+    text_function,
+    thinking_options,
+)
+from mlx_flash.server.requestpictures import content_of, picture_part
+from mlx_flash.server.service import Service
+
+KEPT_SECONDS = 3600.0
+"""The time that a conversation is kept after its last response."""
+
+MAX_KEPT_BYTES = 64 << 20
+"""The most bytes of all conversations, as JSON. The oldest ones leave first."""
+
+
+class KeptResponses:
+    """Conversations in memory, by the number of their last response, the oldest one first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[float, list[dict[str, Any]], int]] = {}
+
+    def keep(self, name: str, messages: Sequence[dict[str, Any]]) -> None:
+        """Keep a conversation for a time, if it is not too long.
+
+        Args:
+            name: number of the response that ends it.
+            messages: all of it, as chat templates take them, without instructions.
+        """
+        self._kept[name] = time.monotonic(), list(messages), len(json.dumps(messages))
+        oldest = time.monotonic() - KEPT_SECONDS
+        total = sum(nbytes for _, _, nbytes in self._kept.values())
+        for other, (kept_at, _, nbytes) in list(self._kept.items()):
+            if kept_at < oldest or total > MAX_KEPT_BYTES:
+                del self._kept[other]
+                total -= nbytes
+
+    def messages(self, name: str) -> list[dict[str, Any]]:
+        """Return a conversation.
+
+        Raises:
+            RefusedError: it is not kept, or not any more.
+        """
+        kept_at, messages, _ = self._kept.get(name, (-KEPT_SECONDS, [], 0))
+        if kept_at < time.monotonic() - KEPT_SECONDS or not messages:
+            raise RefusedError(
+                f"the response {name!r} is not kept here: responses without `store: false` are, for "
+                f"{KEPT_SECONDS / 60:.0f} minutes, until the server ends. Hint: send the whole conversation as input.",
+                404,
+                "previous_response_id",
+            )
+        return messages
+
+
+class InputPart(Lenient):
+    """A part of a message. Files are not supported."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image"]
+    text: str = ""
+    refusal: str | None = None
+    image_url: str | None = None
+
+    @model_validator(mode="after")
+    def _has_picture(self) -> InputPart:
+        if (self.type == "input_image") != (self.image_url is not None):
+            raise ValueError("a part of type input_image has an image_url, and no other part has one")
+        return self
+
+
+class InputItem(Lenient):
+    """A message, a call of the model, or the result of one. Items of other types have no effect."""
+
+    type: Annotated[str, Field(max_length=100)] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Many[InputPart] | None = None
+    summary: Many[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | Many[InputPart] | None = None
+    tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
+
+
+class OneTool(Lenient):
+    """A function that the model may call, or a tool that this server cannot run."""
+
+    type: Annotated[str, Field(max_length=100)]
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> OneTool:
+        if self.name is None and self.type in ("function", "custom", "namespace"):
+            raise ValueError(f"a tool of type {self.type} has a name")
+        return self
+
+
+class ResponseTool(OneTool):
+    """A tool, or several in a namespace."""
+
+    tools: Annotated[Many[OneTool], Field(max_length=512)] | None = None
+
+
+class TextFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+
+
+class ResponseRequest(Asking):
+    """A request for the next items of a conversation."""
+
+    model: ModelName = "default_model"
+    input: str | Annotated[Many[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    max_output_tokens: Limit = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    stream: bool | None = None
+    tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Thinking | None = None
+    text: TextOptions | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None  # only previous_response_id is kept
+    prompt: None = None  # a template that OpenAI keeps
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the one name that the model knows a function by."""
+    return name if not namespace else f"{namespace}__{name}"
+
+
+class Function:
+    """A function of a request.
+
+    Args:
+        namespace: that the request has it in; None for none.
+        tool: the function.
+
+    Attributes:
+        name: without its namespace.
+        flat_name: as the model knows it.
+        takes_text: its argument is a text, not JSON.
+    """
+
+    def __init__(self, namespace: str | None, tool: OneTool) -> None:
+        self.name = tool.name or ""
+        self.flat_name = flat_name(namespace, self.name)
+        self.takes_text = tool.type == "custom"
+        self._namespace, self._tool = namespace, tool
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The description that chat templates get."""
+        tool = self._tool
+        if self.takes_text:
+            return text_function(self.flat_name, tool.description)
+        return function(self.flat_name, tool.description, tool.parameters, is_strict=tool.strict)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The names that an item of a call has."""
+        namespace = {} if self._namespace is None else {"namespace": self._namespace}
+        return {"name": self.name, **namespace}
+
+
+def response_of(
+    body: ResponseRequest, head: dict[str, Any], end: End | None, items: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a response: complete, or one that is being made."""
+    is_cut = end is not None and end.reason == "length"
+    return {
+        **head,
+        "status": "in_progress" if end is None else "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": items,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tool_choice": body.model_dump(exclude_none=True).get("tool_choice", "auto"),
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        "text": {"format": {"type": "text"}}
+        | (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}),
+        "truncation": "disabled",
+        **({} if end is None else {"usage": _usage(end)}),
+    }
+
+
+def reasoning_item(text: str) -> dict[str, Any]:
+    """Return an item of reasoning; without text, one that begins. Programs show the summary: it is the whole."""
+    summary, content = ([summary_part(text)], [{"type": "reasoning_text", "text": text}]) if text else ([], [])
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": summary, "content": content}
+
+
+def summary_part(text: str) -> dict[str, Any]:
+    """Return the summary of an item of reasoning."""
+    return {"type": "summary_text", "text": text}
+
+
+def message_item(text: str, status: str) -> dict[str, Any]:
+    """Return an item of text."""
+    content = [text_part(text)] if status != "in_progress" else []
+    name = f"msg_{uuid.uuid4().hex}"
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a part of an item of text."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def call_item(call: CallBegun, called: Function | None) -> dict[str, Any]:
+    """Return an item that asks for a call, without arguments yet.
+
+    Args:
+        call: the call.
+        called: its function; None if the request has none of this name.
+    """
+    takes_text = called is not None and called.takes_text
+    return {
+        "id": f"{'ctc' if takes_text else 'fc'}_{uuid.uuid4().hex}",
+        "type": "custom_tool_call" if takes_text else "function_call",
+        "status": "in_progress",
+        "call_id": call.id or f"call_{uuid.uuid4().hex}",
+        **({"name": call.name} if called is None else called.names),
+        "input" if takes_text else "arguments": "",
+    }
+
+
+def _usage(end: End) -> dict[str, Any]:
+    return {
+        "input_tokens": end.num_prompt,
+        "input_tokens_details": {"cached_tokens": end.num_cached},
+        "output_tokens": end.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": end.num_prompt + end.num_tokens,
+    }
+
+
+class ResponseWriter(Writer):
+    """A stream of items: text of one kind in a row is one item, and so is each call.
+
+    Args:
+        body: the request.
+        head: the fields that the response begins with.
+        functions: that the model may call, by the names that it knows.
+        keep: called with all items of a complete answer.
+    """
+
+    def __init__(
+        self,
+        body: ResponseRequest,
+        head: dict[str, Any],
+        functions: Mapping[str, Function],
+        keep: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        self._body, self._head, self._functions, self._keep = body, head, functions, keep
+        self._items: list[dict[str, Any]] = []
+        self._number = 0
+        self._item: dict[str, Any] | None = None
+        self._text = ""
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the events before the first item."""
+        yield self._event("response.created", response=response_of(self._body, self._head, None, []))
+        yield self.beat()
+
+    def beat(self) -> bytes:
+        """Return an event that says that the response is being made."""
+        return self._event("response.in_progress", response=response_of(self._body, self._head, None, []))
+
+    def write(self, number: int, event: Event) -> Iterator[bytes]:
+        """Yield the parts for an event."""
+        if isinstance(event, Piece) and event.text:
+            yield from (self._reason if event.kind == "reasoning" else self._say)(event.text)
+        elif isinstance(event, CallBegun):
+            yield from self._begin_item(call_item(event, self._functions.get(event.name)))
+        elif isinstance(event, CallArguments):
+            if not self._takes_text:
+                self._text += event.text
+                yield self._event("response.function_call_arguments.delta", **self._place, delta=event.text)
+        elif isinstance(event, ToolCall):
+            if self._takes_text:
+                self._text = str(event.arguments.get(TEXT, ""))
+                yield self._event("response.custom_tool_call_input.delta", **self._place, delta=self._text)
+                yield self._event("response.custom_tool_call_input.done", **self._place, input=self._text)
+            else:
+                done = {"name": event.name, "arguments": self._text}
+                yield self._event("response.function_call_arguments.done", **self._place, **done)
+            yield from self._end_item("completed")
+        elif isinstance(event, End):
+            yield from self._end_item("incomplete" if event.reason == "length" else "completed")
+            self._keep(self._items)
+            ended = response_of(self._body, self._head, event, self._items)
+            yield self._event(f"response.{ended['status']}", response=ended)
+        elif isinstance(event, Failed):
+            error = event.error
+            yield self._event("error", code="server_error", message=str(error), param=error.field)
+
+    def response_of(self, whole: Whole) -> dict[str, Any]:
+        """Return the response of a complete answer, for clients that want no stream."""
+        pieces = [Piece(whole.reasoning, "reasoning"), Piece(whole.text)]
+        events: list[Event] = [*pieces]
+        for call in whole.calls:
+            text = json.dumps(call.arguments, ensure_ascii=False)
+            events += [CallBegun(call.name, call.id), CallArguments(text), call]
+        for event in (*events, whole.end):
+            for _ in self.write(0, event):
+                pass
+        return response_of(self._body, self._head, whole.end, self._items)
+
+    def _say(self, text: str) -> Iterator[bytes]:
+        if self._item is None or self._item["type"] != "message":
+            yield from self._begin_item(message_item("", "in_progress"))
+            yield self._event("response.content_part.added", **self._place, content_index=0, part=text_part(""))
+        self._text += text
+        yield self._event("response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=[])
+
+    def _reason(self, text: str) -> Iterator[bytes]:
+        if self._item is None or self._item["type"] != "reasoning":
+            yield from self._begin_item(reasoning_item(""))
+            part = summary_part("")
+            yield self._event("response.reasoning_summary_part.added", **self._place, summary_index=0, part=part)
+        self._text += text
+        yield self._event("response.reasoning_summary_text.delta", **self._place, summary_index=0, delta=text)
+
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._end_item()
+        self._item, self._text = item, ""
+        yield self._event("response.output_item.added", output_index=len(self._items), item=item)
+
+    def _end_item(self, status: str | None = None) -> Iterator[bytes]:
+        """Yield the events that end the last item, if it is open.
+
+        Args:
+            status: of the item; None for one that others follow. A call ends with its own: one that is broken is
+                incomplete.
+        """
+        if self._item is None:
+            return
+        begun, text, name = self._item, self._text, self._item["id"]
+        if begun["type"] == "message":
+            item = {**message_item(text, status or "completed"), "id": name}
+            yield self._event("response.output_text.done", **self._place, content_index=0, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._place, content_index=0, part=text_part(text))
+        elif begun["type"] == "reasoning":
+            item, part = {**reasoning_item(text), "id": name}, summary_part(text)
+            yield self._event("response.reasoning_summary_text.done", **self._place, summary_index=0, text=text)
+            yield self._event("response.reasoning_summary_part.done", **self._place, summary_index=0, part=part)
+        else:
+            item = {**begun, "status": status or "incomplete", "input" if self._takes_text else "arguments": text}
+        yield self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._item = None
+
+    @property
+    def _takes_text(self) -> bool:
+        """True while a call is open whose argument is a text."""
+        return self._item is not None and self._item["type"] == "custom_tool_call"
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._items)}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return sent(value)
+
+
+async def respond(kept: KeptResponses, service: Service, request: Request, body: ResponseRequest) -> Response:
+    """Answer a request for the next items of a conversation."""
+    earlier = [] if body.previous_response_id is None else kept.messages(body.previous_response_id)
+    messages, functions = _messages(body, earlier), functions_of(body)
+    head: dict[str, Any] = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
+    answers = service.submit(_generation_request(body, messages, functions))
+
+    def keep(items: list[dict[str, Any]]) -> None:
+        if body.store is not False:
+            conversation = _Messages(body, messages)
+            for i, item in enumerate(items):
+                conversation.add(InputItem.model_validate(item), f"output.{i}")
+            kept.keep(head["id"], conversation.found)
+
+    writer = ResponseWriter(body, head, {each.flat_name: each for each in functions}, keep)
+    if body.stream:
+        return await stream(request, answers, writer)
+    (whole,) = await collect_all(request, answers)
+    return JSONResponse(writer.response_of(whole))
+
+
+def _generation_request(
+    body: ResponseRequest, messages: Sequence[dict[str, Any]], functions: Sequence[Function]
+) -> GenerationRequest:
+    opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    reasoning = body.reasoning
+    return GenerationRequest(
+        model=body.model,
+        messages=[*opening, *messages],
+        **chosen_tools(
+            body.tool_choice, [each.shown for each in functions], {each.name: each.flat_name for each in functions}
+        ),
+        template_options=None if reasoning is None else thinking_options(reasoning.thinks, reasoning.effort),
+        sampling=Sampling(temperature=body.temperature, top_p=body.top_p),
+        max_tokens=body.max_output_tokens,
+        grammar=_grammar(body),
+        one_call=body.parallel_tool_calls is False,
+    )
+
+
+def functions_of(body: ResponseRequest) -> list[Function]:
+    """Return the functions that the model may call. Other tools are ignored."""
+    found = []
+    items = body.input if isinstance(body.input, list) else ()
+    more = [tool for item in items if item.type == "additional_tools" for tool in item.tools or ()]
+    for tool in (*(body.tools or ()), *more):
+        parts: list[tuple[str | None, OneTool]] = [(tool.name, part) for part in tool.tools or ()]
+        for namespace, each in parts or [(None, tool)]:
+            if each.type in ("function", "custom"):
+                found.append(Function(namespace, each))
+            else:
+                body.ignore(f"tools ({each.type})")
+    return found
+
+
+def _messages(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation as chat templates take it, without instructions.
+
+    Args:
+        body: the request.
+        earlier: messages of the response that it goes on from.
+    """
+    messages = _Messages(body, earlier)
+    if isinstance(body.input, str):
+        messages.found.append({"role": "user", "content": body.input})
+    else:
+        for number, item in enumerate(body.input):
+            messages.add(item, f"input.{number}")
+    if not messages.found:
+        raise RefusedError("input has no messages.", 400, "input")
+    return messages.found
+
+
+class _Messages:
+    """Items of a conversation as messages: what the model wrote in one answer is one message, as templates want it.
+
+    Args:
+        body: the request.
+        earlier: messages before them.
+
+    Attributes:
+        found: all messages.
+    """
+
+    def __init__(self, body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> None:
+        self.found = list(earlier)
+        self._num_earlier = len(self.found)
+        self._body = body
+
+    def add(self, item: InputItem, field: str) -> None:
+        """Add an item.
+
+        Raises:
+            RefusedError: a part of it is missing, or cannot be used.
+        """
+        if item.type == "message":
+            if item.role is None:
+                raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
+            content = _content(item.content, f"{field}.content")
+            if item.role == "assistant":
+                self._answer()["content"] += content if isinstance(content, str) else ""
+            else:
+                role = "system" if item.role == "developer" else item.role
+                self.found.append({"role": role, "content": content})
+        elif item.type == "reasoning":
+            parts = item.content if isinstance(item.content, list) else item.summary
+            if text := "".join(part.text for part in parts or ()):
+                answer = self._answer()
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+        elif item.type in ("function_call", "custom_tool_call"):
+            given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else item.arguments or ""
+            calls = self._answer().setdefault("tool_calls", [])
+            calls.append(called(item.call_id, flat_name(item.namespace, item.name or ""), given))
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
+            content = _content(item.output, f"{field}.output")
+            pictures = [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+            texts = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            self.found.append({"role": "tool", "content": texts, "tool_call_id": item.call_id})
+            if pictures:  # templates show pictures in messages of the user
+                self.found.append({"role": "user", "content": pictures})
+        elif item.type != "additional_tools":
+            self._body.ignore(f"input ({item.type})")
+
+    def _answer(self) -> dict[str, Any]:
+        """Return the message of the model that goes on; a new one after other messages."""
+        if len(self.found) == self._num_earlier or self.found[-1]["role"] != "assistant":
+            self.found.append({"role": "assistant", "content": ""})
+        return self.found[-1]
+
+
+def _content(content: str | Sequence[InputPart] | None, field: str) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return content_of([_part(part, f"{field}.{i}") for i, part in enumerate(content)])
+
+
+def _part(part: InputPart, field: str) -> dict[str, str]:
+    if part.image_url is not None:
+        return picture_part(part.image_url, f"{field}.image_url")
+    return {"type": "text", "text": part.text or part.refusal or ""}
+
+
+def _grammar(body: ResponseRequest) -> str | None:
+    form = body.text.format if body.text is not None else None
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_schema" and form.schema_ is None:
+        raise RefusedError("text.format.schema is missing.", 400, "text.format.schema")
+    return schema_grammar(form.schema_, "text.format.schema")

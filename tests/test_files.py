@@ -29,7 +29,7 @@ from mlx_flash.files import (
     write_atomically,
 )
 from mlx_flash.sessions import PrivateFolder
-from mlx_flash.storage.samples import temporary_file
+from mlx_flash.storage.probe import temporary_file
 
 
 def names(folder: Path) -> list[str]:

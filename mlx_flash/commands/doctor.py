@@ -26,8 +26,7 @@ from mlx_flash.monitor.system import SystemMemory, system_memory
 from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import load_speed
-from mlx_flash.storage.disks import Disk, disk_of
-from mlx_flash.storage.probe import DiskProfile, disk_profile, sample_in
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
 

@@ -27,8 +27,8 @@ from mlx_flash.layout.swap import own_class
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.model import FlashLLM
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
-from mlx_flash.storage.decodedfile import DecodedFile
 from mlx_flash.storage.placement import Segment
+from mlx_flash.storage.ranges import DecodedFile
 
 _CHUNK_BYTES = 4 << 20
 

@@ -19,8 +19,7 @@ from mlx_flash.compat.vlm import current_vlm_load_model
 from mlx_flash.layout.parts import ModelLayout, Unit, bind
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.vision.flashvlm import FlashVLM
-from mlx_flash.vision.pictureprompts import PicturePrompt, make_prompt, steps
-from mlx_flash.vision.pictures import sample_picture
+from mlx_flash.vision.pictures import PicturePrompt, make_prompt, sample_picture, steps
 
 _WORDS = ("What", "is", "in", "this", "picture", "?")
 

@@ -107,8 +107,7 @@ def seeing_talk(
         progress: of loading.
     """
     from mlx_flash.vision.flashvlm import FlashVLM
-    from mlx_flash.vision.pictureprompts import make_prompt
-    from mlx_flash.vision.pictures import open_picture
+    from mlx_flash.vision.pictures import make_prompt, open_picture
 
     with seeing(args, path, config) as (model, processor):
         if isinstance(model, FlashVLM):
@@ -138,8 +137,7 @@ class SeeingConversation(Conversation):
         return []
 
     def _encode(self) -> list[int]:
-        from mlx_flash.vision.pictureprompts import make_prompt
-        from mlx_flash.vision.pictures import open_picture
+        from mlx_flash.vision.pictures import make_prompt, open_picture
 
         self._check_messages()
         files = [file for message in self.messages for file in message.get("images", ())]
@@ -150,7 +148,7 @@ class SeeingConversation(Conversation):
         return self._inputs.tokens
 
     def _respond(self, rest: list[int], on_progress: Any, options: dict[str, Any]) -> Generator[Any, None, None]:
-        from mlx_flash.vision.pictureprompts import responses
+        from mlx_flash.vision.pictures import responses
 
         if on_progress is not None:
             on_progress(0, len(rest))
@@ -174,8 +172,7 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
         PictureError: a picture cannot be used.
     """
     from mlx_flash.vision.flashvlm import FlashVLM
-    from mlx_flash.vision.pictureprompts import make_prompt, responses
-    from mlx_flash.vision.pictures import open_picture
+    from mlx_flash.vision.pictures import make_prompt, open_picture, responses
 
     _check_flags(args)
     began = time.perf_counter()

@@ -25,7 +25,7 @@ from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile, open_locked, rename_dura
 from mlx_flash.layout.fingerprint import State, state_of
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
-from mlx_flash.storage.decodedfile import DecodedFile
+from mlx_flash.storage.ranges import DecodedFile
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Checkpoint, Extent, TensorRecord, read_shard
 from mlx_flash.storage.shards import weight_files
 

@@ -17,8 +17,7 @@ from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
-from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.rowplacement import RowPlacement
+from mlx_flash.storage.placement import Piece, RowPlacement, Segment
 from mlx_flash.streaming.stream import POISON
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -12,8 +12,7 @@ from mlx_flash.compat.expertstacks import computes_as_expert_stack
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.trace import CallTrace
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place_groups
-from mlx_flash.storage.rowplacement import RowPlacement, place_rows
+from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, RowPlacement, place_groups, place_rows
 from mlx_flash.storage.safetensors import TensorRecord
 
 _MAX_CACHED = 4096

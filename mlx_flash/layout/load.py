@@ -36,8 +36,7 @@ from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
-from mlx_flash.storage.index import absent_shards
-from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord
+from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord, absent_shards
 
 CONFIG_NAMES = {"config.json", "generation_config.json"}
 METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}

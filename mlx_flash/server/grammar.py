@@ -165,7 +165,7 @@ class GrammarProcessor:
 
     Args:
         tokenizer: of :func:`grammar_tokenizer`.
-        grammar: of :func:`~mlx_flash.server.callgrammar.answer_grammar`.
+        grammar: of :func:`answer_grammar`.
 
     Raises:
         RefusedError: the grammar is too large.

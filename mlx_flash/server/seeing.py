@@ -18,8 +18,15 @@ from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import decoded
 from mlx_flash.vision.flashvlm import FlashVLM
 from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
-from mlx_flash.vision.pictureprompts import PicturePrompt, make_prompt, of_tokens, steps
-from mlx_flash.vision.pictures import open_picture, preparing_bytes, size_of
+from mlx_flash.vision.pictures import (
+    PicturePrompt,
+    make_prompt,
+    of_tokens,
+    open_picture,
+    preparing_bytes,
+    size_of,
+    steps,
+)
 
 
 def open_sight(path: Path, config: FlashConfig, tokenizer: Any, *, trust_remote_code: bool = False) -> Sight:

@@ -6,21 +6,134 @@ import math
 import mmap
 import os
 import platform
+import plistlib
+import shutil
+import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from mlx_flash.errors import WriteError
+from mlx_flash.files import nearest
 from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.others import OtherLoad
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
+from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, read_pages
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
-from mlx_flash.storage.samples import temporary_file
+
+
+@contextmanager
+def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Yield a file with some bytes in a :class:`PrivateFolder`, which is removed after the block.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    with closing(PrivateFolder(base, purpose)) as folder:
+        path = folder.path / "file"
+        try:
+            with path.open("wb") as file:
+                file.writelines(pieces)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise WriteError(
+                f"cannot write the file for {purpose} in {base}: {error.strerror}. Hint: free some space."
+            ) from error
+        yield path
+
+
+NETWORK = {"9p", "afpfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "webdav"}
+"""File systems whose bytes come over a network."""
+
+NEARLY_FULL = 0.05
+"""A disk with a smaller share free is nearly full: many SSDs are slower then."""
+
+_BLOCK = Path("/sys/class/block")
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A disk.
+
+    Attributes:
+        device: name of the device, as the system mounts it.
+        mount: where it is mounted.
+        file_system: kind of file system.
+        total_bytes, free_bytes: its room.
+        is_network: its bytes come over a network.
+        is_external: attached by a cable, as over USB; None where the system does not say.
+        is_encrypted: encrypted by the system; None where it does not say.
+    """
+
+    device: str
+    mount: str
+    file_system: str
+    total_bytes: int
+    free_bytes: int
+    is_network: bool
+    is_external: bool | None
+    is_encrypted: bool | None
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """True when little is free."""
+        return self.free_bytes < NEARLY_FULL * self.total_bytes
+
+
+def disk_of(path: Path) -> Disk:
+    """Return the disk that holds a path, which need not exist yet."""
+    found = nearest(path.expanduser()).resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if found.is_relative_to(part.mountpoint)]
+    part = max(mounts, key=lambda part: len(Path(part.mountpoint).parts), default=None)
+    device, mount, kind = ("?", "/", "?") if part is None else (part.device, part.mountpoint, part.fstype)
+    usage = shutil.disk_usage(found)
+    is_external, is_encrypted = _look_at_macos(mount) if sys.platform == "darwin" else _look_at_linux(device, found)
+    return Disk(device, mount, kind, usage.total, usage.free, kind in NETWORK, is_external, is_encrypted)
+
+
+def _look_at_linux(device: str, path: Path) -> tuple[bool | None, bool | None]:
+    """Return whether a block device is external, and whether it is encrypted: through all devices that it lies on."""
+    node = _BLOCK / Path(os.path.realpath(device)).name
+    if not device.startswith("/dev/") or not node.exists():
+        return None, None
+    nodes = _with_slaves(node.resolve())
+    is_external = any("/usb" in str(node) or _says(node, "removable", "1") for node in nodes)
+    return is_external, any(_says(node, "dm/uuid", "CRYPT-") for node in nodes)
+
+
+def _with_slaves(node: Path) -> list[Path]:
+    """Return a block device, the disk that it is a part of, and those that they lie on."""
+    found = [node, node.parent] if (node / "partition").exists() else [node]
+    slaves = [slave.resolve() for each in found for slave in (each / "slaves").glob("*")]
+    return found + [each for slave in slaves for each in _with_slaves(slave)]
+
+
+def _says(node: Path, name: str, beginning: str) -> bool:
+    file = node / name
+    return file.is_file() and file.read_text().startswith(beginning)
+
+
+def _look_at_macos(mount: str) -> tuple[bool | None, bool | None]:
+    """Return what ``diskutil`` says: whether a disk is external, and whether it is encrypted."""
+    try:
+        done = subprocess.run(["diskutil", "info", "-plist", mount], capture_output=True, check=True, timeout=10)
+        told: dict[str, Any] = plistlib.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, plistlib.InvalidFileException):
+        return None, None
+    internal, encrypted = told.get("Internal"), told.get("FileVault", told.get("Encryption"))
+    return None if internal is None else not internal, encrypted
+
 
 CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))
 """(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
 from mlx_flash.storage.blocks import BlockTable
 from mlx_flash.storage.decoding import BlockReader
 from mlx_flash.storage.placement import Piece, Segment, read_pages
+from mlx_flash.storage.safetensors import read_shard
 from mlx_flash.storage.source import SourceFile
 
 RETRIES = 3
@@ -274,3 +276,35 @@ def _truncated_error(wanted: _Range, offset: int, got: int, needed: int) -> Trun
         f"read {got} of {needed} bytes at offset {offset}, of '{piece.name}' ({piece.nbytes} bytes at offset "
         f"{piece.offset}) in {wanted.file.path}: the file is truncated. Hint: {wanted.file.hint}."
     )
+
+
+_READ_SIZE = 4 << 20
+
+
+class DecodedFile:
+    """Such a file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: it cannot be opened, or its head is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = SourceFile(path, direct=False, table=read_shard(path).blocks)
+        self._reader = RangeReader(_READ_SIZE, "buffered")
+
+    def read(self, name: str, start: int, target: memoryview) -> None:
+        """Fill memory with the bytes of a tensor from an offset on. The page cache keeps nothing.
+
+        Raises:
+            ReadError: they cannot be read, or are damaged.
+        """
+        piece = Piece(name, start, len(target), 0)
+        segment = Segment(self._file.path, start, len(target), None, (piece,))
+        self._reader.read(self._file, segment, start, start + len(target), target, keep_cached=False)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -16,7 +16,7 @@ from reprlib import repr as brief
 from typing import Any, BinaryIO
 
 from mlx_flash.errors import CheckpointError, HeaderError
-from mlx_flash.files import open_regular
+from mlx_flash.files import open_regular, read_regular
 from mlx_flash.storage.blocks import (
     COMPRESSED_SUFFIX,
     LOGICAL_START,
@@ -346,3 +346,13 @@ def _check_layout(path: Path, records: list[TensorRecord], size: int) -> None:
                 f"{path}: tensor {right.name!r} starts at byte {right.extent.offset}, inside tensor {left.name!r}, "
                 f"which ends at byte {left.extent.end}"
             )
+
+
+def absent_shards(directory: Path) -> list[str]:
+    """Return the files that a folder's index names and that are not there. None are if there is no readable index."""
+    try:
+        named = json.loads(read_regular(directory / INDEX_NAME, MAX_METADATA_BYTES))["weight_map"].values()
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return []
+    present = {path.name for path in directory.iterdir() if path.exists()}
+    return sorted({name for name in named if isinstance(name, str) and name.isprintable()} - present)

@@ -30,8 +30,8 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.probe import temporary_file
 from mlx_flash.storage.ranges import Arrival
-from mlx_flash.storage.samples import temporary_file
 from mlx_flash.version import VERSION
 
 ROUNDS = 20

@@ -22,8 +22,7 @@ from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.vision.rehearsal import TowerRehearsal, needed_bytes, weightless
-from mlx_flash.vision.towers import Towers
+from mlx_flash.vision.towers import TowerRehearsal, Towers, needed_bytes, weightless
 
 _INPUTS = ("inputs", "input_ids", "inputs_embeds", "input_embeddings", "decoder_input_ids")
 """Names under which mlx-vlm's loops give tokens, or embeddings of them, to a language model."""

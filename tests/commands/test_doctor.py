@@ -26,8 +26,7 @@ from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.residency.budgets import table_of_budgets
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.storage import disks, probe, selftest
-from mlx_flash.storage.disks import Disk, disk_of
-from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
 from mlx_flash.storage.selftest import SelfTest
 from models import LLAMA, save
 

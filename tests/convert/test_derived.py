@@ -25,7 +25,8 @@ import children
 from children import HELPERS
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import FlashConfig, FlashLLM, cli
-from mlx_flash.convert import copies, derived
+from mlx_flash.convert import derived
+from mlx_flash.convert import derived as copies
 from mlx_flash.convert.derived import Room, adopt_derived, derived_directory, derived_parameters, list_copies
 from mlx_flash.convert.rewrite import TensorSpec
 from mlx_flash.engine.prepare import prepare

@@ -148,7 +148,7 @@ def test_the_same_tensor_in_two_shards_is_the_one_that_mlx_lm_takes(tmp_path: Pa
 def test_each_unit_is_one_aligned_read(
     scattered: Callable[[str], Path], tmp_path: Path, name: str, shard_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
+    monkeypatch.setattr("mlx_flash.convert.pack.kernel_alignment", lambda: 16)
     report = pack(scattered(name), tmp_path / "packed", shard_bytes=shard_bytes)
     assert report.after.num_units == report.after.num_reads == report.before.num_units
     assert report.after.num_copied == 0
@@ -205,7 +205,7 @@ def test_shards_are_cut_between_units(
 
 def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 34 numbers makes biases of 68 bytes, which is no multiple of 16."""
-    monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
+    monkeypatch.setattr("mlx_flash.convert.pack.kernel_alignment", lambda: 16)
     odd = {**LARGER, "attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 34}
     report = pack(save(tmp_path / "source", odd, mx.float16), tmp_path / "packed")
     assert any(record.nbytes % 16 for record in read_checkpoint(tmp_path / "packed").tensors.values())
@@ -506,7 +506,7 @@ def test_a_full_disk_and_then_room(
         return pwrite(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.convert.writer.os.pwrite", short)
+        patch.setattr("mlx_flash.convert.rewrite.os.pwrite", short)
         with pytest.raises(WriteError, match=r"No space left on device. Hint: make room on the disk"):
             pack(source, tmp_path / "packed", shard_bytes=3_000_000)
     assert not (tmp_path / "packed").exists()

@@ -14,7 +14,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.convert import writer
+from mlx_flash.convert import rewrite as writer
 from mlx_flash.convert.rewrite import (
     COPY_BYTES,
     DATA_ALIGNMENT,

@@ -46,8 +46,7 @@ from mlx_flash.prefixes import folder as pagefile
 from mlx_flash.prefixes.folder import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
 from mlx_flash.storage import index as storage_index
 from mlx_flash.storage import safetensors
-from mlx_flash.storage.index import absent_shards
-from mlx_flash.storage.safetensors import read_checkpoint, read_shard
+from mlx_flash.storage.safetensors import absent_shards, read_checkpoint, read_shard
 from models import LLAMA, save
 
 Case = Callable[[random.Random], None]

@@ -21,7 +21,7 @@ from mlx_flash import FlashConfig, cli, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import CheckpointError, IndexFileError
 from mlx_flash.storage import probe, selftest
-from mlx_flash.storage.index import absent_shards
+from mlx_flash.storage.safetensors import absent_shards
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
 
 INDEX = "model.safetensors.index.json"

@@ -17,14 +17,15 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import (
     MERGE_GAP,
     Placement,
+    RowPlacement,
     Segment,
     must_copy,
     padded_bytes,
     place,
     place_groups,
+    place_rows,
     without,
 )
-from mlx_flash.storage.rowplacement import RowPlacement, place_rows
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)

@@ -31,9 +31,9 @@ from mlx_flash.experts.slots import ABSENT, Bytes, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import ranges as ranges_module
+from mlx_flash.storage.placement import place_rows
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import RETRIES
-from mlx_flash.storage.rowplacement import place_rows
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 from mlx_flash.streaming.stream import POISON
 

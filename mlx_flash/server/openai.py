@@ -418,17 +418,12 @@ class Chunks(Writer):
         yield b"data: [DONE]\n\n"
 
 
-def sampling_of(body: SamplingFields, choice: int) -> Sampling:
-    """Return how the tokens of an answer are chosen.
-
-    Args:
-        body: the request.
-        choice: number of the answer, if several are asked for.
-    """
+def sampling_of(body: SamplingFields) -> Sampling:
+    """Return how the tokens of an answer are chosen."""
     names = (field.name for field in fields(Sampling))
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     given["logit_bias"] = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
-    return Sampling(**{**given, "top_k": None if body.top_k is None else max(0, body.top_k), "choice": choice})
+    return Sampling(**{**given, "top_k": None if body.top_k is None else max(0, body.top_k)})
 
 
 def wants_usage(body: SamplingFields) -> bool:
@@ -459,7 +454,7 @@ T = TypeVar("T")
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer a request for the next message of a conversation."""
-    answers = service.submit(*generation_requests(body))
+    answers = service.submit(generation_request(body))
     if not body.stream:
         wholes = await collect_all(request, answers)
         choices = [_choice(i, whole) for i, whole in enumerate(wholes)]
@@ -468,30 +463,27 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     return await stream(request, answers, _Chunks(body, len(answers)))
 
 
-def generation_requests(body: ChatRequest) -> list[GenerationRequest]:
+def generation_request(body: ChatRequest) -> GenerationRequest:
     """Return the answers that a request asks for.
 
     Raises:
         RefusedError: a field is wrong.
     """
-    messages = [message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
-    return [
-        GenerationRequest(
-            model=body.model,
-            adapter=body.adapters,
-            messages=messages,
-            **chosen_tools(body.tool_choice, shown_tools(body.tools, body), {}),
-            template_options=_template_options(body),
-            sampling=sampling_of(body, number),
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            stop=stop_texts(body.stop),
-            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            grammar=_grammar(body),
-            one_call=body.parallel_tool_calls is False,
-            continues=bool(body.continue_final_message),
-        )
-        for number in range(body.n or 1)
-    ]
+    return GenerationRequest(
+        model=body.model,
+        adapter=body.adapters,
+        messages=[message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)],
+        **chosen_tools(body.tool_choice, shown_tools(body.tools, body), {}),
+        template_options=_template_options(body),
+        sampling=sampling_of(body),
+        num_choices=body.n or 1,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        stop=stop_texts(body.stop),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=_grammar(body),
+        one_call=body.parallel_tool_calls is False,
+        continues=bool(body.continue_final_message),
+    )
 
 
 def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]]:
@@ -670,12 +662,10 @@ def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) ->
         top_logprobs=body.logprobs,
         echo=bool(body.echo),
         suffix=body.suffix or None,
+        sampling=sampling_of(body),
+        num_choices=body.n or 1,
     )
-    found = []
-    for prompt in prompts:
-        asked = replace(plain, prompt=prompt) if isinstance(prompt, str) else replace(plain, tokens=prompt)
-        found += [replace(asked, sampling=sampling_of(body, choice)) for choice in range(body.n or 1)]
-    return found
+    return [replace(plain, prompt=each) if isinstance(each, str) else replace(plain, tokens=each) for each in prompts]
 
 
 def _text_choice(

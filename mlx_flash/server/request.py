@@ -82,8 +82,9 @@ def continues(messages: Sequence[dict[str, Any]]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One answer to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is set, unless a model is loaded
-    or unloaded.
+    """One answer to generate, or several.
+
+    Exactly one of ``messages``, ``prompt`` and ``tokens`` is set, unless a model is loaded or unloaded.
 
     Attributes:
         model: name of the model, as the client gave it.
@@ -102,6 +103,7 @@ class GenerationRequest:
         tools: JSON descriptions of functions, for the chat template.
         template_options: further variables of the chat template.
         sampling: the choice of tokens.
+        num_choices: answers that are wanted, each with random numbers of its own.
         max_tokens: the most tokens of the answer; None takes the model's default.
         stop: texts that end the answer. They are not part of it.
         top_logprobs: log probabilities of each token, and of so many of the likeliest ones; None for none.
@@ -129,6 +131,7 @@ class GenerationRequest:
     tools: Sequence[dict[str, Any]] | None = None
     template_options: dict[str, Any] | None = None
     sampling: Sampling = Sampling()
+    num_choices: int = 1
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     top_logprobs: int | None = None
@@ -153,10 +156,6 @@ class GenerationRequest:
     def has_form(self) -> bool:
         """True if the answer may not be any text."""
         return self.grammar is not None or bool(self.must_call or self.strict_tools)
-
-    def with_drawn_seed(self, seed: int) -> GenerationRequest:
-        """Return it with a seed for the case that neither it nor its model has one."""
-        return replace(self, sampling=replace(self.sampling, drawn_seed=seed))
 
 
 TEXT = "input"

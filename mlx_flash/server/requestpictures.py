@@ -67,25 +67,6 @@ def content_of(parts: Sequence[dict[str, str]], between: str = "") -> str | list
     return list(parts)
 
 
-def with_all_pictures(requests: Sequence[GenerationRequest], folder: Path | None) -> list[GenerationRequest]:
-    """Return requests as :func:`with_pictures` does. Requests of the same messages share their pictures.
-
-    Args:
-        requests: of one body.
-        folder: the only folder that files are read from; None for none.
-
-    Raises:
-        RefusedError: a picture cannot be used. It names the field.
-    """
-    different = {id(request.messages): request for request in requests}
-    found = {key: with_pictures(request, folder) for key, request in different.items()}
-    seen = [found[id(request.messages)] for request in requests]
-    return [
-        replace(request, messages=other.messages, pictures=other.pictures) if other.pictures else request
-        for request, other in zip(requests, seen, strict=True)
-    ]
-
-
 def with_pictures(request: GenerationRequest, folder: Path | None) -> GenerationRequest:
     """Return a request with its pictures taken out of its messages, where their places stay marked.
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -98,7 +99,11 @@ class EngineRoom:
         Raises:
             RefusedError: the thread has ended, or is about to.
         """
-        seeded = [request.with_drawn_seed(secrets.randbits(_SEED_BITS)) for request in requests]
+        seeded = [
+            replace(each, sampling=replace(each.sampling, choice=i, drawn_seed=secrets.randbits(_SEED_BITS)))
+            for each in requests
+            for i in range(each.num_choices)
+        ]
         with self._changed:
             if not self.is_alive:
                 raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)

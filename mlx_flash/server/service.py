@@ -19,7 +19,7 @@ from mlx_flash.server.body import Asking, Checked, read_body
 from mlx_flash.server.events import Answer
 from mlx_flash.server.replies import ClientLeftError
 from mlx_flash.server.request import GenerationRequest, without_broken_calls
-from mlx_flash.server.requestpictures import with_all_pictures
+from mlx_flash.server.requestpictures import with_pictures
 from mlx_flash.server.room import EngineRoom
 
 MAX_REQUESTS = 128
@@ -69,11 +69,11 @@ class Service:
         Raises:
             RefusedError: there are too many already, a picture cannot be used, or the thread has ended.
         """
-        if self.room.num_answers + len(requests) > MAX_REQUESTS:
+        if self.room.num_answers + sum(each.num_choices for each in requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        found = with_all_pictures([*map(without_broken_calls, requests)], self.catalog.image_folder)
-        texts = {id(each.messages or each): [each.messages, each.tools, each.prompt, each.suffix] for each in found}
-        num_characters = sum(len(json.dumps(each, ensure_ascii=False)) for each in texts.values())
+        found = [with_pictures(without_broken_calls(each), self.catalog.image_folder) for each in requests]
+        texts = [[each.messages, each.tools, each.prompt, each.suffix] for each in found]
+        num_characters = len(json.dumps(texts, ensure_ascii=False))
         if num_characters > MAX_TEXT_CHARACTERS:
             raise RefusedError(
                 f"the request has {num_characters} characters of text, {MAX_TEXT_CHARACTERS} are allowed.", 413

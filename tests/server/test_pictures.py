@@ -10,7 +10,6 @@ import os
 import shutil
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from mlx_flash.server.requestpictures import (
     data_url,
     decoded,
     picture_part,
-    with_all_pictures,
     with_pictures,
 )
 from models import make_random_model
@@ -114,17 +112,6 @@ def test_refused_pictures_take_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[0] < 100_000
     finally:
         tracemalloc.stop()
-
-
-def test_requests_of_a_body_share_their_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = asked(data_url(base64.b64encode(PNG + bytes(100_000)).decode()))
-    monkeypatch.setattr(base64, "b64decode", counted(base64.b64decode, calls := []))
-    seen = with_all_pictures([replace(one, max_tokens=i) for i in range(16)], None)
-    assert len(calls) == 1 and [request.max_tokens for request in seen] == [*range(16)]
-    plain = [asked(), GenerationRequest(model="m", prompt="x"), GenerationRequest(model="m", prompt="y")]
-    assert with_all_pictures(plain, None) == plain and with_all_pictures([], None) == []
-
-    assert all(request.pictures is seen[0].pictures for request in seen)
 
 
 def counted(function: Any, calls: list[Any]) -> Any:

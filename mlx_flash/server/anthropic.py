@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -60,122 +60,58 @@ def error_body(error: RefusedError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": error_text(error)}}
 
 
-class TextBlock(Lenient):
-    """A text."""
+_NEEDED = {
+    "text": ("text",),
+    "image": ("source",),
+    "document": ("source",),
+    "search_result": ("content",),
+    "tool_reference": ("tool_name",),  # that a search found: this server shows all tools to the model
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""The types of blocks that are known, and the fields that each of them has."""
 
-    type: Literal["text"]
-    text: str
+_OF_SOURCES = {"base64": "data", "url": "url", "text": "data", "content": "content"}
 
 
-class ImageSource(Lenient):
-    """A picture: its data, or an URL."""
+class Source(Lenient):
+    """A picture: its data, or an URL. A document: text, or blocks; other forms are not supported."""
 
-    type: Literal["base64", "url"]
-    media_type: str | None = None
+    type: Literal["base64", "url", "text", "content"]
     data: str | None = None
     url: str | None = None
+    content: str | Many[Block] | None = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> ImageSource:
-        if (self.data if self.type == "base64" else self.url) is None:
-            raise ValueError("a source of type base64 has data, and one of type url has an url")
+    def _is_whole(self) -> Source:
+        if getattr(self, _OF_SOURCES[self.type]) is None:
+            raise ValueError(f"a source of type {self.type} has {_OF_SOURCES[self.type]}")
         return self
 
 
-class ImageBlock(Lenient):
-    """A picture."""
-
-    type: Literal["image"]
-    source: ImageSource
-
-
-class DocumentSource(Lenient):
-    """A document: text, or blocks. Other forms are not supported."""
-
-    type: Literal["text", "content"]
-    data: str | None = None
-    content: str | Many[TextBlock | ImageBlock] | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> DocumentSource:
-        if (self.data if self.type == "text" else self.content) is None:
-            raise ValueError("a source of type text has data, and one of type content has content")
-        return self
-
-
-class DocumentBlock(Lenient):
-    """A document."""
-
-    type: Literal["document"]
-    source: DocumentSource
-    title: str | None = None
-    context: str | None = None
-
-
-class SearchBlock(Lenient):
-    """A result of a search that the client made."""
-
-    type: Literal["search_result"]
-    source: str = ""
-    title: str = ""
-    content: Many[TextBlock]
-
-
-class ThinkingBlock(Lenient):
-    """Reasoning of an earlier answer."""
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class ToolUseBlock(Lenient):
-    """A call of an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolReferenceBlock(Lenient):
-    """The name of a tool that a search found. This server shows all tools to the model."""
-
-    type: Literal["tool_reference"]
-    tool_name: str
-
-
-class OtherBlock(Lenient):
-    """A part of an earlier answer that only Anthropic's servers make or read."""
+class Block(Lenient):
+    """A part of a message: one of :data:`_NEEDED`, or what only Anthropic's servers make or read."""
 
     type: str
+    text: str | None = None
+    source: Source | str | None = None
+    title: str | None = None
+    context: str | None = None
+    content: str | Many[Block] | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    tool_name: str | None = None
 
-
-Shown = TextBlock | ImageBlock | DocumentBlock | SearchBlock | ToolReferenceBlock
-
-
-class ToolResultBlock(Lenient):
-    """The result of a call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Many[Annotated[Shown, Field(discriminator="type")]] | None = None
-    is_error: bool | None = None
-
-
-Known = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-
-_KNOWN = {"text", "image", "document", "search_result", "tool_reference", "thinking", "tool_use", "tool_result"}
-
-Block = Annotated[
-    Annotated[Known, Tag("known")] | Annotated[OtherBlock, Tag("other")],
-    Discriminator(lambda value: "known" if _type_of(value) in _KNOWN else "other"),
-]
-"""A part of a message."""
-
-
-def _type_of(value: Any) -> object:
-    found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return found if isinstance(found, str) else None
+    @model_validator(mode="after")
+    def _is_whole(self) -> Block:
+        for name in _NEEDED.get(self.type, ()):
+            if name not in self.model_fields_set or getattr(self, name) is None:
+                raise ValueError(f"a block of type {self.type} has {name}")
+        return self
 
 
 class Message(Lenient):
@@ -183,16 +119,6 @@ class Message(Lenient):
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
-
-    @model_validator(mode="after")
-    def _suits_role(self) -> Message:
-        own = ("text", "thinking", "tool_use") if self.role == "assistant" else ("thinking", "tool_use")
-        for block in self.content if isinstance(self.content, list) else ():
-            if self.role == "assistant" and block.type in _KNOWN and block.type not in own:
-                raise ValueError(f"a message of the assistant has no {block.type} blocks")
-            if self.role != "assistant" and (block.type in own or block.type not in _KNOWN):
-                raise ValueError(f"blocks of type {block.type} in a message of the {self.role} are not supported")
-        return self
 
 
 class Tool(Lenient):
@@ -244,7 +170,7 @@ class Conversation(Asking):
 
     model: ModelName
     messages: Annotated[Many[Message], Field(min_length=1)]
-    system: str | Many[TextBlock] | None = None
+    system: str | Many[Block] | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -294,13 +220,13 @@ def generation_request(body: Conversation) -> GenerationRequest:
 def _messages(body: Conversation) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if body.system:
-        found.append({"role": "system", "content": _joined(body.system)})
+        found.append({"role": "system", "content": _texts(_parts(body.system, "system"))})
     names: dict[str, str] = {}
     for i, message in enumerate(body.messages):
         if message.role == "assistant":
-            found.append(_of_assistant(message, names, body))
+            found.append(_of_assistant(message, names, body, f"messages.{i}.content"))
         else:
-            found += _of_user(message, names, f"messages.{i}")
+            found += _of_user(message, names, f"messages.{i}.content")
     return found
 
 
@@ -316,16 +242,15 @@ def _of_user(message: Message, names: dict[str, str], field: str) -> list[dict[s
         return [{"role": message.role, "content": message.content}]
     found: list[dict[str, Any]] = []
     for i, block in enumerate(message.content):
-        place = f"{field}.content.{i}"
-        if isinstance(block, ToolResultBlock):
-            parts = [] if block.content is None else _parts(block.content, f"{place}.content")
+        if block.type == "tool_result":
+            parts = _parts(block.content or "", f"{field}.{i}.content")
             result = {"role": "tool", "content": _texts(parts), "tool_call_id": block.tool_use_id}
             if block.tool_use_id in names:
                 result["name"] = names[block.tool_use_id]
             found.append(result)
             more = [part for part in parts if part["type"] == "image"]  # templates show them in messages of the user
         else:
-            more = _parts([block], place)
+            more = _parts([block], field, i)
         if more:
             if not found or found[-1]["role"] != message.role:
                 found.append({"role": message.role, "content": []})
@@ -336,58 +261,65 @@ def _of_user(message: Message, names: dict[str, str], field: str) -> list[dict[s
     return found or [{"role": message.role, "content": ""}]
 
 
-def _parts(blocks: str | Sequence[Any], field: str) -> list[dict[str, str]]:
-    """Return text and pictures of some blocks."""
+def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[dict[str, str]]:
+    """Return text and pictures of some blocks.
+
+    Args:
+        blocks: the blocks, or a text.
+        field: their place in the request.
+        first: number of the first one there.
+
+    Raises:
+        RefusedError: a block is of another type, or its picture cannot be used.
+    """
     if isinstance(blocks, str):
-        return [{"type": "text", "text": blocks}]
+        return _plain(blocks)
     found: list[dict[str, str]] = []
-    for i, block in enumerate(blocks):
-        if isinstance(block, ImageBlock):
-            source = block.source
-            url = source.url or "" if source.type == "url" else data_url(source.data or "")
-            found.append(picture_part(url, f"{field}.{i}.source"))
-        elif isinstance(block, DocumentBlock):
-            given = block.source
-            head = [text for text in (block.title, block.context) if text]
-            found += [{"type": "text", "text": text} for text in head]
-            found += _parts(given.data or "" if given.type == "text" else given.content or "", f"{field}.{i}.source")
-        elif isinstance(block, SearchBlock):
-            found += [{"type": "text", "text": text} for text in (block.title, block.source) if text]
-            found += _parts(block.content, f"{field}.{i}.content")
+    for i, block in enumerate(blocks, first):
+        place, source = f"{field}.{i}", block.source
+        kind = source.type if isinstance(source, Source) else None
+        if block.type == "image" and isinstance(source, Source) and kind in ("base64", "url"):
+            url = source.url or "" if kind == "url" else data_url(source.data or "")
+            found.append(picture_part(url, f"{place}.source"))
+        elif block.type == "document" and isinstance(source, Source) and kind in ("text", "content"):
+            content = source.data if kind == "text" else source.content
+            found += _plain(block.title, block.context) + _parts(content or "", f"{place}.source")
+        elif block.type == "search_result":
+            found += _plain(block.title, source if isinstance(source, str) else None)
+            found += _parts(block.content or "", f"{place}.content")
+        elif block.type in ("text", "tool_reference"):
+            found.append({"type": "text", "text": block.text or block.tool_name or ""})
         else:
-            text = block.tool_name if isinstance(block, ToolReferenceBlock) else block.text
-            found.append({"type": "text", "text": text})
+            words = f"blocks of type {block.type}" + (f" with a source of type {kind}" if kind else "")
+            raise RefusedError(f"{words} are not supported here", 400, f"{place}.type")
     return found
+
+
+def _plain(*texts: str | None) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts if text]
 
 
 def _texts(parts: Sequence[dict[str, str]]) -> str:
     return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
 
-def _joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _of_assistant(message: Message, names: dict[str, str], body: Conversation) -> dict[str, Any]:
+def _of_assistant(message: Message, names: dict[str, str], body: Conversation, field: str) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
-    texts: dict[str, str] = {"text": "", "thinking": ""}
-    calls = []
-    for block in message.content:
-        if isinstance(block, TextBlock):
-            texts["text"] += block.text
-        elif isinstance(block, ThinkingBlock):
-            texts["thinking"] += block.thinking
-        elif isinstance(block, ToolUseBlock):
+    found: dict[str, Any] = {"role": "assistant", "content": ""}
+    for i, block in enumerate(message.content):
+        if block.type == "text":
+            found["content"] += block.text
+        elif block.type == "thinking" and block.thinking:
+            found["reasoning_content"] = found.get("reasoning_content", "") + block.thinking
+        elif block.type == "tool_use":
             names[block.id] = block.name
-            calls.append(called(block.id, block.name, block.input))
-        else:
+            found.setdefault("tool_calls", []).append(called(block.id, block.name, block.input or {}))
+        elif block.type in _NEEDED and block.type != "thinking":
+            words = f"a message of the assistant has no {block.type} blocks"
+            raise RefusedError(words, 400, f"{field}.{i}.type")
+        elif block.type not in _NEEDED:
             body.ignore(f"messages.content ({block.type})")
-    found: dict[str, Any] = {"role": "assistant", "content": texts["text"]}
-    if texts["thinking"]:
-        found["reasoning_content"] = texts["thinking"]
-    if calls:
-        found["tool_calls"] = calls
     return found
 
 

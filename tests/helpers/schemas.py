@@ -31,10 +31,14 @@ def bodies(kind: type[BaseModel], fixed: Mapping[str, st.SearchStrategy[Any]]) -
 class _Values:
     def __init__(self, definitions: Mapping[str, Any], fixed: Mapping[str, st.SearchStrategy[Any]]) -> None:
         self._definitions, self._fixed = definitions, fixed
+        self._found: dict[str, st.SearchStrategy[Any]] = {}
 
     def of(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
         if "$ref" in schema:
-            return self.of(self._definitions[schema["$ref"].rpartition("/")[2]])
+            name = schema["$ref"].rpartition("/")[2]
+            if name not in self._found:  # definitions may refer to themselves
+                self._found[name] = st.deferred(lambda: self.of(self._definitions[name]))
+            return self._found[name]
         if "const" in schema:
             return st.just(schema["const"])
         if "enum" in schema:

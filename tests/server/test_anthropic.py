@@ -138,7 +138,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "container_upload", "file_id": "x"}]}]}, "container_upload"),
     (
         {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": ""}}]}]},
-        "messages.0.content.0.document.source.type",
+        "messages.0.content.0.type: blocks of type document with a source of type base64",
     ),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{"name": "f"}]}, "tools.0"),

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from live import Live, live
+from mlx_flash.server import responses
+from mlx_flash.server.body import checked
+from mlx_flash.server.responses import ResponseRequest
 from mlx_flash.server.sampling import Defaults
 from scripted import make_scripted_model, saying
 
@@ -325,6 +328,16 @@ def test_items_of_one_answer_are_one_message(server: Live) -> None:
     )
     assert prompts[-1].endswith(expected)
     assert '"name": "files__read"' in prompts[-1] and '"required": ["input"]' in prompts[-1]
+
+
+@pytest.mark.parametrize("choice", [{"name": "read"}, {"name": "files__read"}, {"mode": "required"}])
+def test_a_function_of_a_namespace_is_forced_by_its_own_name(choice: dict[str, Any]) -> None:
+    namespace = {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}
+    function = {"type": "function", "name": choice.get("name", "read")}
+    choice = function if "name" in choice else {"type": "allowed_tools", "tools": [function], **choice}
+    body = checked({"input": "x", "tools": [namespace], "tool_choice": choice}, ResponseRequest)
+    found = responses._generation_request(body, [], responses.functions_of(body))
+    assert list(found.must_call) == ["files__read"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -23,7 +23,8 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.turns import Turns
 from mlx_flash.kv.wear import open_governor
-from mlx_flash.memory.footprint import footprint, release_freed_memory
+from mlx_flash.memory.buffers import free_unused
+from mlx_flash.memory.footprint import footprint
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.worth import Times
@@ -176,7 +177,6 @@ class Lifecycle:
             self.promised_bytes = 0
             self.engine = self.prefixes = None
             self._stop()
-            release_freed_memory()
 
     def _adapt(self, plan: ResidencyPlan) -> None:
         """Go on with a plan for another budget, in the same session."""
@@ -211,6 +211,7 @@ class Lifecycle:
                 self._release.detach()
             self.session.engine.close()
             self.session = None
+            free_unused()
 
 
 def _closed() -> ClosedError:

@@ -30,6 +30,7 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.footprint import map_large_blocks
 from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
 from mlx_flash.residency.kv import for_context, with_stock_caches
@@ -172,6 +173,7 @@ def prepare(
     """
     map_large_blocks()
     free_closed_models()
+    free_unused()  # it would count beside what loading takes
     peers = Peers(group) if group is not None and group.size() > 1 else None
     config = config if peers is None else _settings_of_ranks(config)
     path = Path(model_path)

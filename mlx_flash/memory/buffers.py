@@ -6,6 +6,8 @@ import threading
 
 import mlx.core as mx
 
+from mlx_flash.memory.footprint import release_freed_memory
+
 _lock = threading.RLock()  # the collector may end another model while it is held
 _held: dict[int, int] = {}
 _before = 0
@@ -26,6 +28,12 @@ def limit_buffers(owner: object, nbytes: int) -> None:
         if is_first:
             _before = limit
     mx.clear_cache()
+
+
+def free_unused() -> None:
+    """Return to the system what MLX and the allocator keep of freed memory."""
+    mx.clear_cache()
+    release_freed_memory()
 
 
 def end_limit(owner: object) -> None:

@@ -19,8 +19,9 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.driver import has_own_memory, write_zeros
-from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory
+from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.others import OtherLoad, least
 from mlx_flash.memory.pagecache import round_up
@@ -136,8 +137,7 @@ def computes_on_cores() -> bool:
 
 def _base_bytes() -> int:
     """Return the footprint of this process without freed buffers, which loading and measuring leave."""
-    mx.clear_cache()
-    release_freed_memory()
+    free_unused()
     return footprint()
 
 

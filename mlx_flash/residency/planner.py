@@ -97,9 +97,10 @@ def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine, most: int | 
         try:
             plans.append(_plan_with_kv(task, most, like_memory=bool(plans)))
         except BudgetError as error:
-            errors.append(error.with_traceback(None))  # its frames refer to this list: a cycle
+            errors.append(error.with_traceback(None))
+    errors.sort(key=lambda error: error.minimum_bytes)
     if not plans:
-        raise min(errors, key=lambda error: error.minimum_bytes)
+        raise errors.pop(0)  # an error that its own frame kept would keep the model
     minimum = min([plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors])
     return replace(_preferred(plans), minimum_bytes=minimum)
 

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import prepare, resolve
@@ -20,7 +18,7 @@ from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import apply_adapter, load_model
-from mlx_flash.memory.footprint import release_freed_memory
+from mlx_flash.memory.buffers import free_unused
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks import launched_group
 from mlx_flash.server.batchoptions import BatchOptions
@@ -216,5 +214,4 @@ def _text_model(path: Path, config: FlashConfig) -> FlashLLM:
 
 def _free() -> None:
     gc.collect()
-    mx.clear_cache()
-    release_freed_memory()
+    free_unused()

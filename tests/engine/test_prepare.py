@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm import utils as mlx_lm_utils
 
 import mlx_flash
-from mlx_flash import CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
+from mlx_flash import BudgetError, CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.memory.driver import has_own_memory
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from streamed import config
 
@@ -94,3 +99,42 @@ def test_weights_of_a_narrower_type_than_their_input(tmp_path: Path, shape: dict
         mx.reset_peak_memory()
         assert same_bits(run(model, PREFILL_AND_DECODE), expected)
         assert mx.get_peak_memory() - before < reserved
+
+
+@pytest.mark.skipif(has_own_memory(), reason="arrays are in the memory of the GPU")
+def test_memory_that_others_freed_goes_back_before_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it, loading peaked above the smallest budget."""
+    directory, found = save(tmp_path / "model", LLAMA), list[int]()
+
+    def look(path: Path) -> Checkpoint:
+        found.append(footprint())
+        return read_checkpoint(path)
+
+    monkeypatch.setattr("mlx_flash.engine.prepare.read_checkpoint", look)
+    limit = mx.set_cache_limit(1 << 30)
+    try:
+        mx.eval(mx.zeros((64 << 20,), mx.uint8))  # MLX keeps the buffer
+        before = footprint()
+        prepare(directory, CONFIG)
+    finally:
+        mx.set_cache_limit(limit)
+    assert found[0] < before - (60 << 20)
+
+
+def test_refused_model_leaves_no_garbage(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA)
+
+    def num_modules() -> int:
+        return sum(isinstance(each, nn.Module) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_modules()
+        with pytest.raises(BudgetError):
+            prepare(directory, FlashConfig(ram_budget_gb=0.01))
+        assert num_modules() == before
+    finally:
+        gc.enable()

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 import mlx_flash
-from differential.scripts import Output, Script, bits, carried_out, cut, stock_generate
+from differential.scripts import VOCAB_SIZE, Output, Script, bits, carried_out, cut, stock_generate
+from vocabularies import write_tokenizer
 
-WAYS = ("calls", "ours", "stock")
-"""Calls of the model; ``mlx_flash.generate_step``; mlx-lm's own ``generate_step``."""
+WAYS = ("calls", "ours", "text", "stock")
+"""Calls of the model; ``mlx_flash.generate_step`` and ``stream_generate``; mlx-lm's own ``generate_step``."""
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Return a tokenizer whose text ends with no token of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(write_tokenizer(Path(folder), VOCAB_SIZE))
+
+
+def text_step(prompt: mx.array, model: Any, **options: Any) -> Iterator[Any]:
+    """Yield tokens and log probabilities of ``mlx_flash.stream_generate``."""
+    for response in mlx_flash.stream_generate(model, tokenizer(), prompt, **options):
+        yield response.token, response.logprobs
 
 
 class Falls(logging.Handler):
@@ -72,6 +90,8 @@ class Run:
         """Return a new generator of tokens and logits."""
         if self.way == "ours":
             return carried_out(self._script, self.model, self.cache, mlx_flash.generate_step, **options)
+        if self.way == "text":
+            return carried_out(self._script, self.model, self.cache, text_step, **options)
         return carried_out(self._script, self._call, self.cache, stock_generate.generate_step, **options)
 
     def _call(self, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -109,7 +129,7 @@ class Run:
         if not falls:
             return script
         parts, total = cut(len(script.prompt) - 1, script.step, falls), len(script.prompt) - 1
-        if self.way != "ours":
+        if self.way in ("calls", "stock"):
             parts = ()
             for part in self._parts:
                 if sum(parts) < total:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 stock_generate: Any = import_module("mlx_lm.generate")
 """The module; ``mlx_lm.generate`` is the function."""
@@ -55,6 +56,7 @@ class Script:
         num_tokens: tokens to generate.
         way: ``calls`` of the model, or ``steps`` of ``generate_step``.
         parts: tokens in each call of the prompt, up to the last one; those of the step if empty.
+        seed: of random tokens; 0 for the most probable ones. For ``steps`` only.
     """
 
     folder: str
@@ -65,10 +67,12 @@ class Script:
     num_tokens: int
     way: str
     parts: tuple[int, ...] = ()
+    seed: int = 0
 
     def options(self) -> dict[str, Any]:
         """Return options of ``generate_step``."""
-        return {"max_tokens": self.num_tokens, "prefill_step_size": self.step, **self.quantization()}
+        sampling = {"sampler": make_sampler(temp=1.0)} if self.seed else {}
+        return {"max_tokens": self.num_tokens, "prefill_step_size": self.step, **self.quantization(), **sampling}
 
     def quantization(self) -> dict[str, int]:
         """Return those of them that quantize keys and values."""
@@ -125,7 +129,9 @@ def carried_out(script: Script, model: Any, cache: list[Any], step_function: Any
             stock_generate.maybe_quantize_kv_cache(cache, **(UNQUANTIZED | script.quantization()))
             rest = rest[number:]
     if script.way == "steps":
-        yield from step_function(mx.array(rest), model, prompt_cache=cache, **script.options(), **options)
+        if script.seed:
+            mx.random.seed(script.seed)
+        yield from step_function(mx.array(rest), model, prompt_cache=cache, **{**script.options(), **options})
         return
     for _ in range(script.num_tokens):
         logits = model(mx.array([rest]), cache=cache)[0, -1]

@@ -3,7 +3,7 @@
     python -m differential.stress [--count 300] [--seed 1] [--rows llama-min] [--events burst,alarm]
 
 The last line counts the trials that were right, wrong, uneven or hung. A trial that takes more than a minute prints the
-stacks of all threads and ends the program with status 2. The exit status is 1 if anything was wrong.
+stacks of all threads and ends the program: a hang. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ class Trial:
             step=min(self.dice.choice(steps), subject.step),
             num_tokens=self.dice.randint(2, 6),
             way="calls" if way == "calls" else "steps",
+            seed=self.dice.randrange(4) if way != "calls" and event not in ("sampler", "nested") else 0,
         )
         self.cache = subject.cache()
         self.run = Run(subject.model, script, way, self.cache, self.falls)
@@ -117,10 +118,14 @@ class Trial:
         self.run.generate(number)
         return number
 
+    @property
+    def num_passes(self) -> float:
+        """About how many passes the generation takes."""
+        return len(self.script.prompt) / self.script.step + self.script.num_tokens + 1
+
     def seconds(self) -> float:
         """Return about how long the generation takes."""
-        passes = len(self.script.prompt) / self.script.step + self.script.num_tokens + 1
-        return self.subject.seconds.get(self.run.way, 0.004) * passes
+        return self.subject.seconds.get(self.run.way, 0.004) * self.num_passes
 
     # What must be right
 
@@ -193,12 +198,8 @@ class Trial:
         Raises:
             Wrong: something is not as it must be.
         """
-        began = time.perf_counter()
         with self.falls.heard():
             EVENTS[self.event](self)
-        if self.event == "none":
-            passes = len(self.script.prompt) / self.script.step + self.script.num_tokens + 1
-            self.subject.seconds[self.run.way] = (time.perf_counter() - began) / passes / 2
         self.counts["struck"] += bool(self.errors)
         self.counts["right"] += 1
         return self.counts
@@ -269,7 +270,9 @@ def fresh_script(folder: Path) -> Script:
 
 def none(trial: Trial) -> None:
     """Nothing happens, and the cache has mlx-lm's length."""
+    began = time.perf_counter()
     trial.run.generate()
+    trial.subject.seconds[trial.run.way] = (time.perf_counter() - began) / trial.num_passes
     trial.check()
     trial.check_cache(lengths=trial.told.lengths[-1:])
 
@@ -533,12 +536,32 @@ def thread(trial: Trial) -> None:
 def threads(trial: Trial) -> None:
     """Two threads generate at once."""
     other = Trial(trial.subject, trial.stock, "none", f"{trial.dice.random()}")
+    if trial.script.seed or other.script.seed:
+        return  # they would share the random numbers
     other.falls = trial.falls
     both = [threading.Thread(target=lambda it=it: it.attempt(it.run.generate)) for it in (trial, other)]
     for each in both:
         each.start()
     for each in both:
         each.join()
+    if trial.falls.found:
+        return  # nobody knows whose they are
+    other.finish()
+    trial.finish()
+
+
+def turns(trial: Trial) -> None:
+    """Two generators are open, and the caller takes tokens of them by turns."""
+    other = Trial(trial.subject, trial.stock, "none", f"{trial.dice.random()}")
+    if trial.script.seed or other.script.seed:
+        return  # they would share the random numbers
+    other.falls = trial.falls
+    pairs = [(it.run, it.run.generator(), it.script.num_tokens) for it in (trial, other)]
+    while unfinished := [pair for pair in pairs if len(pair[0].outputs) < pair[2]]:
+        run, made, _ = trial.dice.choice(unfinished)
+        run.take(made, len(run.outputs) + 1)
+    for _, made, _ in pairs:
+        made.close()  # type: ignore[attr-defined]
     if trial.falls.found:
         return  # nobody knows whose they are
     other.finish()
@@ -557,7 +580,7 @@ def batch_struck(trial: Trial) -> None:
 
 def _batch(trial: Trial, what: str) -> None:
     subject, dice = trial.subject, trial.dice
-    scripts = [replace(trial.script, way="steps", step=trial.script.step)]
+    scripts = [replace(trial.script, way="steps", seed=0)]
     for _ in range(dice.randint(1, 3)):
         prompt = tokens_of(dice.randrange(6), dice.choice((1, 2, 5, 13, 18, 25)))
         scripts.append(replace(scripts[0], prompt=prompt, num_tokens=dice.randint(1, 5)))
@@ -640,6 +663,7 @@ EVENTS: dict[str, Callable[[Trial], None]] = {
     "close": closes,
     "thread": thread,
     "threads": threads,
+    "turns": turns,
     "batch": batch,
     "batch struck": batch_struck,
 }
@@ -655,5 +679,5 @@ def events_of(row: Any) -> list[str]:
     """Return the events that a row can have."""
     left_out = {"batch", "batch struck"} if row.place != "memory" else set[str]()
     if row.place == "prefixes":
-        left_out |= {"threads", "reads"}
+        left_out |= {"threads", "turns", "reads"}
     return [event for event in EVENTS if event not in left_out]

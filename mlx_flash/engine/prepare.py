@@ -23,8 +23,7 @@ from mlx_flash.engine.modelmanager import free_closed_models
 from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout import hub
-from mlx_flash.layout.fingerprint import fingerprint_of, state_of
-from mlx_flash.layout.identity import ModelIdentity
+from mlx_flash.layout.fingerprint import ModelIdentity, fingerprint_of, state_of
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct

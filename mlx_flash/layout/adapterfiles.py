@@ -4,16 +4,51 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from mlx_flash.compat.adapters import adapted_part, adapted_product
+from mlx_flash.compat.tape import result_bytes, tape_of
 from mlx_flash.errors import CheckpointError, FlashError
 from mlx_flash.files import read_regular
 from mlx_flash.layout.load import UNCLEAR_ERRORS
+from mlx_flash.layout.parts import Parameter
+from mlx_flash.layout.trace import CallTrace, zeros_for
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_shard
 from mlx_flash.storage.shards import refuse_unreadable
+
+
+def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:
+    """Return the adapters that make a whole matrix in each call. An embedding that only looks up rows makes none."""
+    return tuple(module for module in modules if id(module) in trace.called and _is_whole(module, trace))
+
+
+def _is_whole(module: nn.Module, trace: CallTrace) -> bool:
+    part = adapted_part(module)
+    return part is not None and not trace.covers(part, [(id(part), "weight")])
+
+
+def adapted_bytes(modules: Sequence[nn.Module], parameters: Sequence[Parameter]) -> int:
+    """Return the most bytes of the results of one adapter. Nothing is computed.
+
+    Args:
+        modules: the adapters.
+        parameters: every array of the model.
+    """
+    found: dict[object, int] = {}
+    with zeros_for(parameters):
+        for module in modules:
+            key = str(tree_map(lambda array: (array.shape, array.dtype), module.parameters()))
+            if key not in found:
+                product, x = adapted_product(module)
+                found[key] = result_bytes(tape_of(product, [x]))
+    return max(found.values(), default=0)
+
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapters.safetensors"
 

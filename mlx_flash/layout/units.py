@@ -14,7 +14,7 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.adapted import adapted_bytes, find_adapted
+from mlx_flash.layout.adapterfiles import adapted_bytes, find_adapted
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
 from mlx_flash.layout.held import measure_held

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,26 +31,6 @@ except ModuleNotFoundError as error:
     raise CompatibilityError(
         f"the server needs the package {error.name}. Hint: in a checkout of mlx-flash, pip install '.[server]'."
     ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """The address that the server listens on, and its guards.
-
-    Attributes:
-        host, port: the address.
-        origins: origins of web pages that may ask.
-        key_file: has the API key that requests must bring.
-        is_open: other machines may connect without a key.
-        is_strict: refuse unknown fields of requests.
-    """
-
-    host: str
-    port: int
-    origins: Sequence[str] = ()
-    key_file: Path | None = None
-    is_open: bool = False
-    is_strict: bool = False
 
 
 def serve(args: argparse.Namespace, out: TextIO) -> int:
@@ -103,8 +83,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         describe=describe,
         any_name=args.any_model_name,
     )
-    endpoint = replace(_endpoint(args, args.allowed_origins), is_strict=args.strict)
-    return serve_catalog(catalog, endpoint, _batch_options(args), args.keepalive)
+    return serve_catalog(catalog, _batch_options(args), args, args.allowed_origins, is_strict=args.strict)
 
 
 def _batch_options(args: argparse.Namespace) -> BatchOptions:
@@ -142,16 +121,12 @@ def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Na
 
     source = source_of(modelfile, modelfile.base, config, Defaults())
     options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
-    return serve_catalog(Catalog([source], config, describe=describe), _endpoint(args), options, args.keepalive)
+    return serve_catalog(Catalog([source], config, describe=describe), options, args)
 
 
 def _log_at(level: str) -> None:
     logging.getLogger("mlx_flash").handlers.clear()  # that of --verbose, which would print each line once more
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
-
-
-def _endpoint(args: argparse.Namespace, origins: Sequence[str] = ()) -> Endpoint:
-    return Endpoint(host=args.host, port=args.port, origins=origins, key_file=args.api_key_file, is_open=args.no_auth)
 
 
 def _is_modelfile(base: str) -> bool:
@@ -175,14 +150,22 @@ def _checked_config(modelfile: Modelfile, args: argparse.Namespace, shared: Flas
     return config
 
 
-def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, keep_alive: float | None = None) -> int:
+def serve_catalog(
+    catalog: Catalog,
+    options: BatchOptions,
+    args: argparse.Namespace,
+    origins: Sequence[str] = (),
+    *,
+    is_strict: bool = False,
+) -> int:
     """Serve models until a signal ends it.
 
     Args:
         catalog: the models.
-        endpoint: where to listen.
         options: limits of batches.
-        keep_alive: seconds that an idle model stays in memory; None for ever.
+        args: of the command, with the address, its guards, and the time that an idle model stays in memory.
+        origins: origins of web pages that may ask.
+        is_strict: refuse unknown fields of requests.
 
     Raises:
         ConfigError: the port is in use, or other machines could connect without a key. Raised before a model is loaded.
@@ -190,17 +173,17 @@ def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, k
     """
     if catalog.default is not None and not catalog.default.config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.server.")
-    access = make_access(endpoint.host, endpoint.origins, endpoint.key_file, endpoint.is_open)
-    room = EngineRoom(catalog, options, keep_alive)
+    access = make_access(args.host, origins, args.api_key_file, args.no_auth)
+    room = EngineRoom(catalog, options, args.keepalive)
     group = launched_group()
     if group is not None and group.rank() > 0:  # rank 0 has the clients
         room.start()
         return int(not room.join())
-    with closing(take_port(endpoint.host, endpoint.port)) as listener:
+    with closing(take_port(args.host, args.port)) as listener:
         plan = room.start()
         if plan is not None and catalog.default is not None:
             _note_plan(plan, catalog.default.config, options)
-        return Server(room, access, is_strict=endpoint.is_strict).answer(listener)
+        return Server(room, access, is_strict=is_strict).answer(listener)
 
 
 def _note_plan(plan: ResidencyPlan, config: FlashConfig, options: BatchOptions) -> None:

@@ -24,7 +24,9 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that serves Modelfiles with some lines, and returns the settings of each model."""
     found: list[FlashConfig] = []
     monkeypatch.setattr(
-        serve, "serve_catalog", lambda catalog, *_: found.extend(catalog.find(n).config for n in catalog._named) or 0
+        serve,
+        "serve_catalog",
+        lambda catalog, *_, **k: found.extend(catalog.find(n).config for n in catalog._named) or 0,
     )
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "base").mkdir()
@@ -84,7 +86,7 @@ def test_models_that_create_named_are_served(tmp_path: Path, monkeypatch: pytest
     file.write_text("FROM ./base\nSYSTEM Be brief.\nFLASH_CONTEXT_LENGTH 512\n")
     create_model("brief", read_modelfile(file))
     catalogs: list[Catalog] = []
-    monkeypatch.setattr(serve, "serve_catalog", lambda catalog, *_: catalogs.append(catalog) or 0)
+    monkeypatch.setattr(serve, "serve_catalog", lambda catalog, *_, **__: catalogs.append(catalog) or 0)
     serve.serve(parse_arguments(["serve", "--model", str(tmp_path / "base")]), sys.stdout)
     serve.serve(parse_arguments(["serve", "--model", "brief", "--model", "short=brief"]), sys.stdout)
     other, own = catalogs

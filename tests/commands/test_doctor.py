@@ -25,7 +25,7 @@ from mlx_flash.memory import footprint
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.residency.budgets import table_of_budgets
 from mlx_flash.residency.planner import make_plan
-from mlx_flash.storage import disks, probe, selftest
+from mlx_flash.storage import probe, selftest
 from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
 from mlx_flash.storage.selftest import SelfTest
 from models import LLAMA, save
@@ -162,8 +162,8 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     links.mkdir()
     for name, target in {"sda1": stick / "sda1", "vda": devices / "pci1" / "vda", "dm-0": crypt}.items():
         (links / name).symlink_to(target)
-    monkeypatch.setattr(disks, "_BLOCK", links)
-    monkeypatch.setattr(disks.sys, "platform", "linux")
+    monkeypatch.setattr(probe, "_BLOCK", links)
+    monkeypatch.setattr(probe.sys, "platform", "linux")
     return tmp_path
 
 
@@ -181,7 +181,7 @@ def test_kinds_of_disks_on_linux(
     block: Path, monkeypatch: pytest.MonkeyPatch, device: str, kind: str, expected: tuple[bool | None, ...]
 ) -> None:
     parts = [Part("/dev/vda", "/", "ext4"), Part(device, str(block), kind)]
-    monkeypatch.setattr(disks.psutil, "disk_partitions", lambda all: parts)
+    monkeypatch.setattr(probe.psutil, "disk_partitions", lambda all: parts)
     found = disk_of(block / "model")
     assert (found.device, found.file_system) == (device, kind)
     assert (found.is_network, found.is_external, found.is_encrypted) == expected
@@ -205,8 +205,8 @@ def test_kinds_of_disks_on_macos(
             raise FileNotFoundError("diskutil")
         return subprocess.CompletedProcess(words, 0, plistlib.dumps(told), b"")
 
-    monkeypatch.setattr(disks.subprocess, "run", run)
-    assert disks._look_at_macos("/Volumes/T7") == expected
+    monkeypatch.setattr(probe.subprocess, "run", run)
+    assert probe._look_at_macos("/Volumes/T7") == expected
 
 
 def test_wired_limit_is_that_of_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

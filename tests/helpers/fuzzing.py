@@ -44,7 +44,6 @@ from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.system import system_memory
 from mlx_flash.prefixes import folder as pagefile
 from mlx_flash.prefixes.folder import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
-from mlx_flash.storage import index as storage_index
 from mlx_flash.storage import safetensors
 from mlx_flash.storage.safetensors import absent_shards, read_checkpoint, read_shard
 from models import LLAMA, save
@@ -218,7 +217,7 @@ def index(folder: Path) -> Iterator[Case]:
         shards = absent_shards(folder)
         assert path.name not in shards and all(name.isprintable() for name in shards)
 
-    with patch.object(storage_index, "read_regular", lambda *_: damaged_text):
+    with patch.object(safetensors, "read_regular", lambda *_: damaged_text):
         yield case
 
 

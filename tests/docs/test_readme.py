@@ -56,6 +56,7 @@ NOT_RUN = {
         "needs root and minutes",
         "needs the model",
         "needs the model and minutes",
+        "takes hours",
     ],
     "docs/server.md": ["needs lm-eval"],
     "docs/vision.md": ["installs", "needs mlx-vlm", "needs mlx-vlm"],

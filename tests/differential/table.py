@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import mlx.core as mx
 from differential.scripts import BEFORE_STEP, VOCAB_SIZE, fill, make_cache
 from differential.signals import killer
 from faulty import open_in_the_end, open_things, unfinished
-from mlx_flash import DiskKVCache, FlashConfig, FlashLLM, load_model
+from mlx_flash import BudgetError, DiskKVCache, FlashConfig, FlashLLM, load_model
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, save, save_initialised
 
 TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
@@ -46,9 +45,10 @@ CONTEXT = 2048
 """Tokens of all caches of a trial: each takes memory for 256 at least."""
 
 PLACES: dict[str, dict[str, Any]] = {
+    "own disk": {"context_length": 8192},
     "prefixes": {"kv_prefixes": "exact", "kv_prefix_gb": 1},
 }
-"""Settings of places that need some. ``rotating``, ``quantized`` and ``own disk`` are caches of the caller's."""
+"""Settings of places. ``rotating``, ``quantized`` and ``own disk`` are the caller's caches; files have buffers too."""
 
 NUM_BEFORE = {"own disk": 270}
 """Tokens that are in the cache before a trial, so that some are on disk."""
@@ -127,20 +127,25 @@ class Subject:
         killer()  # its pipe is no descriptor that a model leaves
         gc.collect()
         self._things = open_things()
-        self.model = self._load(self.budget_gb)
+        self.model = self._open()
         self._filled: list[Any] | None = None
         self._plan = self.model.plan
         self.keeps_budget = True
         forget_peak()
 
-    @cached_property
-    def budget_gb(self) -> float | str:
-        """The budget. It is found with a model in the smallest one."""
-        share = BUDGETS[self.row.budget][0]
+    def _open(self) -> FlashLLM:
+        """Load the model. A budget beyond the smallest one is found with a model in that."""
+        share, tries = BUDGETS[self.row.budget][0], 3
         if not share:
-            return LARGE_GB if share is None else "min"
-        with self._load("min") as model:
-            return float(model.plan.minimum_bytes + share * model.plan.model_bytes) / 1e9
+            return self._load(LARGE_GB if share is None else "min")
+        while True:
+            with self._load("min") as model:
+                nbytes = model.plan.minimum_bytes + share * model.plan.model_bytes
+            try:
+                return self._load(nbytes / 1e9)
+            except BudgetError:  # this process has grown meanwhile
+                if not (tries := tries - 1):
+                    raise
 
     def _load(self, budget_gb: float | str) -> FlashLLM:
         settings: dict[str, Any] = {
@@ -173,10 +178,9 @@ class Subject:
         return copy.deepcopy(self._filled)
 
     def reopen(self) -> None:
-        """Load the model again, which a trial has closed. The process may have grown since then."""
+        """Load the model again, which a trial has closed."""
         self._filled = None
-        vars(self).pop("budget_gb", None)
-        self.model = self._load(self.budget_gb)
+        self.model = self._open()
 
     def close_model(self) -> None:
         """Close the model only, before it is loaded again."""
@@ -192,7 +196,7 @@ class Subject:
         gc.collect()
         mx.clear_cache()
         found = open_in_the_end(self._things)
-        left = [] if found == self._things else [f"{self._things} before, {found} after", *_descriptors()]
+        left = [] if found == self._things else [f"{self._things} before, {found} after: {_descriptors()}"]
         if self.keeps_budget and peak > allowed:
             left.append(f"a peak of {peak} bytes, {peak - allowed} beyond the budget")
         return left + [str(path) for path in [*unfinished(self.kv_folder), *_files(self.kv_folder)]]

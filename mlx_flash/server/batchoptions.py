@@ -30,7 +30,7 @@ class BatchOptions:
         prefill_step_size: prompt tokens in one forward call.
         decode_concurrency, prompt_concurrency: the most answers, and prompts, that are computed together.
         prompt_cache_size: the most prompt caches that are kept.
-        prompt_cache_bytes: the most bytes of caches, kept and in use; None takes half of what the plan reserves.
+        prompt_cache_bytes: the most bytes of these; None takes half of what the plan reserves.
         num_draft_tokens: the most tokens that are guessed at a time with a draft model; None for as many as pay.
         kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
     """

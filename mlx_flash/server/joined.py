@@ -211,8 +211,3 @@ class JoiningRows(ServedRows):
         caches = super().remove(gone := set(uids), return_prompt_caches)
         self._batch.remove(gone)
         return caches
-
-    @property
-    def prompt_cache_nbytes(self) -> int:
-        """Bytes of all caches."""
-        return super().prompt_cache_nbytes + int(self._batch.prompt_cache_nbytes)

@@ -277,7 +277,7 @@ class LoadedModel:
         )
         del cache
         limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
-        self.kept.trim_to(n_bytes=limit - self._rows.prompt_cache_nbytes)
+        self.kept.trim_to(n_bytes=limit)
         self.jobs.note_computed(job, uid)
         job.begin()
         job.send(Begun(self.source.name, len(job.prompt.tokens), job.num_cached))

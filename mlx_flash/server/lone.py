@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_flash.compat.batchgenerator import Progress, Response, Waiting
 from mlx_flash.errors import RefusedError
-from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone
+from mlx_flash.server.rows import Rows
 
 Steps = Callable[..., Iterator[Any]]
 """A generation loop: called with the prompt, and with the options of mlx-lm's."""
@@ -35,7 +35,7 @@ class _Sequence:
         self.num_done = 0
 
 
-class LoneRows:
+class LoneRows(Rows):
     """A stand-in for a batch that computes the request that came first.
 
     Args:
@@ -45,11 +45,9 @@ class LoneRows:
 
     Attributes:
         keeps_caches: hand out caches at the end of requests.
-        batching: the setting that admission counts requests by.
     """
 
     keeps_caches = True
-    batching = "exact"
 
     def __init__(self, steps: Steps, make_cache: Callable[[], list[Any]], prefill_step_size: int) -> None:
         self._steps = steps
@@ -77,10 +75,6 @@ class LoneRows:
         self._sequences.append(_Sequence(Waiting(uid, *(field[0] for field in fields)), options[0]))
         return [uid]
 
-    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
-        """Return the setting that admission counts requests by."""
-        return self.batching
-
     def next(self) -> tuple[list[Any], list[Any]]:
         """Compute the next token of the first request. Return the progress of its prompt, and the token."""
         prompts: list[Any] = []
@@ -98,15 +92,6 @@ class LoneRows:
                 answers.append(self._advance(sequence))
         return prompts, answers
 
-    def take_errors(self) -> dict[int, RefusedError]:
-        """Return the errors of requests since the last call, by number. The requests are gone."""
-        errors, self._errors = self._errors, {}
-        return errors
-
-    def num_restored(self, uid: int) -> int:
-        """Return 0: what came from the prefix cache is not known by request."""
-        return 0
-
     def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Return no caches: prompts are computed whole."""
         return {}
@@ -122,11 +107,6 @@ class LoneRows:
         """Let go of requests."""
         gone = set(uids)
         self._sequences = deque(sequence for sequence in self._sequences if sequence.uid not in gone)
-
-    @property
-    def prompt_cache_nbytes(self) -> int:
-        """Bytes of all caches."""
-        return sum(int(entry.nbytes) for sequence in self._sequences for entry in sequence.cache or ())
 
     def close(self) -> None:
         """Let go of all requests."""

@@ -34,7 +34,34 @@ class LeftError(Exception):
         self.uid = uid
 
 
-class ServedRows(RowGenerator):
+class Rows:
+    """The part of all that computes requests."""
+
+    _errors: dict[int, RefusedError]
+
+    @property
+    def batching(self) -> str:
+        """The setting that admission counts requests by."""
+        return "exact"
+
+    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
+        """Take note of the most tokens of each request. Return the setting that admission counts them by."""
+        return self.batching
+
+    def take_errors(self) -> dict[int, RefusedError]:
+        """Return the errors of requests since the last call, by number. The requests are gone."""
+        errors, self._errors = self._errors, {}
+        return errors
+
+    def num_restored(self, uid: int) -> int:
+        """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had.
+
+        0 where that is not known by request.
+        """
+        return 0
+
+
+class ServedRows(Rows, RowGenerator):
     """Exact batches: each request is computed as if it were alone.
 
     Args:
@@ -50,15 +77,6 @@ class ServedRows(RowGenerator):
         self._fatal: Exception | None = None
         self._restored: dict[int, int] = {}
         self._hidden: dict[int, list[mx.array]] = {}
-
-    @property
-    def batching(self) -> str:
-        """The setting that admission counts the answers under way by."""
-        return "exact"
-
-    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
-        """Take note of the most tokens of each request. Return the setting that admission counts them by."""
-        return self.batching
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each request. Return the progress of prompts, and tokens.
@@ -76,13 +94,8 @@ class ServedRows(RowGenerator):
             raise self._fatal
         return found
 
-    def take_errors(self) -> dict[int, RefusedError]:
-        """Return the errors of requests since the last call, by number. The requests are gone."""
-        errors, self._errors = self._errors, {}
-        return errors
-
     def num_restored(self, uid: int) -> int:
-        """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had."""
+        """Return how many tokens of a prompt the prefix cache had."""
         return self._restored.get(uid, 0)
 
     def take_hidden(self, uid: int) -> list[mx.array]:
@@ -117,22 +130,17 @@ class ServedRows(RowGenerator):
         self._errors[member.uid] = error
 
 
-class StockRows(StockBatchGenerator):  # type: ignore[misc]
+class StockRows(Rows, StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's batches, whose requests fail together."""
 
-    batching = "stock"
-
-    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
-        """Return the setting that admission counts requests by."""
-        return self.batching
+    @property
+    def batching(self) -> str:
+        """The setting that admission counts requests by."""
+        return "stock"
 
     def take_errors(self) -> dict[int, RefusedError]:
         """Return no errors: mlx-lm raises them."""
         return {}
-
-    def num_restored(self, uid: int) -> int:
-        """Return 0: what came from the prefix cache is not known by request."""
-        return 0
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""

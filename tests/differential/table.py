@@ -90,10 +90,14 @@ class Zoo:
 
     Args:
         folder: where they are written, each when it is first asked for.
+
+    Attributes:
+        is_warm: True when a model has been loaded: what stays after it belongs to the process.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.is_warm = False
 
     def path(self, architecture: str) -> Path:
         """Return a model's folder."""
@@ -125,6 +129,9 @@ class Subject:
         self.kv_folder.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
         killer()  # its pipe is no descriptor that a model leaves
+        if not zoo.is_warm:
+            load_model(self.folder, FlashConfig(ram_budget_gb=LARGE_GB))[0].close()
+            zoo.is_warm = True
         gc.collect()
         self._things = open_things()
         self.model = self._open()

@@ -17,12 +17,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.arrays import address_of
+from mlx_flash.errors import ReadError
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
 from mlx_flash.kv.pages import RowBytes, RowLayout, row_bytes, segments
@@ -223,7 +225,8 @@ class SlotRing:
         """Invalidate a layer's tokens from ``length`` on."""
         for slot in self.slots:
             if slot.belongs_to(disk):
-                slot.wait()
+                with suppress(ReadError):  # of a read ahead: the slot is empty then
+                    slot.wait()
                 slot.tokens = min(slot.tokens, length)
 
     def release(self) -> None:
@@ -248,7 +251,10 @@ class SlotRing:
             slot = min(self.slots, key=lambda slot: slot.used_at)
         if not slot.belongs_to(disk) or slot.capacity < end:
             self._assign(slot, disk, end)
-        self._stats.wait_seconds += slot.wait()
+        try:
+            self._stats.wait_seconds += slot.wait()
+        except ReadError:  # of a read ahead, which may have failed before the disk worked again: it is repeated
+            self._assign(slot, disk, end)
         if slot.tokens < disk.length or disk.length < slot.handed_out:  # not only what follows is written
             slot.claim()
         if slot.tokens < disk.length:

@@ -435,6 +435,37 @@ def test_a_disk_that_fails_ends_one_call(offloaded: Any, monkeypatch: pytest.Mon
     assert same(generated(model), generated(stock(directories("llama"))))
 
 
+def test_a_read_ahead_that_failed_is_repeated_by_the_next_call(
+    offloaded: Any, monkeypatch: pytest.MonkeyPatch, directories: Any
+) -> None:
+    """At the end of a call the first layer is read ahead. The disk fails then, and works again before the next call."""
+    model, cache = offloaded
+    theirs = stock(directories("llama"))
+    other, ring, real = make_prompt_cache(theirs), model.kv.ring, os.preadv
+    generated(theirs, 2, prompt_cache=other)
+    hand_out, failed = ring._hand_out, []
+
+    def fails(fd: int, buffers: Any, offset: int) -> int:
+        if _is_kv(fd):
+            failed.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    def hand_out_last(disk: Any, *rest: Any) -> Any:
+        if disk is cache[-1].rows.store:
+            patch.setattr(os, "preadv", fails)
+        return hand_out(disk, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ring, "_hand_out", hand_out_last)
+        mx.eval(model(PROMPT[None, :1], cache=cache), theirs(PROMPT[None, :1], cache=other))
+        for ticket in [slot._reading[0] for slot in ring.slots if slot._reading is not None]:
+            with pytest.raises(ReadError):
+                ticket.wait()
+    assert failed
+    assert mx.array_equal(model(PROMPT[None, 1:2], cache=cache), theirs(PROMPT[None, 1:2], cache=other))
+
+
 def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
     directories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

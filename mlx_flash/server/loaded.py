@@ -82,7 +82,7 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
             lending = self._model.engine.lending
             lending.recall(min(nbytes, lending.nbytes))
         for entry in prompt_cache:
-            if isinstance(entry, DiskKVCache) and not entry.is_on_disk:
+            if isinstance(entry, DiskKVCache) and entry.offset and not entry.is_on_disk:
                 with entry.pool.lock:
                     park(entry.rows)  # without the room for more tokens
             mx.eval(arrays_in(entry))

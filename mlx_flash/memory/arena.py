@@ -80,7 +80,7 @@ class Arena:
         last_page = -(-(first + size * dtype.size) // DIRECT_ALIGNMENT)
         flat = self._array[page:last_page].view(dtype).reshape(-1)
         index = within // dtype.size
-        return flat[index : index + size].reshape(*shape)
+        return flat[index : index + size].reshape(shape)  # of (), reshape(*shape) would crash
 
     def fill(self, byte: int) -> None:
         """Write one value to every byte; 255 makes NaN in every floating-point dtype."""

@@ -121,8 +121,9 @@ def _json(name: str, gap: str, **fields: Any) -> Syntax:
     return Syntax(json_tools.parse_tool_call, name, gap, **fields)
 
 
+_RECIPIENT = " to=functions."
 _HARMONY = {
-    "header": [("<|channel|>analysis<|message|>", "reasoning"), ("<|message|>", "normal"), (" to=functions.", CALL)],
+    "header": [("<|channel|>analysis<|message|>", "reasoning"), ("<|message|>", "normal"), (_RECIPIENT, CALL)],
     "reasoning": [("<|end|>", "header")],
     "normal": [("<|end|>", "header")],
     CALL: [("<|call|>", "header"), ("<|end|>", "header")],
@@ -131,8 +132,8 @@ _RECIPIENTS = {CALL: [(">>>", f"{CALL} again")], f"{CALL} again": [(">>>", CALL)
 
 _FORMS = (
     _Form(
-        f"to=functions.{_NAME}",
-        " to=functions.",
+        f"{_RECIPIENT}{_NAME}",
+        _RECIPIENT,
         "",
         _json(r"(?P<name>[\w.-]+)(?=[\s<])", r"[^{]*?<\|message\|>"),
         _HARMONY,
@@ -184,10 +185,10 @@ class CallForm:
     """The text around names and arguments of calls. Arguments are JSON objects.
 
     Attributes:
-        start: the mark with which calls begin.
-        opening: the text from there to the first name.
+        start: the mark with which calls begin; empty if an answer that begins with ``opening`` is a call.
+        opening: the text of an answer of calls before the first name.
         middle: between a name and its arguments.
-        gap: between arguments and the name of the next call.
+        gap: between arguments and the name of the next call; None if an answer has one call.
         closing: after the last arguments.
         call_id: stands for the number of a call in ``gap`` and ``closing``: nine letters or digits.
     """
@@ -195,9 +196,13 @@ class CallForm:
     start: str
     opening: str
     middle: str
-    gap: str
+    gap: str | None
     closing: str
     call_id: str = _IDS[0]
+
+
+_HARMONY_CALLS = CallForm(_RECIPIENT, f"<|channel|>commentary{_RECIPIENT}", " <|constrain|>json<|message|>", None, "")
+"""GPT-OSS's calls as it writes them. Its template shows earlier ones with the parts of the header in another order."""
 
 
 def form_of(tokenizer: Any, field: str) -> CallForm:
@@ -210,16 +215,22 @@ def form_of(tokenizer: Any, field: str) -> CallForm:
     Raises:
         RefusedError: its template renders calls in another form than JSON, or mlx-lm cannot read them back.
     """
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": _calls()}]
-    other = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object"}}}
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tools=[other], tokenize=False, add_generation_prompt=False))
-        form, sample = _split(text, tokenizer)
-    except (jinja2.TemplateError, ValueError, TypeError, LookupError) as error:
-        raise _no_form(field) from error
-    if _read_back(sample, tokenizer) != [(name, _ARGUMENTS) for name in _NAMES]:
-        raise _no_form(field)
-    return form
+    if tokenizer.tool_call_start == _RECIPIENT:
+        return _HARMONY_CALLS
+    for number in (2, 1):  # some templates refuse two calls, and two without a mark could not be told from other JSON
+        names = _NAMES[: number if tokenizer.tool_call_start else 1]
+        try:
+            form, sample = _split(names, tokenizer)
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError):
+            continue
+        if _read_back(sample, tokenizer) == [(name, _ARGUMENTS) for name in names]:
+            return form
+    raise RefusedError(
+        "calls of this model cannot be forced or checked: its chat template has no form of calls with JSON arguments. "
+        "Hint: use tool_choice auto without strict, and no schema of the answer.",
+        400,
+        field,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,40 +276,38 @@ def headers_of(tokenizer: Any) -> Headers:
         raise RefusedError(message, 400, "response_format") from error
 
 
-def _no_form(field: str) -> RefusedError:
-    return RefusedError(
-        "calls of this model cannot be forced or checked: its chat template has no form of calls with JSON arguments. "
-        "Hint: use tool_choice auto without strict, and no schema of the answer.",
-        400,
-        field,
-    )
-
-
-def _calls() -> list[dict[str, Any]]:
-    return [
-        {"id": number, "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}}
-        for number, name in zip(_IDS, _NAMES, strict=True)
-    ]
-
-
-def _split(text: str, tokenizer: Any) -> tuple[CallForm, str]:
-    """Return the form of calls in a rendered conversation, and the text of these calls.
+def _split(names: Sequence[str], tokenizer: Any) -> tuple[CallForm, str]:
+    """Return the form of calls in a rendered conversation, and the text of calls of some functions.
 
     Raises:
         ValueError: it has no such form.
     """
+    functions = [{"name": name, "arguments": _ARGUMENTS} for name in names]
+    calls = [{"id": _IDS[i], "type": "function", "function": each} for i, each in enumerate(functions)]
+    other = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object"}}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    prompt, text = (
+        str(tokenizer.apply_chat_template(messages[:end], tools=[other], tokenize=False, add_generation_prompt=end < 2))
+        for end in (1, 2)
+    )
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    first, second = (text.index(name) for name in _NAMES)
-    begin = text.rindex(start, 0, first)
-    middle, first_end = _arguments(text, first + len(_NAMES[0]))
-    other_middle, second_end = _arguments(text, second + len(_NAMES[1]))
-    if middle != other_middle or any(text.count(name) != 1 for name in _NAMES):
+    first = text.index(names[0])
+    begin = text.rindex(start, 0, first) if start else len(prompt)
+    if not start and not text.startswith(prompt):
+        raise ValueError("a call in a conversation does not begin as a new one")
+    ends, middles = [], []
+    for name in names:
+        middle, stop = _arguments(text, text.index(name) + len(name))
+        ends.append(stop)
+        middles.append(middle)
+    if len(set(middles)) > 1 or any(text.count(name) != 1 for name in names):
         raise ValueError("calls in a row have different forms")
-    rest = text[second_end:]
+    rest = text[ends[-1] :]
     closing = rest[: rest.index(end) + len(end)] if end else _before_end(rest, tokenizer)
-    gap = text[first_end:second]
-    form = CallForm(start, text[begin:first], middle, gap, closing.replace(_IDS[1], _IDS[0]))
-    return form, text[begin:second_end] + closing
+    gap = text[ends[0] : text.index(names[1])] if len(names) > 1 else None
+    last_id = _IDS[len(names) - 1]
+    form = CallForm(start, text[begin:first], middles[0], gap, closing.replace(last_id, _IDS[0]))
+    return form, text[begin : ends[-1]] + closing
 
 
 def _arguments(text: str, at: int) -> tuple[str, int]:
@@ -321,7 +330,7 @@ def _before_end(rest: str, tokenizer: Any) -> str:
 
 
 def _read_back(sample: str, tokenizer: Any) -> Sequence[tuple[str, dict[str, Any]]]:
-    """Return the calls that mlx-lm's parser finds in a text."""
-    stream = TextStream(tokenizer, (), "normal", ())
+    """Return the calls that a server finds in a text."""
+    stream = TextStream(tokenizer, (), "normal", [{"function": {"name": name}} for name in _NAMES])
     parts = [part for token in tokenizer.encode(sample, add_special_tokens=False) for part in stream.add(token)]
     return [(part.name, part.arguments) for part in [*parts, *stream.end()] if isinstance(part, ToolCall)]

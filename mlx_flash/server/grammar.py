@@ -198,6 +198,8 @@ _ARGUMENT_OPTIONS = {"whitespace_pattern": "[ \\t\\r\\n]{0,4}"}
 """Arguments are on one line in what models have learnt. Without a limit, small models go on with spaces for ever."""
 
 _TEXT = r"TEXT: /(.|\n)*/"
+_PLAIN = r"PLAIN: /([ \t\r\n]*[^ \t\r\n\[{`](.|\n)*)?/"
+"""Text that does not begin as a call without a mark does."""
 _BLANKS = r"BLANKS: /[ \t\r\n]{1,4}/"
 
 
@@ -216,18 +218,21 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
     headers = headers_of(tokenizer) if reasoning == "headers" else None
     marks = _Marks(tokenizer, form.call_id if form else None, "".join(astuple(headers)) if headers else "")
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    rules = [_TEXT, _BLANKS, "CALL_ID: /[a-zA-Z0-9]{9}/"]
+    rules = [_TEXT, _PLAIN, _BLANKS, "CALL_ID: /[a-zA-Z0-9]{9}/"]
     bodies = ["calls"] if request.tools else []
     if form is not None:
-        rules += [f"calls: {marks.rule(form.opening)} listed", *_listed_calls(request, form, marks)]
+        opening = form.opening if form.start else ""  # of calls without a mark, it is in the rule of each
+        rules += [f"calls: {marks.rule(opening)} listed", *_listed_calls(request, form, marks)]
     elif request.tools and headers is not None:
         rules += ["calls: begun inside", *marks.until("begun", "TEXT", start, *marks.parts(headers.text)[-1:])]
         rules += marks.until("inside", "TEXT", end, *marks.parts(headers.end))
     elif request.tools:
         rules += [f"calls: ({marks.rule(start)} inside BLANKS?)+", *marks.until("inside", "TEXT", end)]
-    if request.grammar is not None and not request.must_call:
+    is_bare = form is not None and not form.start
+    if not request.must_call and (request.grammar is not None or headers is not None or is_bare):
         bodies.append("answer")
-        rules += [f"answer: {marks.rule(headers.text if headers else '')} text", f"text: {request.grammar}"]
+        free = "PLAIN" if is_bare else "TEXT"
+        rules += [f"answer: {marks.rule(headers.text if headers else '')} text", f"text: {request.grammar or free}"]
     if form is not None and bodies == ["calls"] and not request.must_call:
         rest = marks.rule(form.opening.removeprefix(form.start))
         rules += marks.until("before", "TEXT", form.start)
@@ -252,14 +257,16 @@ def _listed_calls(request: GenerationRequest, form: CallForm, marks: _Marks) -> 
     """
     functions = [tool["function"] for tool in request.tools or ()]
     functions = [each for each in functions if not request.must_call or each["name"] in request.must_call]
-    more = "" if request.one_call else f"({marks.rule(form.gap)} call)*"
+    more = "" if request.one_call or form.gap is None else f"({marks.rule(form.gap)} call)*"
     rules = [
         f"listed: call {more} {marks.rule(form.closing)}",
         f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
         schema = _schema(function, is_strict=function["name"] in request.strict_tools)
-        rules.append(f"call_{i}: {marks.rule(function['name'] + form.middle)} arguments_{i}")
+        begin = function["name"] + form.middle
+        parts = [begin] if form.start else re.findall(r'"[^"]*"|[^"]', form.opening + begin)  # as in the schema's rule
+        rules.append(f"call_{i}: {' '.join(map(marks.rule, parts))} arguments_{i}")
         rules.append(f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': _ARGUMENT_OPTIONS})}")
     return rules
 

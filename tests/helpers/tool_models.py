@@ -20,7 +20,7 @@ QWEN = (
 def with_template(path: Path, template: str = QWEN, parser: str | None = "json_tools") -> Path:
     """Give a model a chat template, and mlx-lm's parser of its tool calls; None if it has none."""
     file = path / "tokenizer_config.json"
-    settings = {"chat_template": template} | ({} if parser is None else {"tool_parser_type": parser})
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    settings = {**json.loads(file.read_text()), "chat_template": template, "tool_parser_type": parser}
+    file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
     (path / "chat_template.jinja").unlink(missing_ok=True)
     return path

@@ -13,12 +13,15 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
+from call_forms import TEMPLATES
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
+from mlx_flash.server.calltemplates import CallForm, complete, form_of
 from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer, json_grammar
 from mlx_flash.server.request import GenerationRequest
-from scripted import TEMPLATE, make_scripted_model, saying, wishing
+from models import make_random_model
+from scripted import SHAPE, TEMPLATE, make_scripted_model, saying, wishing
 from tool_models import with_template
 
 CHAT = "/v1/chat/completions"
@@ -207,10 +210,12 @@ def with_special(model: Path, folder: Path, special: tuple[str, ...]) -> Any:
     return load_tokenizer(folder)
 
 
-def takes(tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str) -> bool:
+def takes(
+    tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str, form: CallForm | None = None
+) -> bool:
     """Return whether a complete answer of some texts is allowed."""
     made = grammar_tokenizer(tokenizer, len(tokenizer) + 10)
-    matcher = LLMatcher(made, answer_grammar(request, None, tokenizer, reasoning), log_level=0)
+    matcher = LLMatcher(made, answer_grammar(request, form, tokenizer, reasoning), log_level=0)
     tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
     return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
 
@@ -264,3 +269,68 @@ def test_schema_binds_behind_the_header_of_text(model: Path, tmp_path: Path) -> 
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RefusedError, match="does not show how they begin"):
         takes(tokenizer, plain, "headers", JSON)
+
+
+HARMONY = TEMPLATES["harmony"].replace("<|eos|>", "<|call|>")
+HARMONY_CALL = f"<|channel|>commentary to=functions.go <|constrain|>json<|message|>{JSON}"
+PREAMBLE = f"{ANALYSIS}Call to=functions.go?{AGAIN}"
+
+
+def test_calls_of_harmony_are_bound(model: Path, tmp_path: Path) -> None:
+    special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
+    tokenizer = with_special(model, tmp_path, special)
+    tokenizer.chat_template = HARMONY
+    tokenizer._tool_call_start = tokenizer._tool_call_end = tokenizer._tool_parser = None
+    complete(tokenizer)
+    call = HARMONY_CALL
+    strict = GenerationRequest(model="m", messages=[], tools=[TOOL], strict_tools=["go"])
+    forced = replace(strict, strict_tools=[], must_call=["go"])
+    for request in (strict, forced):
+        fits = partial(takes, tokenizer, request, "headers", form=form_of(tokenizer, "tools"))
+        for thoughts in ("", f"{ANALYSIS}Hm.{AGAIN}", PREAMBLE):
+            assert fits(thoughts + call) and fits(f"{thoughts}{FINAL}Well. {JSON}") == (request is strict)
+            assert not fits(thoughts + call.replace("3", '"x"')) and not fits(thoughts + call.replace(".go", ".gone"))
+            assert not fits(thoughts + call + AGAIN + call)
+
+
+def test_a_call_of_harmony_is_forced(tmp_path: Path) -> None:
+    folder = make_random_model(tmp_path / "harmony", *SHAPE.split())
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    for mark in ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"):
+        number = fields["model"]["vocab"].pop("".join(fields["model"]["merges"].pop()))
+        fields["added_tokens"].append({**fields["added_tokens"][0], "id": number, "content": mark})
+    path.write_text(json.dumps(fields))
+    with live(str(with_template(folder, HARMONY, None))) as server:
+        for choice in ("required", {"type": "function", "function": {"name": "go"}}):
+            for text in (HARMONY_CALL, HARMONY_CALL.replace("3", '"x"'), f"{HARMONY_CALL}{AGAIN}{FINAL}Well."):
+                found = ask(server, PREAMBLE + text, tools=[TOOL], tool_choice=choice)
+                (call,) = found["tool_calls"]
+                assert call["function"]["name"] == "go" and found["reason"] == "tool_calls"
+                jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+                assert (found["content"], found["reasoning"]) == (None, "Call to=functions.go?")
+        found = ask(server, f"{FINAL}Well.", tools=[TOOL], response_format=FORM)
+        jsonschema.validate(json.loads(found["content"]), SCHEMA)
+
+
+def test_a_call_without_a_mark_or_a_schema(tmp_path: Path) -> None:
+    """Llama 3 writes calls as JSON without a mark, one in an answer."""
+    folder = make_random_model(tmp_path / "llama", *SHAPE.split())
+    call = '{"name": "go", "parameters": ' + JSON + "}"
+    one = "{% if not loop.first %}{{ raise_exception('one call') }}{% endif %}" + '{"name"'
+    with live(str(with_template(folder, TEMPLATES["llama"].replace('{"name"', one), None))) as server:
+        both = {"tools": [TOOL], "response_format": FORM}
+        for more in (both, {**both, "tool_choice": "required"}, {"tools": [TOOL], "tool_choice": "required"}):
+            for text in (call, call.replace("3", '"x"')):
+                (made,) = ask(server, text, **more)["tool_calls"]
+                jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
+        for answer in (JSON, '{"name": "Jane"}', '{"named": {"name": "go"}}', '{"name": "go"}', '{ "name": "gone"}'):
+            form = FORM if answer == JSON else {"type": "json_object"}
+            found = ask(server, answer, tools=[TOOL], response_format=form)
+            assert found["content"] == answer and "tool_calls" not in found
+        found = ask(server, "Well.", **both)
+        jsonschema.validate(json.loads(found["content"]), SCHEMA)
+        strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+        (made,) = ask(server, call.replace("3", '"x"'), tools=[strict])["tool_calls"]
+        jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
+        assert ask(server, f"Well. {call}", tools=[strict])["content"] == f"Well. {call}"

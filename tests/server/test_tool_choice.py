@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.calltemplates import form_of
+from mlx_flash.server.calltemplates import complete, form_of
 from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
@@ -43,7 +43,14 @@ XML = (
     + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
     + "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}{% endfor %}"
 )
-PARSERS = {QWEN: "json_tools", MISTRAL: "mistral", HEADERS: "mistral", XML: "qwen3_coder"}
+LLAMA = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    + "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+    + "{% set f = m.tool_calls[0].function %}"
+    + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}<|eos|>{% endfor %}'
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PARSERS = {QWEN: "json_tools", MISTRAL: "mistral", HEADERS: "mistral", XML: "qwen3_coder", LLAMA: None}
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -173,7 +180,17 @@ TEXTS = {
     QWEN: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     MISTRAL: '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "AbC123xyz"}]',
     HEADERS: "[TOOL_CALLS]now[ARGS]{}",
+    LLAMA: '{"name": "now", "parameters": {}}',
 }
+
+
+def tokenizer_with(model: Path, folder: Path, template: str) -> Any:
+    """Return a model's tokenizer with another chat template, as a server has it."""
+    for file in model.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    tokenizer = load_tokenizer(with_template(folder, template, PARSERS[template]))
+    complete(tokenizer)
+    return tokenizer
 
 
 def matches(tokenizer: Any, request: GenerationRequest, text: str) -> bool:
@@ -185,23 +202,27 @@ def matches(tokenizer: Any, request: GenerationRequest, text: str) -> bool:
 
 @pytest.mark.parametrize("template", TEXTS)
 def test_grammars_follow_the_form_of_the_template(model: Path, tmp_path: Path, template: str) -> None:
-    (tmp_path / "m").mkdir()
-    for file in model.glob("*.json"):
-        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
-    tokenizer = load_tokenizer(with_template(tmp_path / "m", template, PARSERS[template]))
+    tokenizer = tokenizer_with(model, tmp_path, template)
     tools = [tool("now"), tool("weather")]
     must = GenerationRequest(model="m", tools=tools, must_call=["now"])
     may = GenerationRequest(model="m", tools=tools, strict_tools=["now"])
     text = TEXTS[template]
-    assert matches(tokenizer, must, text) and matches(tokenizer, may, f"Well. {text}")
+    assert matches(tokenizer, must, text) and matches(tokenizer, may, text if template is LLAMA else f"Well. {text}")
     for wrong in ("Well.", f"Well. {text}", text.replace("now", "weather"), text.replace("{}", '{"a": 1}'), text[:-4]):
         assert not matches(tokenizer, must, wrong)
     assert matches(tokenizer, may, "Well.") and not matches(tokenizer, may, text.replace("{}", '{"a": 1}'))
+    assert matches(tokenizer, must, text + text) == (template is HEADERS)
+
+
+@pytest.mark.parametrize("text", ['\n{"name": "now", "parameters": {"a": 1}}', "[now(a=1)]", '```json\n{"name": "now"'])
+def test_text_of_strict_functions_does_not_begin_as_a_call(model: Path, tmp_path: Path, text: str) -> None:
+    """Calls without a mark are those with which an answer begins, and some forms of these are not bound."""
+    tokenizer = tokenizer_with(model, tmp_path, LLAMA)
+    may = GenerationRequest(model="m", tools=[tool("now")], strict_tools=["now"])
+    assert matches(tokenizer, may, f"Well. {text}") and not matches(tokenizer, may, text)
 
 
 def test_forms_that_are_not_json_are_refused(model: Path, tmp_path: Path) -> None:
-    for file in model.glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(RefusedError, match="no form of calls with JSON") as caught:
-        form_of(load_tokenizer(with_template(tmp_path, XML, PARSERS[XML])), "tool_choice")
+        form_of(tokenizer_with(model, tmp_path, XML), "tool_choice")
     assert (caught.value.status, caught.value.field) == (400, "tool_choice")

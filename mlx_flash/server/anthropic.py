@@ -385,13 +385,16 @@ def _ending(body: MessagesRequest, end: End) -> dict[str, Any]:
     return {"stop_reason": _REASONS[end.reason] if stop is None else "stop_sequence", "stop_sequence": stop}
 
 
+_USAGE = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+
+
 def _usage(prompt: Begun | End, num_tokens: int) -> dict[str, int]:
-    return {
-        "input_tokens": prompt.num_prompt - prompt.num_cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": prompt.num_cached,
-        "output_tokens": num_tokens,
-    }
+    counts = (prompt.num_prompt - prompt.num_cached, 0, prompt.num_cached, num_tokens)
+    return dict(zip(_USAGE, counts, strict=True))
+
+
+NUM_PINGS = 11
+"""Pings in a row. Claude Code does not count them, and gives up after 300 seconds without another event."""
 
 
 class _Writer(Writer):
@@ -399,14 +402,15 @@ class _Writer(Writer):
 
     def __init__(self, body: MessagesRequest) -> None:
         self._body = body
+        self._num_pings = 0
+        self._has_started = False
         self._number = 0
         self._kind: str | None = None
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the parts for an event."""
-        if isinstance(event, Begun):
-            message = {**_head(self._body), "content": [], "stop_reason": None, "stop_sequence": None}
-            yield sent({"type": "message_start", "message": {**message, "usage": _usage(event, 0)}})
+        if isinstance(event, Begun) and not self._has_started:
+            yield self._start_message(_usage(event, 0))
         elif isinstance(event, Piece) and event.text:
             yield from self._write_text(event)
         elif isinstance(event, CallBegun):
@@ -424,8 +428,19 @@ class _Writer(Writer):
             yield sent(error_body(event.error))
 
     def beat(self) -> bytes:
-        """Return an event that clients skip."""
-        return sent({"type": "ping"})
+        """Return an event that changes nothing: mostly one that clients skip."""
+        self._num_pings = (self._num_pings + 1) % (NUM_PINGS + 1)
+        if self._num_pings:
+            return sent({"type": "ping"})
+        if not self._has_started:
+            return self._start_message(dict.fromkeys(_USAGE, 0))
+        delta = {"stop_reason": None, "stop_sequence": None}
+        return sent({"type": "message_delta", "delta": delta, "usage": {"output_tokens": 0}})
+
+    def _start_message(self, usage: dict[str, int]) -> bytes:
+        self._has_started = True
+        message = {**_head(self._body), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return sent({"type": "message_start", "message": message})
 
     def _write_text(self, piece: Piece) -> Iterator[bytes]:
         kind = "text" if piece.kind == "text" else "thinking"

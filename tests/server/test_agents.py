@@ -1,5 +1,7 @@
 """Agents do a small job: they read a file, change it, and run a program. The model's words are those of this test.
 
+One model is in memory, and one is streamed within the smallest budget.
+
 It needs programs of npm: ``npm install --prefix DIR @openai/codex @anthropic-ai/claude-code opencode-ai``, and DIR in
 the environment variable ``MLX_FLASH_AGENTS``. `test_bodies.py` has what they send.
 """
@@ -8,8 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -70,50 +75,96 @@ def opencode(folder: Path, url: str) -> tuple[list[str], dict[str, str], list[St
     return ["opencode", "run", "-m", "here/tiny", JOB], {}, steps
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live(str(make_scripted_model(tmp_path_factory.mktemp("models") / "tiny"))) as running:
+@pytest.fixture(scope="module", params=[2.0, "min"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = make_scripted_model(tmp_path_factory.mktemp("models") / "tiny")
+    with live(str(model), ram_budget_gb=request.param, context_length=131072) as running:
+        running.say("Hi", max_tokens=1)
+        assert (running.model.plan.read_bytes > 0) == (request.param == "min")
         yield running
 
 
-@pytest.mark.parametrize("agent", [codex, claude, opencode])
-def test_an_agent_does_a_job(
-    server: Live,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    agent: Callable[[Path, str], tuple[list[str], dict[str, str], list[Step]]],
-) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "hello.py").write_text("print('helo')\n")
-    (program, *words), environment, steps = agent(tmp_path, server.url)
-    if not (BIN / program).exists():
-        pytest.skip(f"{BIN} has no {program}")
-    make_prompt, num_results = loaded.make_prompt, [0]
+class Agent:
+    """A program of npm in a folder of its own, whose model says what this test writes.
 
-    def noted(request: Any, *given: Any) -> Any:
-        num_results[0] = sum(message["role"] == "tool" for message in request.messages)
-        return make_prompt(request, *given)
+    Attributes:
+        work: the folder.
+        num_results: results of tools in the last prompt.
+        text: the answer, for as long as it is read; None for the steps of the job.
+    """
 
-    def sampler_of(sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+    def __init__(
+        self, make: Callable[[Path, str], Any], folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.work = folder / "work"
+        self.work.mkdir()
+        (self.work / "hello.py").write_text("print('helo')\n")
+        (program, *self._words), self._environment, self._steps = make(folder, url)
+        self._program = BIN / program
+        if not self._program.exists():
+            pytest.skip(f"{BIN} has no {program}")
+        self._environment |= {"HOME": str(folder), "PWD": str(self.work), "NO_COLOR": "1"}
+        self.num_results = 0
+        self.text: str | None = None
+        self._make_prompt = loaded.make_prompt
+        monkeypatch.setattr(loaded, "make_prompt", self._noted)
+        monkeypatch.setattr(loaded, "sampler_of", self._sampler_of)
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self._program), *self._words],
+            env={**os.environ, **self._environment},
+            cwd=self.work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _noted(self, request: Any, *given: Any) -> Any:
+        self.num_results = sum(message["role"] == "tool" for message in request.messages)
+        return self._make_prompt(request, *given)
+
+    def _sampler_of(self, sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+        if self.text is not None:
+            words = cycle(tokenizer.encode(self.text, add_special_tokens=False))
+            return lambda logprobs: mx.array([next(words)])
         text = DONE
-        if num_results[0] < len(steps):
-            name, arguments = steps[num_results[0]]
-            text = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+        if self.num_results < len(self._steps):
+            name, arguments = self._steps[self.num_results]
+            text = f"I take step {self.num_results}."
+            text += f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
         tokens = iter([*tokenizer.encode(text, add_special_tokens=False), *sorted(tokenizer.eos_token_ids)])
         return lambda logprobs: mx.array([next(tokens)])
 
-    monkeypatch.setattr(loaded, "make_prompt", noted)
-    monkeypatch.setattr(loaded, "sampler_of", sampler_of)
-    home = {"HOME": str(tmp_path), "PWD": str(work), "NO_COLOR": "1"}
-    done = subprocess.run(
-        [str(BIN / program), *words],
-        env={**os.environ, **home, **environment},
-        cwd=work,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert done.returncode == 0 and DONE in done.stdout, done.stdout + done.stderr
-    assert (work / "hello.py").read_text() == "print('hello')\n"
+
+def until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 900
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("make", [codex, claude, opencode])
+def test_an_agent_does_a_job(server: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    agent = Agent(make, tmp_path, server.url, monkeypatch)
+    running = agent.start()
+    printed, _ = running.communicate(timeout=1000)
+    assert running.returncode == 0 and DONE in printed, printed
+    assert (agent.work / "hello.py").read_text() == "print('hello')\n"
+
+
+@pytest.mark.parametrize("make", [codex, claude, opencode])
+def test_an_agent_is_interrupted(server: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """Its request ends, and the next one is answered."""
+    agent = Agent(make, tmp_path, server.url, monkeypatch)
+    agent.text = "And so on, "
+    jobs = next(iter(server.room.models)).jobs
+    running = agent.start()
+    until(lambda: any(len(job.tokens) > 20 for job in list(jobs.values())))
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    until(lambda: not jobs)
+    assert (agent.work / "hello.py").read_text() == "print('helo')\n"
+    agent.text = None
+    assert server.say("Hi", max_tokens=100) == "I take step 0."

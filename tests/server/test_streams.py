@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from call_forms import TEMPLATES
 from live import TIMEOUT, Live, live
 from mlx_flash.errors import RefusedError
-from mlx_flash.server import loaded, replies
+from mlx_flash.server import anthropic, loaded, replies
 from scripted import make_scripted_model, saying
 from tool_models import with_template
 
@@ -189,6 +190,27 @@ def test_an_event_comes_in_time(server: Live, monkeypatch: pytest.MonkeyPatch) -
         assert sum(map(is_beat, found[path])) > STALL_SECONDS / READ_LIMIT, path
     numbers = [each["sequence_number"] for each in found["/v1/responses"]]
     assert numbers == list(range(len(numbers)))
+
+
+def test_claude_code_has_more_than_pings(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives up after a time without other events, before and after the beginning of a message."""
+    monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
+    monkeypatch.setattr(anthropic, "NUM_PINGS", 3)
+    with saying("The sea is blue."):
+        stalling(monkeypatch, "make_prompt", STALL_SECONDS)
+        stalling(monkeypatch, "processors_of", STALL_SECONDS / 2)
+        stalling(monkeypatch, "sampler_of", STALL_SECONDS)
+        found = events(server, "/v1/messages")
+    kinds = [each["type"] for each in found]
+    assert next(list(group) for _, group in groupby(kinds)) == ["ping"] * 3
+    assert max(len(list(group)) for kind, group in groupby(kinds) if kind == "ping") == 3
+    assert kinds.count("message_start") == 1 and kinds.count("message_delta") > 2
+    assert text_of(found) == "The sea is blue." and found[-2]["delta"]["stop_reason"] == "end_turn"
+    assert (
+        found[kinds.index("message_start")]["message"]["usage"]["input_tokens"]
+        == 0
+        < found[-2]["usage"]["input_tokens"]
+    )
 
 
 def test_a_late_refusal_is_part_of_the_stream(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 from servers import LIMIT_ROOM, serving
 
-from mlx_flash import FlashConfig, apply_flash_patch
+import mlx_flash
+from mlx_flash import FlashConfig
 from mlx_flash.config import parse_budget
-from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import peak_footprint
 
 KINDS = {"text": 1, "server": 4, "chat": 4}
@@ -74,11 +74,11 @@ def work(job: Job) -> Run:
     if job.budget is not None:
         budget = parse_budget(job.budget)
         config = FlashConfig(ram_budget_gb=budget, context_length=job.length, prefill_step_size=job.step)
+        model, tokenizer = mlx_flash.load(job.model, config)
         if job.step is None:
-            plan = prepare(job.model, config).plan
-            return {"budget_bytes": plan.budget_bytes, "step": plan.prefill_step_size}
-        apply_flash_patch(config)
-    model, tokenizer, *_ = mlx_lm.load(job.model)
+            return {"budget_bytes": model.plan.budget_bytes, "step": model.plan.prefill_step_size}
+    else:
+        model, tokenizer, *_ = mlx_lm.load(job.model)
     answers, prompt_cache = [], make_prompt_cache(model)
     for prompt in job.prompts:
         if job.kind == "server":

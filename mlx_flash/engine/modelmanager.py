@@ -187,8 +187,7 @@ class ModelManager:
             FlashError: the model could not be started. Another one that could not fails when it is called itself.
         """
         with self.lock:
-            for running in self.running:
-                running.end_loans()
+            self.end_loans()
             for waiting in self.waiting:
                 try:
                     waiting.begin(self._promised_by_others(waiting), progress if waiting is model else None)
@@ -197,6 +196,12 @@ class ModelManager:
                         raise
             for running in self.running:
                 running.share_budget(self.budget_bytes)
+
+    def end_loans(self) -> None:
+        """Free the memory that running models were lent: another one may need it."""
+        with self.lock:
+            for running in self.running:
+                running.end_loans()
 
     def _promised_by_others(self, model: StreamedModel) -> int:
         """Return the bytes of the budget that other models will take, or may."""
@@ -268,9 +273,10 @@ _OF_PROCESS = ModelManager()
 _CLOSED: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 
-def free_closed_models() -> None:
-    """Free closed models that only garbage still refers to: plans count the memory that the process holds."""
+def make_room() -> None:
+    """Free what is not to count for the plan of another model: closed models that only garbage refers to, and loans."""
     with _OF_PROCESS.lock:
+        _OF_PROCESS.end_loans()
         if _CLOSED:
             gc.collect()
             _CLOSED.clear()

@@ -19,7 +19,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.layershares import make_chain
-from mlx_flash.engine.modelmanager import free_closed_models
+from mlx_flash.engine.modelmanager import make_room
 from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout import hub
@@ -171,7 +171,7 @@ def prepare(
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     map_large_blocks()
-    free_closed_models()
+    make_room()
     free_unused()  # it would count beside what loading takes
     peers = Peers(group) if group is not None and group.size() > 1 else None
     config = config if peers is None else _settings_of_ranks(config)

@@ -1,4 +1,4 @@
-"""Copies to a GPU's memory that CUDA's driver makes, instead of the processor.
+"""CUDA's driver: copies to a GPU's memory that it makes instead of the processor, and the memory that it takes itself.
 
 CUDA's managed memory lies where it was used last. When the processor writes to it, its pages move to the host, and back
 when the GPU computes. The driver's copies leave them with the GPU.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from functools import cache
 from typing import Any
@@ -21,6 +22,13 @@ _LIBRARY = "libcuda.so.1"
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _ZERO_BYTES = 4 << 20
+
+_MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
+_INSUFFICIENT_SIZE = 7  # NVML_ERROR_INSUFFICIENT_SIZE
+_USED_NOW = 7  # CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+
+_CONTEXT_BYTES = 700_000_000
+"""CUDA's own memory where NVML does not name this process, as in some containers. Seen: 0.55 to 0.73 GB."""
 
 
 class DriverError(FlashError):
@@ -140,6 +148,65 @@ def clear(memory: memoryview) -> None:
         _check(driver.cuCtxSynchronize())
     finally:
         driver.cuDevicePrimaryCtxRelease_v2(0)
+
+
+def context_bytes() -> int:
+    """Return the memory of the GPU that CUDA takes for this process beside MLX's arrays: context, kernels, gaps.
+
+    0 where MLX does not compute on a GPU with memory of its own.
+    """
+    if not has_own_memory():
+        return 0
+    used = _used_by_this_process()
+    return _CONTEXT_BYTES if used is None else max(0, used - _used_of_pool())
+
+
+class _Used(ctypes.Structure):
+    """``nvmlProcessInfo_t`` of NVIDIA's <nvml.h>."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+def _used_by_this_process() -> int | None:
+    """Return the bytes of the GPU that NVML names for this process, managed memory aside; None where it names none."""
+    found = _management()
+    if found is None:
+        return None
+    library, device = found
+    room = 16
+    while True:
+        number, processes = ctypes.c_uint(room), (_Used * room)()
+        code = library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(number), processes)
+        if code != _INSUFFICIENT_SIZE:
+            break
+        room = 2 * number.value
+    own = [int(process.used) for process in processes[: number.value] if process.pid == os.getpid()] if not code else []
+    return own[0] if own and own[0] < 1 << 63 else None  # all bits are set where the system does not tell
+
+
+@cache
+def _management() -> tuple[Any, ctypes.c_void_p] | None:
+    """Return NVML and its name of MLX's GPU; None where it is not there, or does not know this GPU."""
+    try:
+        library = ctypes.CDLL(_MANAGEMENT_LIBRARY)
+    except OSError:
+        return None
+    device, uuid = ctypes.c_void_p(), str(mx.device_info().get("uuid", "")).encode()
+    is_found = library.nvmlInit_v2() == 0 and library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(device)) == 0
+    return (library, device) if is_found else None
+
+
+def _used_of_pool() -> int:
+    """Return the bytes of MLX's arrays that NVML counts for this process: those that are no managed memory."""
+    driver, pool, nbytes = load_driver(), ctypes.c_void_p(), ctypes.c_uint64()
+    _check(driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0))
+    _check(driver.cuMemPoolGetAttribute(pool, _USED_NOW, ctypes.byref(nbytes)))
+    return nbytes.value
 
 
 @cache

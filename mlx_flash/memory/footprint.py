@@ -1,7 +1,8 @@
 """Memory of the machine and of this process.
 
 The *footprint* is what a budget is compared with. On macOS it is ``phys_footprint``, the number the system itself
-limits and Activity Monitor shows; on Linux it is the resident set, shared libraries included.
+limits and Activity Monitor shows; on Linux it is the resident set, shared libraries included. A GPU with memory of its
+own adds what the process takes there: MLX's arrays and freed buffers, and CUDA's context. Managed memory counts once.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
+from mlx_flash.memory.driver import context_bytes, has_own_memory
+
 _PROC = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")
+
+_MANAGED = "/dev/nvidia-uvm"
+_FEW_SHARED_BYTES = 8_000_000
 
 
 def footprint() -> int:
     """Return the bytes of memory that this process holds now."""
     if sys.platform == "darwin":
         return _darwin_footprint()[0]
-    if sys.platform == "linux":  # asked before each token: a short file, and few calls for which other threads may run
-        file = os.open(f"{_PROC}/statm", os.O_RDONLY)
-        try:
-            return int(os.read(file, 256).split(maxsplit=2)[1]) * mmap.PAGESIZE
-        finally:
-            os.close(file)
+    if sys.platform == "linux":
+        return _in_host() + _arrays_on_device() + context_bytes()
     return int(psutil.Process().memory_info().rss)
 
 
@@ -37,7 +39,26 @@ def peak_footprint() -> int:
     """Return the most bytes that this process ever held."""
     if sys.platform == "darwin":
         return _darwin_footprint()[1]
-    return _linux_status("VmHWM") if sys.platform == "linux" else int(psutil.Process().memory_info().rss)
+    if sys.platform == "linux":
+        # Managed memory in the host is in the kernel's peak, and MLX's peak has it, too.
+        arrays = max(_arrays_on_device(), int(mx.get_peak_memory())) if has_own_memory() else 0
+        return max(_linux_status("VmHWM"), _in_host() + arrays) + context_bytes()
+    return int(psutil.Process().memory_info().rss)
+
+
+def _in_host() -> int:
+    """Return the resident set without managed memory. Asked before each token: few calls let other threads run."""
+    file = os.open(f"{_PROC}/statm", os.O_RDONLY)
+    try:
+        _, resident, shared = (int(pages) * mmap.PAGESIZE for pages in os.read(file, 256).split(maxsplit=3)[:3])
+    finally:
+        os.close(file)
+    return resident - (_managed_in_host(shared) if has_own_memory() else 0)
+
+
+def _arrays_on_device() -> int:
+    """Return the bytes of arrays and freed buffers that the resident set does not have, or has as managed memory."""
+    return int(mx.get_active_memory() + mx.get_cache_memory()) if has_own_memory() else 0
 
 
 def total_memory() -> int:
@@ -62,6 +83,31 @@ def wired_limit() -> int | None:
     if found == 0 and limit.value > 0:
         return limit.value << 20
     return int(mx.device_info()["max_recommended_working_set_size"])
+
+
+_managed_seen = (0, 0)
+"""The resident shared pages and those of managed memory in them, in bytes, when they were last counted."""
+
+
+def _managed_in_host(shared: int) -> int:
+    """Return the bytes of managed memory that lie in the host now, where MLX counts them as arrays.
+
+    Counting takes milliseconds, and a count holds until the resident shared pages, to which these belong, have changed.
+
+    Args:
+        shared: the resident shared pages now, in bytes.
+    """
+    global _managed_seen
+    counted_at, managed = _managed_seen
+    if abs(shared - counted_at) > _FEW_SHARED_BYTES:
+        managed, is_managed = 0, False
+        for line in (_PROC / "smaps").read_text().splitlines():
+            if line.startswith("Rss:"):
+                managed += is_managed * int(line.split()[1]) * 1024
+            elif "-" in line.split(" ", 1)[0]:
+                is_managed = line.endswith(_MANAGED)
+        _managed_seen = (shared, managed)
+    return managed
 
 
 def _linux_status(field: str) -> int:

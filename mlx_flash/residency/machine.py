@@ -20,7 +20,7 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.buffers import free_unused
-from mlx_flash.memory.driver import has_own_memory, write_zeros
+from mlx_flash.memory.driver import context_bytes, has_own_memory, write_zeros
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.others import OtherLoad, least
@@ -52,7 +52,7 @@ BASE_STEP = 4_000_000
 
 RUNTIME_BYTES = {"cpu": 8_000_000, "metal": 64_000_000, "cuda": 640_000_000}
 """Seen: 3 MB on the CPU back end once a matrix product has run. CUDA loads libraries and compiles kernels as it goes:
-340 and 360 MB for a dense model, and 570 MB for a moment when MLX met the kernels of a tiny model for the first time.
+280 to 630 MB for a dense model, and 70 to 250 MB of the GPU that neither MLX nor NVML's line for the process counts.
 Metal's is a guess."""
 
 RUNTIME_BYTES_OF_EXPERTS = {"cpu": 0, "metal": 0, "cuda": 160_000_000}
@@ -94,6 +94,7 @@ def look_at_machine(
         available_memory=available_memory(),
         base_bytes=_counted_base(),
         active_bytes=active_memory(),
+        context_bytes=context_bytes(),
         runtime_bytes=RUNTIME_BYTES[_back_end()] + bool(layout.experts) * RUNTIME_BYTES_OF_EXPERTS[_back_end()],
         disk=DiskProfile(
             speed.disk_bytes_per_second,

@@ -99,6 +99,7 @@ class ResidencyPlan:
         model_bytes: all weights.
         base_bytes: the process before any weight, and what running adds to it.
         active_bytes: the part of it that MLX arrays of others took when the plan was made.
+        context_bytes: the part of it that CUDA's context and kernels take on a GPU.
         resident_bytes: small and derived parameters, always in memory.
         pinned_bytes: layers, heads and tables that stay in memory.
         streaming: the rest.
@@ -158,6 +159,7 @@ class ResidencyPlan:
     is_measured: bool = False
     compression: Compression | None = None
     kept_every: int = 0
+    context_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -282,8 +284,12 @@ class ResidencyPlan:
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
         prefixes = [("prefix cache", self.prefix_bytes)] if self.prefix_bytes else []
         spare = [("room for longer prompts", self.spare_bytes)] if self.spare_bytes else []
+        context = [("CUDA context and kernels", self.context_bytes)] if self.context_bytes else []
+        others = self.active_bytes if self.active_bytes >= MB else 0
         return [
-            ("process (interpreter, libraries)", self.base_bytes),
+            ("process (interpreter, libraries)", self.base_bytes - self.context_bytes - others),
+            *context,
+            *([("other models and arrays", others)] if others else []),
             ("small and derived parameters", self.resident_bytes),
             ("pinned weights", self.pinned_bytes),
             (f"slots ({self.streaming.num_slots} x {self.streaming.slot_bytes / MB:.1f} MB)", self.slots_bytes),

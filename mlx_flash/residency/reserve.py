@@ -85,7 +85,7 @@ def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
         return num_parts
     machine, process = task.machine, PROCESS_BYTES
     if machine.arrival == "copied by the driver":
-        process = round_up(machine.base_bytes, DRIVER_STEP)
+        process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
     room = _room(task, budget, reserve, process)
     room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
     return -(-num_parts // parts_together(task.ledger, room, step, context, on_disk=task.parts_on_disk))

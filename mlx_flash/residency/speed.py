@@ -61,6 +61,7 @@ class Machine:
         available_memory: bytes that are free now.
         base_bytes: footprint of the process before any weight.
         active_bytes: the part of it that MLX arrays of others take.
+        context_bytes: the part of it that CUDA takes on a GPU with memory of its own: its context, and kernels.
         runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
         disk: how the checkpoint's disk reads.
         compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
@@ -101,6 +102,7 @@ class Machine:
     operation_seconds: float = 0.0
     reached_bytes: int = 0
     compression: Compression | None = None
+    context_bytes: int = 0
 
     @property
     def kept_bytes_per_second(self) -> float:

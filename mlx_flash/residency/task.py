@@ -120,6 +120,7 @@ class Task:
             model_bytes=sizes.nbytes,
             base_bytes=machine.base_bytes + machine.runtime_bytes,
             active_bytes=machine.active_bytes,
+            context_bytes=machine.context_bytes,
             resident_bytes=sizes.resident_bytes,
             pinned_bytes=0,
             streaming=Streaming(),

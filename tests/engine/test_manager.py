@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -137,6 +138,40 @@ def test_a_later_model_finds_what_the_running_ones_left(directory: Path, monkeyp
         share: Any = alone.plan.kv_bytes + alone.plan.activation_bytes
         with mlx_flash.load_model(directory, config)[0] as later:
             assert later.plan.base_bytes == alone.plan.base_bytes + share
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the resident set is Linux's footprint")
+def test_a_later_model_counts_arrays_that_the_resident_set_lacks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the second model's plan knew nothing of arrays on the GPU, and its first call was refused."""
+    monkeypatch.setattr("mlx_flash.memory.footprint._in_host", lambda: 100_000_000)
+    monkeypatch.setattr("mlx_flash.memory.footprint.has_own_memory", lambda: True)
+    monkeypatch.setattr("mlx_flash.memory.footprint.context_bytes", lambda: 50_000_000)
+    config = FlashConfig(ram_budget_gb=1, context_length=256)
+    with mlx_flash.load_model(directory, config)[0] as first:
+        array = mx.ones((100_000_000,), mx.uint8)
+        mx.eval(array)
+        held = array.nbytes + first.plan.kv_bytes + first.plan.activation_bytes
+        assert first.plan.base_bytes > 150_000_000
+        with mlx_flash.load_model(directory, config)[0] as second:
+            assert held <= second.plan.base_bytes - first.plan.base_bytes < held + 2 * first.plan.model_bytes
+            assert held < dict(second.plan.parts())["other models and arrays"] == second.plan.active_bytes
+            mx.eval(second(mx.array([[1, 2, 3]])))
+        room_for_one = FlashConfig(ram_budget_gb=first.plan.minimum_bytes / 1e9, context_length=256)
+        with pytest.raises(BudgetError, match=r"other models and arrays \d"):
+            mlx_flash.load_model(directory, room_for_one)
+
+
+def test_loans_make_room_for_another_model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill the budget, and end when another model starts: its plan must not count them."""
+    with mlx_flash.load_model(directory, FlashConfig(ram_budget_gb="min", context_length=256))[0] as first:
+        ModelManager.of_process().set_ram_budget(first.plan.budget_bytes / 1e9 + 0.05)
+        for _ in range(2):
+            mx.eval(first(mx.array([[1, 2, 3]])))
+        assert first.engine is not None and first.engine.lending.nbytes > 0
+        prepare(directory, FlashConfig(ram_budget_gb="min", context_length=256))
+        assert first.engine.lending.nbytes == 0
 
 
 def test_budgets_that_change_add_nothing_to_what_models_need(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

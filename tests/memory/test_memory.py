@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import psutil
 import pytest
 
 import children
+from mlx_flash.memory import driver
 from mlx_flash.memory import footprint as memory
 from mlx_flash.memory.footprint import available_memory, footprint, peak_footprint, total_memory
 from models import LLAMA, save
@@ -187,6 +192,106 @@ def test_status_without_the_field(tree: Tree) -> None:
     assert footprint() == 34 * mmap.PAGESIZE
     with pytest.raises(OSError, match="VmHWM"):
         peak_footprint()
+
+
+# --- a GPU with memory of its own --------------------------------------------------------------
+
+CONTEXT = 500 * MB
+SMAPS = """\
+7f00-7f10 rw-s 00000000 00:05 9 /dev/nvidia-uvm
+Size: 999999 kB
+Rss: {managed} kB
+7f10-7f20 r--p 00000000 08:01 3 /usr/lib/libc.so.6
+Rss: 7 kB
+"""
+
+
+@pytest.fixture
+def gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what sets the memory in the host, in kB: the resident set, its shared pages, and managed memory in it."""
+    monkeypatch.setattr(memory, "has_own_memory", lambda: True)
+    monkeypatch.setattr(memory, "context_bytes", lambda: CONTEXT)
+    monkeypatch.setattr(memory, "_managed_seen", (0, 0))
+
+    def be(resident: int, shared: int, managed: int, peak: int = 0) -> None:
+        pages = [kilobytes * 1024 // mmap.PAGESIZE for kilobytes in (resident, shared)]
+        (tree.proc / "statm").write_text(f"99 {pages[0]} {pages[1]} 1 0 40 0\n")
+        (tree.proc / "smaps").write_text(SMAPS.format(managed=managed))
+        (tree.proc / "status").write_text(f"Name:\tpython\nVmHWM:\t{peak} kB\n")
+
+    return be
+
+
+def arrays() -> int:
+    return mx.get_active_memory() + mx.get_cache_memory()
+
+
+@linux
+def test_footprint_has_the_arrays_of_a_gpu_and_the_context_of_cuda(gpu: Callable[..., None]) -> None:
+    gpu(resident=800_000, shared=100_000, managed=0)
+    before = footprint()
+    assert before == 800_000 * 1024 + CONTEXT + arrays()
+    array = mx.ones((50 * MB,), mx.uint8)
+    mx.eval(array)
+    assert 50 * MB <= footprint() - before < 60 * MB
+
+
+@linux
+def test_managed_memory_in_the_host_counts_once(gpu: Callable[..., None]) -> None:
+    gpu(resident=800_000, shared=100_000, managed=0)
+    before = footprint()
+    gpu(resident=840_000, shared=140_000, managed=40_000)  # pages of arrays moved to the host
+    assert footprint() == before
+    gpu(resident=841_000, shared=140_001, managed=-1)  # not counted again: nothing shared has moved
+    assert footprint() == before + 1_000 * 1024
+
+
+@linux
+def test_peak_of_host_and_gpu(gpu: Callable[..., None]) -> None:
+    """The kernel's peak may have managed memory in it that MLX's peak has, too."""
+    gpu(resident=800_000, shared=100_000, managed=0, peak=900_000)
+    mx.reset_peak_memory()
+    array = mx.ones((200 * MB,), mx.uint8)
+    mx.eval(array)
+    del array
+    assert 0 <= peak_footprint() - 800_000 * 1024 - CONTEXT - mx.get_peak_memory() < MB
+    gpu(resident=800_000, shared=100_000, managed=0, peak=2_000_000)
+    assert peak_footprint() == 2_000_000 * 1024 + CONTEXT
+
+
+class Management:
+    """NVML of a machine with some processes on its GPU: process numbers and bytes."""
+
+    def __init__(self, processes: Sequence[tuple[int, int]], error: int = 0) -> None:
+        self.processes, self.error = processes, error
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, device: object, number: Any, found: Any) -> int:  # noqa: N802
+        room, number._obj.value = number._obj.value, len(self.processes)
+        if room < len(self.processes):
+            return 7
+        for entry, (pid, nbytes) in zip(found, self.processes, strict=False):
+            entry.pid, entry.used = pid, nbytes
+        return self.error
+
+
+@pytest.mark.parametrize(
+    ("management", "expected"),
+    [
+        (Management([(1, 900 * MB), (os.getpid(), 600 * MB)]), 500 * MB),
+        (Management([*((i + 1 << 30, MB) for i in range(40)), (os.getpid(), 600 * MB)]), 500 * MB),
+        (Management([(1, 900 * MB)]), driver._CONTEXT_BYTES),  # another namespace of process numbers
+        (Management([(os.getpid(), (1 << 64) - 1)]), driver._CONTEXT_BYTES),  # not told
+        (Management([(os.getpid(), 600 * MB)], error=3), driver._CONTEXT_BYTES),
+        (None, driver._CONTEXT_BYTES),
+    ],
+)
+def test_context_is_what_nvml_counts_beside_arrays(
+    management: Management | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "has_own_memory", lambda: True)
+    monkeypatch.setattr(driver, "_management", lambda: management and (management, None))
+    monkeypatch.setattr(driver, "_used_of_pool", lambda: 100 * MB)
+    assert driver.context_bytes() == expected
 
 
 # --- macOS -----------------------------------------------------------------------------

@@ -236,8 +236,9 @@ def _smaller(minimum: int, machine: Machine) -> str:
 def _too_small(budget: int, least: ResidencyPlan) -> str:
     minimum = least.peak_bytes
     parts = ", ".join(f"{name} {nbytes / MB:.0f} MB" for name, nbytes in least.parts() if nbytes >= MB)
+    others = " A model takes what those before it left: load the largest last." if least.active_bytes >= MB else ""
     return (
         f"ram_budget_gb is {budget / GB:g}, but this model needs at least {in_gb(minimum)} with these settings: "
         f"{parts}. Hint: give {in_gb(minimum)} or more, or 'min'; a smaller context_length or prefill_step_size "
-        "lowers it."
+        f"lowers it.{others}"
     )

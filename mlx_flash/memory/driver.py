@@ -28,7 +28,7 @@ _INSUFFICIENT_SIZE = 7  # NVML_ERROR_INSUFFICIENT_SIZE
 _USED_NOW = 7  # CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 
 _CONTEXT_BYTES = 700_000_000
-"""CUDA's own memory where NVML does not name this process, as in some containers. Seen: 0.55 to 0.73 GB."""
+"""CUDA's own memory where the driver does not tell, as in some containers. Seen: 0.55 to 0.73 GB."""
 
 
 class DriverError(FlashError):
@@ -157,8 +157,8 @@ def context_bytes() -> int:
     """
     if not has_own_memory():
         return 0
-    used = _used_by_this_process()
-    return _CONTEXT_BYTES if used is None else max(0, used - _used_of_pool())
+    used, of_pool = _used_by_this_process(), _used_of_pool()
+    return _CONTEXT_BYTES if used is None or of_pool is None else max(0, used - of_pool)
 
 
 class _Used(ctypes.Structure):
@@ -201,12 +201,15 @@ def _management() -> tuple[Any, ctypes.c_void_p] | None:
     return (library, device) if is_found else None
 
 
-def _used_of_pool() -> int:
-    """Return the bytes of MLX's arrays that NVML counts for this process: those that are no managed memory."""
+def _used_of_pool() -> int | None:
+    """Return the bytes of MLX's arrays that NVML names for this process, which are no managed memory.
+
+    None where the GPU has no pool for them, and in a forked child.
+    """
     driver, pool, nbytes = load_driver(), ctypes.c_void_p(), ctypes.c_uint64()
-    _check(driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0))
-    _check(driver.cuMemPoolGetAttribute(pool, _USED_NOW, ctypes.byref(nbytes)))
-    return nbytes.value
+    code = driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0)
+    code = code or driver.cuMemPoolGetAttribute(pool, _USED_NOW, ctypes.byref(nbytes))
+    return None if code else nbytes.value
 
 
 @cache

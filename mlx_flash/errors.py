@@ -107,7 +107,7 @@ class SelfTestError(FlashError, RuntimeError):
 
 
 class NestedCallError(FlashError, RuntimeError):
-    """A model is called, closed or changed by a function that a pass of this model calls."""
+    """A signal handler calls a model in memory in the middle of a pass of its own thread."""
 
 
 class PeerError(FlashError, RuntimeError):

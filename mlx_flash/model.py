@@ -29,6 +29,7 @@ from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.wrapped import prepare_loaded
 from mlx_flash.errors import BudgetError
+from mlx_flash.kv.base import arrays_of
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.layout.load import model_name
@@ -128,9 +129,9 @@ class FlashLLM(ModelFacade):
             ClosedError: the model was closed.
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        self._life.make_ready()
         settle(call.cache)
-        with self._life.turn() as passes:
+
+        def compute(passes: Passes) -> Any:
             try:
                 return self._call(passes, call)
             except BudgetError:
@@ -138,6 +139,8 @@ class FlashLLM(ModelFacade):
                     raise
             cache = make_prompt_cache(cast(nn.Module, self))
             return self._call(passes, token_call(call.arguments[0], cache, wants_logits=call.wants_logits))  # in parts
+
+        return self._life.run(compute, lambda: (call.arguments, call.keywords))
 
     def row(
         self,
@@ -221,8 +224,11 @@ class FlashLLM(ModelFacade):
         Raises:
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
-        with self._life.turn() as passes:
-            passes.advance(self._life.plan, rows, lends=self._life.lends)
+        life = self._life
+        life.run(lambda passes: passes.advance(life.plan, rows, lends=life.lends), lambda: _arrays_of(rows))
+        for row in rows:
+            if row.news is not None:
+                row.pass_news_on()
 
     @property
     def body(self) -> nn.Module | None:
@@ -250,20 +256,24 @@ class FlashLLM(ModelFacade):
         Raises:
             ReadError: weights could not be read.
         """
-        with self._life.turn() as passes, head_alone(self._model, self.body) as head:
-            calls = [
-                ForwardCall((states,), {}, states.shape[1], None, None, False, False, runs=partial(_applied, use, head))
-                for states, use in heads
-            ]
-            rows = [Row(call, [call]) for call in calls]
-            passes.advance(self.plan, rows, lends=self._life.lends)
-        return [row.error or row.outputs[0] for row in rows]
+
+        def compute(passes: Passes) -> list[Any]:
+            with head_alone(self._model, self.body) as head:
+                runs = [partial(_applied, use, head) for _, use in heads]
+                calls = [
+                    ForwardCall((states,), {}, states.shape[1], None, None, False, False, runs=run)
+                    for (states, _), run in zip(heads, runs, strict=True)
+                ]
+                rows = [Row(call, [call]) for call in calls]
+                passes.advance(self.plan, rows, lends=self._life.lends)
+            return [row.error or row.outputs[0] for row in rows]
+
+        return self._life.run(compute, lambda: [states for states, _ in heads])
 
     @property
     def begins_ahead(self) -> bool:
         """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
-        life = self._life
-        return life.engine is not None and life.passes.begins_ahead
+        return self._life.begins_ahead
 
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether the budget holds sequences that share passes, on every rank, until all have ended.
@@ -327,6 +337,11 @@ class FlashLLM(ModelFacade):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _arrays_of(rows: Sequence[Row]) -> list[Any]:
+    """Return tokens and prompt caches of rows as arrays."""
+    return [[part.tokens for part in row.left] + arrays_of(row.whole.cache or ()) for row in rows]
 
 
 def _applied(use: Callable[[mx.array], Any], run: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_flash import enginethread
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.modelmanager import ModelManager
@@ -23,11 +25,14 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.turns import Turns
 from mlx_flash.kv.wear import open_governor
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.worth import Times
+
+T = TypeVar("T")
 
 
 class Lifecycle:
@@ -49,8 +54,6 @@ class Lifecycle:
         session: the plan in force; None before :meth:`start`.
         engine, prefixes: those of the session; None without one.
         passes, times: its passes, and their measured times. There from :meth:`start` on.
-        unfinished: puts back what is changed in the modules for a moment; None if nothing is. An interrupt may keep it
-            from running to its end, so each use of the model begins with it.
     """
 
     passes: Passes
@@ -65,7 +68,6 @@ class Lifecycle:
         self.engine: Engine | None = None
         self._release: weakref.finalize[..., Any] | None = None  # ends the session with this object
         self.prefixes: PrefixCache | None = None
-        self.unfinished: Callable[[], None] | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
         self._turns = Turns()
@@ -87,16 +89,21 @@ class Lifecycle:
         """Start the model, and all others that wait. As :meth:`FlashLLM.start`."""
         if os.getpid() != self._pid:
             raise _forked(self._pid)
-        if self.engine is None or self._closed:
-            with self._manager.lock:
-                if self._closed:
-                    raise _closed()
-                self._manager.start(self, progress)
+        if self._closed:
+            raise _closed()
+        if self.engine is None:
+            self._manager.start(self, progress and partial(_told, progress))
+
+    @property
+    def is_as_loaded(self) -> bool:
+        """True if nobody has changed its modules. What a program made for them belongs to its thread."""
+        return self.prepared.identity.is_unchanged
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
         """Carry out a plan of now, beside what other models will take, or may. The manager calls this once, in turn."""
-        self.recover()
-        self._stop()  # a session whose start, or whose end, was cut in two by an interrupt
+        if self._closed:
+            raise _closed()
+        self._stop()  # a session whose start was cut in two by an interrupt, in the thread of a program
         if not self._is_planned:
             self.prepared = self.prepared.renewed(self.config, promised_bytes)
             self.plan, self.promised_bytes = self.prepared.plan, promised_bytes
@@ -115,36 +122,45 @@ class Lifecycle:
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
         self.engine = session.engine
 
-    @contextmanager
-    def turn(self) -> Iterator[Passes]:
-        """Start the model, and hold its lock. While it is held, the manager's lock must not be taken."""
+    def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:
+        """Start the model, and return what some work returns that has the passes to itself.
+
+        It is done in the engine thread. What is all in memory computes in the thread of its caller, as mlx-lm does.
+
+        Args:
+            work: what is to be done.
+            given: returns what the caller made: caches, and objects with arrays. They are evaluated, which only the
+                caller's thread can do.
+        """
+        while True:
+            if self.engine is None or self._closed or os.getpid() != self._pid:
+                self.start()
+            if not self.passes.begins_ahead:
+                mx.eval(arrays_in(given()))
+                return enginethread.run(partial(self._run_in_turn, work))
+            is_nested = bool(self.passes.under_way) and self._is_owned()
+            with self._lock:
+                if self.engine is not None and self.passes.begins_ahead and not self._closed:
+                    if self.passes.under_way:
+                        self.passes.recover(is_nested=is_nested)
+                    return work(self.passes)
+
+    def _run_in_turn(self, work: Callable[[Passes], T]) -> T:
         while True:
             self.start()
-            is_nested = self._is_owned()
             with self._lock:
                 if self.engine is not None and not self._closed:  # else start() starts it again, or refuses
-                    self.recover()
-                    if self.passes.under_way and not is_nested:
-                        self.passes.recover()
-                    yield self.passes
-                    return
+                    return work(self.passes)
+
+    @property
+    def begins_ahead(self) -> bool:
+        """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
+        return self.engine is not None and self.passes.begins_ahead
 
     def make_ready(self) -> None:
-        """Start the model, and undo a pass that was interrupted. Waits for other threads only if there is one."""
-        if self.engine is None or self.passes.under_way:
-            with self.turn() as passes:
-                passes.refuse_nested()
-
-    def _refuse_nested(self) -> None:
-        """Raise a NestedCallError in a function that a pass of this model calls, and in its thread alone."""
-        if self.engine is not None and self._is_owned():
-            self.passes.refuse_nested()
-
-    def recover(self) -> None:
-        """Put the modules back as they were, if something is unfinished. Called while nobody else uses them."""
-        if self.unfinished is not None:
-            self.unfinished()
-            self.unfinished = None
+        """Start the model."""
+        if self.engine is None:
+            self.start()
 
     def lends(self) -> bool:
         """Return whether weights may have the memory that is reserved for calls until these need it."""
@@ -163,7 +179,6 @@ class Lifecycle:
 
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
-        self._refuse_nested()
         with self._lock:
             self.config = replace(self.config, ram_budget_gb=nbytes / GB)
             if self.engine is not None and is_alone and self.config.lend_reserves:
@@ -189,19 +204,20 @@ class Lifecycle:
         model: nn.Module = self.prepared.loaded.model
         if os.getpid() != self._pid:
             return model  # of the parent, which goes on
-        self._refuse_nested()
+        enginethread.run(self._end)
+        return model
+
+    def _end(self) -> None:
         with self._manager.lock, self._lock:
-            if not self._has_ended:  # an interrupt may have cut it in two: each step may be repeated
+            if not self._has_ended:
                 self._closed = True
                 self._manager.remove(self)
-                self.recover()
                 self._stop()
                 if self.kv is not None:
                     self.kv.close()
                 if self.prepared.chain is not None:
                     self.prepared.chain.close()
                 self._has_ended = True
-        return model
 
     def _stop(self) -> None:
         """End the session, if there is one. Each step may be repeated."""
@@ -212,6 +228,11 @@ class Lifecycle:
             self.session.engine.close()
             self.session = None
             free_unused()
+
+
+def _told(progress: Progress, done: int, total: int) -> None:
+    """Have the caller's thread report progress."""
+    enginethread.tell(partial(progress, done, total))
 
 
 def _closed() -> ClosedError:

@@ -10,10 +10,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.nn as nn
 
+from mlx_flash import enginethread
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.status import PassCounters
@@ -51,6 +53,10 @@ class StreamedModel(Protocol):
     engine: Engine | None
     counters: PassCounters
     kv: KVPool | None
+
+    @property
+    def is_as_loaded(self) -> bool:
+        """True if nobody has changed its modules. What a program made for them belongs to its thread."""
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
         """Begin to stream, beside what the other models will take, or may."""
@@ -138,13 +144,15 @@ class ModelManager:
         budget = parse_budget(ram_budget_gb)
         if not isinstance(budget, float):
             raise ConfigError(f"set_ram_budget() was given {ram_budget_gb!r}: it must be a number of GB (10**9 bytes)")
-        nbytes = round(budget * GB)
+        enginethread.run(partial(self._set_budget, round(budget * GB), reason))
+
+    def _set_budget(self, nbytes: int, reason: str) -> None:
         with self.lock:
             models = [*self.running, *self.waiting]
             if nbytes < self.least_budget:
                 needs = ", ".join(f"{model.name} {in_gb(model.plan.minimum_bytes)}" for model in models)
                 raise BudgetError(
-                    f"set_ram_budget() was given {budget:g} GB, but the models of this process need at least "
+                    f"set_ram_budget() was given {nbytes / GB:g} GB, but the models of this process need at least "
                     f"{in_gb(self.least_budget)} together (each alone: {needs}). Hint: give more, or close a model.",
                     self.least_budget,
                 )
@@ -186,6 +194,15 @@ class ModelManager:
         Raises:
             FlashError: the model could not be started. Another one that could not fails when it is called itself.
         """
+        start = partial(self._start, model, progress)
+        with self.lock:
+            are_as_loaded = all(waiting.is_as_loaded for waiting in self.waiting)
+        if are_as_loaded:
+            enginethread.run(start)
+        else:
+            start()
+
+    def _start(self, model: StreamedModel, progress: Progress | None) -> None:
         with self.lock:
             self.end_loans()
             for waiting in self.waiting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash import enginethread
 from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine import cachedcalls
@@ -83,10 +84,7 @@ class Passes:
         Raises:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
-            NestedCallError: a pass calls this.
         """
-        if self.under_way:
-            self.refuse_nested()
         if self._kv is not None:
             self._kv.in_turns = frozenset()
         if self._turns.thread != (thread := get_ident()):
@@ -104,6 +102,7 @@ class Passes:
             for pending in owed:
                 pending.lift()
             while waiting := self._without_cached(plan, waiting, lending):
+                enginethread.check()
                 num_chosen = 1
                 if not self._run_granted(plan, waiting[0]):
                     lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
@@ -207,30 +206,36 @@ class Passes:
 
     @contextmanager
     def _undoing(self, undo: dict[Row, Callable[[], None]]) -> Iterator[None]:
-        """Undo the rows of a pass if an exception comes before its last assignment."""
+        """Undo the rows of a pass if an exception comes before its last assignment. Finish it if that cannot be."""
         self.under_way = undo
         try:
-            yield
+            with nullcontext() if all(row.can_be_put_back for row in undo) else enginethread.whole():
+                yield
         except BaseException:
             self.recover()
             raise
         self.under_way = {}
 
-    def refuse_nested(self) -> None:
-        """Raise a NestedCallError if there is a pass. One that was interrupted is undone where the lock is taken."""
-        if self.under_way:
-            raise NestedCallError(
-                "the model computes a pass, which calls a function that uses this model, such as a "
-                "prompt_progress_callback. Hint: let that function note what is to be done, and do it after the call."
-            )
+    def recover(self, *, is_nested: bool = False) -> None:
+        """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too.
 
-    def recover(self) -> None:
-        """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too."""
-        if self.under_way:
-            for undo in self.under_way.values():
-                undo()
-            self._session.engine.recover()
-            self.under_way = {}
+        Args:
+            is_nested: whether a signal handler calls this in the middle of a pass of its own thread.
+
+        Raises:
+            NestedCallError: it does, and there is a pass.
+        """
+        if not self.under_way:
+            return
+        if is_nested:
+            raise NestedCallError(
+                "a signal handler calls the model in the middle of a pass. Hint: let it note what is to be done, and "
+                "do it after the call."
+            )
+        for undo in self.under_way.values():
+            undo()
+        self._session.engine.recover()
+        self.under_way = {}
 
     def _alone(self, row: Row) -> list[Any] | Exception:
         """Return the output of the next part of a row, in a pass of its own, or why there is none."""
@@ -238,12 +243,12 @@ class Passes:
         self._session.engine.drop_logits(not call.wants_logits)
         try:
             output = self._call(call, is_pass=True)
-            if len(row.left) > 1:  # lets the intermediate results go
-                # a single token adds so little to them that it may begin meanwhile
-                evaluate = mx.async_eval if self.begins_ahead and row.left[1].is_decode else mx.eval
-                evaluate(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
-            elif self._session.engine.is_resident:  # MLX counts no memory of arrays that are not begun
-                mx.async_eval(arrays_of(call.cache or ()))
+            # Lets the intermediate results go. Where all is in memory, a single token adds so little to them that it
+            # may begin meanwhile; the rest begins, since MLX counts no memory of arrays that are not begun.
+            begins = self.begins_ahead and (len(row.left) < 2 or row.left[1].is_decode)
+            evaluate = mx.async_eval if begins else mx.eval
+            is_last = begins and len(row.left) < 2
+            evaluate(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output and not is_last else ())
         except CALL_ERRORS as error:
             return error
         return [output]

@@ -11,11 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash import enginethread
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.pending import Pending
-from mlx_flash.engine.undo import undo_of
+from mlx_flash.engine.undo import breaks, undo_of
 
 
 @dataclass(eq=False, slots=True)
@@ -30,14 +31,15 @@ class Row:
         joins: whether the logits of all parts become one array. Then the one of each part is dropped.
 
     Attributes:
-        report: called with (tokens done, tokens to do), if given; during a pass if the row is alone in it, and the
-            cache can be put back. What it raises takes the pass back for this row alone.
+        report: called with (tokens done, tokens to do), if given, in the thread that waits for the pass; during a pass
+            if the row is alone in it, and the cache can be put back. What it raises ends the pass.
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
         put_back: makes the prompt cache as it was before the last pass.
         was_sought: whether the prefix cache was asked for the parts that are left.
         num_restored: tokens that came from it.
+        news: what is to be reported; None if nothing is.
     """
 
     whole: ForwardCall
@@ -52,6 +54,7 @@ class Row:
     put_back: Callable[[], None] = lambda: None
     was_sought: bool = False
     num_restored: int = 0
+    news: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
@@ -148,6 +151,11 @@ class Row:
         checkpoints.take_back(number)
 
     @property
+    def can_be_put_back(self) -> bool:
+        """False if an error in the pass would make the prompt cache refuse every use."""
+        return not breaks(self.put_back)
+
+    @property
     def num_left(self) -> int:
         """Tokens that are not computed yet."""
         return min(self._total, sum(part.num_tokens for part in self.left))
@@ -155,7 +163,16 @@ class Row:
     def tell(self, more: int, share: float = 1.0) -> None:
         """Report the tokens that are done, and a share of the next ones."""
         if self.report is not None:
-            self.report(min(self._total, self._total - self.num_left + int(share * more)), self._total)
+            done = min(self._total, self._total - self.num_left + int(share * more))
+            self.news = partial(self.report, done, self._total)
+            if enginethread.is_here():
+                self.pass_news_on()
+
+    def pass_news_on(self) -> None:
+        """Report what has happened. Not while this thread holds a lock: the program may do anything."""
+        news, self.news = self.news, None
+        if news is not None:
+            enginethread.tell(news)
 
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""

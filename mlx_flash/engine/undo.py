@@ -36,6 +36,11 @@ def undo_of(calls: Sequence[ForwardCall]) -> Callable[[], None]:
     return put_back or partial(break_cache, cache)
 
 
+def breaks(put_back: Callable[[], None]) -> bool:
+    """Return whether what :func:`undo_of` returned breaks a cache."""
+    return isinstance(put_back, partial) and put_back.func is break_cache
+
+
 def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:
     if broken(cache) is not None:
         return

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_flash import enginethread
 from mlx_flash.compat.expertstacks import SORTED_SIZE, call_stack
 from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedError, Lookahead
@@ -24,6 +25,7 @@ from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
+from mlx_flash.streaming.layers import hand_in
 from mlx_flash.streaming.stream import WeightStream
 
 _MEMORY = 64
@@ -37,6 +39,8 @@ class _Routed(SwappedClass):
     """A stack of experts whose calls go through the pool."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        if not enginethread.is_here():
+            return cast(mx.array, hand_in(self, *args, **kwargs))
         experts, layer = cast("tuple[Experts, int]", state_of(self))
         return call_stack(own_class(self), cast(nn.Module, self), partial(experts.call, layer), args, kwargs)
 

@@ -12,7 +12,7 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dty
 from mlx_flash.memory.pagecache import aligned_offsets
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
-from mlx_flash.workers import InOrder, Job
 
 Blocks = Sequence[tuple[int, memoryview]]
 """Blocks of bytes, each with its offset in a file."""
@@ -79,13 +78,29 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class Write(Job):
-    """Blocks that are written behind. The job keeps their file open."""
+class Write:
+    """Blocks that are written behind. The task keeps their file open.
 
-    def __init__(self, file: WrittenFile, blocks: Blocks, count: Callable[[int], None], is_checked: bool) -> None:
-        self.nbytes = sum(len(block) for _, block in blocks)
-        self.checksums: list[int] = []  # CRC-32 of each block, once they are written
-        super().__init__(_write_blocks, file, blocks, count, self.checksums if is_checked else None)
+    Attributes:
+        nbytes: of the blocks.
+        checksums: CRC-32 of each block, once they are written.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.checksums: list[int] = []
+        self.written: Future[None] = Future()
+
+    def done(self) -> bool:
+        """Return whether the write has ended."""
+        return self.written.done()
+
+    def error(self) -> BaseException | None:
+        """Wait for the end of the write. Return why it failed, a CancelledError if it did not begin; None if not."""
+        try:
+            return self.written.exception()
+        except CancelledError as error:
+            return error
 
 
 def _write_blocks(file: WrittenFile, blocks: Blocks, count: Callable[[int], None], checksums: list[int] | None) -> None:
@@ -109,17 +124,18 @@ class WriteBehind:
         self.nbytes = 0  # written, or queued for it
         self.limit_bytes = WRITE_BEHIND_BYTES  # the most bytes queued; may be changed
         self._count = count
-        self._thread = InOrder("mlx-flash-kv-writer")
+        self._thread = ThreadPoolExecutor(1, "mlx-flash-kv-writer")
         self._waiting: deque[Write] = deque()
 
     def submit(self, file: WrittenFile, blocks: Blocks, *, is_checked: bool = False) -> Write:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
-        write = Write(file, blocks, self._count, is_checked)
+        write = Write(sum(len(block) for _, block in blocks))
         self.nbytes += write.nbytes
         while self._waiting and sum(other.nbytes for other in self._waiting) + write.nbytes > self.limit_bytes:
             self._waiting[0].error()  # raised where its file is used next
             self._waiting.popleft()
-        self._thread.submit(write)
+        checksums = write.checksums if is_checked else None
+        write.written = self._thread.submit(_write_blocks, file, blocks, self._count, checksums)
         self._waiting.append(write)
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
@@ -127,7 +143,7 @@ class WriteBehind:
 
     def close(self) -> None:
         """End the thread, and drop the blocks that it has not begun to write."""
-        self._thread.close()
+        self._thread.shutdown(cancel_futures=True)
 
 
 class WrittenFile:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,6 @@ from mlx_flash.prefixes.folder import (
     root_name,
     snapshot_name,
 )
-from mlx_flash.workers import InOrder, Job
 
 REASONS = ("stopped", "parent", "queue", "room", "wear", "draft")
 """Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
@@ -72,19 +72,15 @@ class _Pending(NamedTuple):
 
 
 class PageWriter:
-    """A queue of pages and the thread that writes them. Threads may share it.
-
-    A page is queued by one step. The thread is asked to write it after that, and again whenever somebody waits for it:
-    an interrupt may hide the first time.
-    """
+    """A queue of pages and the thread that writes them. Threads may share it."""
 
     def __init__(self, folder: PageFolder, governor: WriteGovernor, queue_bytes: int) -> None:
         self._folder = folder
         self._governor = governor
         self._queue_bytes = queue_bytes
         self._pending: dict[str, _Pending] = {}
-        self._lock = threading.RLock()  # and no condition: `with` on one is Python code, which may end with it locked
-        self._thread = InOrder("mlx-flash-prefixes")
+        self._lock = threading.RLock()
+        self._thread = ThreadPoolExecutor(1, "mlx-flash-prefixes")
         self._is_closed = False
         self._counts: Counter[str] = Counter()
 
@@ -96,7 +92,7 @@ class PageWriter:
         A snapshot that is larger than the queue is not copied: the caller waits until it is written. Its arrays are
         those of a state, which a model replaces and does not change.
         """
-        nbytes, is_asked = sum(memoryview(blob.data).nbytes for blob in blobs.values()), False
+        nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         room = max(self._queue_bytes, nbytes) if waits and key.kind else self._queue_bytes
         while True:
             with self._lock:
@@ -111,11 +107,8 @@ class PageWriter:
                     if nbytes <= self._queue_bytes:
                         blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
                     self._pending[key.page] = _Pending(key, blobs, nbytes, draft)
-                    self._start_writing()
+                    self._thread.submit(self._write_all)
                     break
-                if not is_asked:
-                    self._start_writing()
-                is_asked = True
             time.sleep(_POLL_SECONDS)
         if nbytes > self._queue_bytes:
             self.flush()
@@ -128,8 +121,8 @@ class PageWriter:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._start_writing()
+        with suppress(RuntimeError):  # it was closed, and nothing waits
+            self._thread.submit(self._write_all)  # an interrupt may have come before the last page's
         while self._pending:
             if time.monotonic() >= deadline:
                 return False
@@ -141,12 +134,7 @@ class PageWriter:
         with self._lock:
             self._is_closed = True
         self.flush()
-        self._thread.close()
-
-    def _start_writing(self) -> None:
-        """Have as many jobs as pages wait. Submit at least one: it also starts those whose submission was cut short."""
-        for _ in range(max(bool(self._pending), len(self._pending) - self._thread.num_waiting)):
-            self._thread.submit(Job(self._write_next))  # each writes one page, or none if all are written
+        self._thread.shutdown()
 
     def telemetry(self) -> dict[str, int]:
         """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
@@ -174,12 +162,17 @@ class PageWriter:
         if self._counts[reason] == 1 and reason in _WARNINGS:
             _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
 
-    def _write_next(self) -> None:
-        """Write the first page that waits, if one does."""
-        with self._lock:
-            if not self._pending:
-                return
-            key, blobs, _, draft = next(iter(self._pending.values()))
+    def _write_all(self) -> None:
+        """Write the pages that wait, in order."""
+        while True:
+            with self._lock:
+                if not self._pending:
+                    return
+                first = next(iter(self._pending.values()))
+            self._write(first)
+
+    def _write(self, pending: _Pending) -> None:
+        key, blobs, _, draft = pending
         reason = ""
         try:
             if not self._folder.is_writable:

@@ -5,8 +5,10 @@ Worker threads see file descriptors, numbers and memoryviews, never an MLX objec
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -15,12 +17,10 @@ from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import CachedShare
-from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader
 from mlx_flash.storage.readstats import ReadCounter, ReadStats
 from mlx_flash.storage.source import FileIdentity, SourceFile
-from mlx_flash.workers import Job, Workers
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
@@ -43,7 +43,7 @@ class Ticket:
     def __init__(
         self,
         prefetcher: BackgroundPrefetcher,
-        pool: Workers,
+        pool: Executor,
         segments: Sequence[Segment],
         buffer: memoryview,
         caching: Caching,
@@ -54,8 +54,7 @@ class Ticket:
         self._segments = segments
         self._buffer = buffer
         self._caching = caching
-        self._gate = Gate()  # an interrupt may hide a job from us, the gate knows its task all the same
-        self._jobs: list[Job] = []
+        self._reads: list[Future[None]] = []
         self._tasks = list(prefetcher._tasks(segments, caching, num_tasks))
 
     def start(self) -> Ticket:
@@ -66,17 +65,14 @@ class Ticket:
         """
         try:
             self._prefetcher._check_open()
-            for task in self._tasks:
-                self._jobs.append(self._submit(task))
+            self._reads += map(self._submit, self._tasks)
         except BaseException:
             self.cancel()
             raise
         return self
 
-    def _submit(self, task: Sequence[_Part]) -> Job:
-        job = Job(self._prefetcher._read_all, task, self._buffer, self._caching, self._gate)
-        self._pool.submit(job.run)
-        return job
+    def _submit(self, task: Sequence[_Part]) -> Future[None]:
+        return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._caching)
 
     def hurry(self) -> None:
         """Move reads that have not started to the urgent queue."""
@@ -84,21 +80,18 @@ class Ticket:
             return
         self._prefetcher._check_open()
         self._pool = self._prefetcher._urgent_pool
-        try:
-            for i, job in enumerate(self._jobs):
-                if job.cancel():
-                    self._jobs[i] = self._submit(self._tasks[i])
-        except BaseException:
-            self.cancel()
-            raise
+        for i, read in enumerate(self._reads):
+            if read.cancel():
+                self._reads[i] = self._submit(self._tasks[i])
 
     def done(self) -> bool:
         """Return whether no read is in flight."""
-        return all(job.done() for job in self._jobs)
+        return all(read.done() for read in self._reads)
 
     def done_by(self, moment: float) -> bool:
         """Wait until no read is in flight, up to a moment (``time.perf_counter()``). Return whether none is."""
-        return all(job.done_by(moment) for job in self._jobs)
+        seconds = min(max(0.0, moment - time.perf_counter()), threading.TIMEOUT_MAX)
+        return not wait(self._reads, seconds).not_done
 
     def wait(self) -> float:
         """Wait until every byte is in the buffer. Return the seconds of it in which reads were in flight.
@@ -124,10 +117,8 @@ class Ticket:
 
     def _gather(self) -> ReadError | None:
         try:
-            if len(self._jobs) != len(self._tasks):  # an interrupt came before all reads had started
-                raise CancelledError
-            for job in self._jobs:
-                job.result()
+            for read in self._reads:
+                read.result()
         except ReadError as error:
             return error
         except CancelledError:
@@ -137,9 +128,8 @@ class Ticket:
 
     def cancel(self) -> None:
         """Cancel the reads that have not started, and wait until none of the others writes to the buffer."""
-        for job in self._jobs:
-            job.cancel()
-        self._gate.shut()
+        for read in [read for read in self._reads if not read.cancel()]:
+            read.exception()
 
 
 class BackgroundPrefetcher:
@@ -182,7 +172,6 @@ class BackgroundPrefetcher:
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, arrival, through_cache=through_cache)
         self._counter = ReadCounter()
-        self._gate = Gate()
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
         try:
@@ -191,8 +180,8 @@ class BackgroundPrefetcher:
             self._release()
             raise
         self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
-        self._pool = Workers(queue_depth, "mlx-flash-reader")
-        self._urgent_pool = Workers(queue_depth, "mlx-flash-reader-urgent")
+        self._pool = ThreadPoolExecutor(queue_depth, "mlx-flash-reader")
+        self._urgent_pool = ThreadPoolExecutor(queue_depth, "mlx-flash-reader-urgent")
 
     @property
     def stats(self) -> ReadStats:
@@ -285,25 +274,23 @@ class BackgroundPrefetcher:
                 self._check_open()
                 raise
 
-    def _read_all(self, task: Sequence[_Part], buffer: memoryview, caching: Caching, gate: Gate) -> None:
-        with self._gate:
-            self._counter.begin()
-            num_reads = nbytes = cached_bytes = 0
-            try:
-                self._ranges.begin()
-                for segment, start, stop in task:
-                    with gate:  # for each range: a cancelled task reads no further one
-                        num_reads += 1
-                        file = self._files[segment.path]
-                        through_cache = self._goes_through_cache(caching, file, start, stop)
-                        self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
-                        wanted = segment.wanted_bytes(start, stop)
-                        nbytes += wanted
-                        cached_bytes += wanted * through_cache
-                with gate:
-                    self._ranges.finish()
-            finally:
-                self._counter.end(num_reads, nbytes, cached_bytes)
+    def _read_all(self, task: Sequence[_Part], buffer: memoryview, caching: Caching) -> None:
+        self._counter.begin()
+        num_reads = nbytes = cached_bytes = 0
+        try:
+            self._ranges.begin()
+            for segment, start, stop in task:
+                self._check_open()
+                num_reads += 1
+                file = self._files[segment.path]
+                through_cache = self._goes_through_cache(caching, file, start, stop)
+                self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
+                wanted = segment.wanted_bytes(start, stop)
+                nbytes += wanted
+                cached_bytes += wanted * through_cache
+            self._ranges.finish()
+        finally:
+            self._counter.end(num_reads, nbytes, cached_bytes)
 
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:
@@ -313,9 +300,8 @@ class BackgroundPrefetcher:
     def close(self) -> None:
         """End the threads and close the files. Another call does nothing."""
         self._closed = True
-        self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
         for pool in (self._pool, self._urgent_pool):
-            pool.shutdown()  # the gate keeps out what has not begun
+            pool.shutdown(cancel_futures=True)
         self._release()
 
     def _release(self) -> None:

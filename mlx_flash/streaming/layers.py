@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_flash import enginethread
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import (
@@ -47,9 +48,23 @@ class StreamedLayer(SwappedClass):
     """A layer that runs once its weights have arrived and lets them go when its effects are computed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not enginethread.is_here():
+            return hand_in(self, *args, **kwargs)
         state: LayerState = state_of(self)
         run = super().__call__  # type: ignore[misc]
         return run_streamed(state.stream, state.index, run, args, kwargs)
+
+
+def hand_in(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module in the engine thread: a program calls it alone."""
+    compute(args, kwargs)  # only this thread can
+
+    def call() -> Any:
+        result = module(*args, **kwargs)
+        compute(result)
+        return result
+
+    return enginethread.run(call)
 
 
 def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -213,6 +228,8 @@ class TiledLinear(SwappedClass):
     """A linear layer whose output rows pass through the slots, tile by tile."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        if not enginethread.is_here():
+            return cast(mx.array, hand_in(self, x))
         state: HeadState = state_of(self)
         return state.apply(cast(Any, own_class(cast(nn.Module, self)).__call__), x)
 
@@ -230,6 +247,8 @@ class EmbeddingRows(SwappedClass):
     """An embedding that reads just the rows it looks up."""
 
     def __call__(self, ids: mx.array) -> mx.array:
+        if not enginethread.is_here():
+            return cast(mx.array, hand_in(self, ids))
         state: TableState = state_of(self)
         module = cast(nn.Module, self)
         wanted, positions = np.unique(_checked_ids(ids, module["weight"].shape[0]), return_inverse=True)
@@ -239,6 +258,8 @@ class EmbeddingRows(SwappedClass):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """The table as output head."""
+        if not enginethread.is_here():
+            return cast(mx.array, hand_in(self.as_linear, x))
         state: TableState = state_of(self)
         own: Any = own_class(cast(nn.Module, self))
         if state.head is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mlx_flash import enginethread
 from mlx_flash.errors import ReadError
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage.placement import Placement, Segment
@@ -179,7 +180,9 @@ class WeightStream:
 
         Raises:
             ReadError: they could not be read. The unit is not held then, and may be acquired again.
+            CallEndedError: nobody waits for the pass any more.
         """
+        enginethread.check()
         if self._last is not None:
             self._successor[self._last] = index
         slot = self._slots[self.units[index].slot]

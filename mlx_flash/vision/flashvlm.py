@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_flash import enginethread
 from mlx_flash.compat.vlm import language_part, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
+from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import ResidencyPlan
@@ -54,8 +57,7 @@ class StreamedLanguage(FlashLLM):
             As :meth:`FlashLLM.__call__`.
         """
         call = _parse(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        with self._life.turn() as passes:
-            return self._call(passes, call)
+        return self._life.run(lambda passes: self._call(passes, call), lambda: (args, kwargs))
 
     @property
     def make_cache(self) -> Any:
@@ -144,23 +146,19 @@ class FlashVLM(ModelFacade):
         if self.engine is None:  # nothing else is in memory either
             absent += [parameter for unit in layout.units for parameter in (*unit.large, *unit.small)]
             absent += layout.resident
-        with nullcontext() if self.engine is None else self._life.turn():
-            self._life.recover()
-            begin, put_back = weightless(self._model, absent)
+        return enginethread.run(partial(self._rehearse, rehearsal, absent, inputs))
 
-            def end() -> None:
-                self.towers.rehearsal = None
-                put_back()
-
-            self._life.unfinished = end  # before anything is changed
-            try:
-                begin()
-                self.towers.rehearsal = rehearsal
-                return needed_bytes(self._model.get_input_embeddings, self._named(inputs), rehearsal)
-            except (ValueError, RuntimeError):
-                return None
-            finally:
-                self._life.recover()
+    def _rehearse(self, rehearsal: TowerRehearsal, absent: list[Parameter], inputs: Mapping[str, Any]) -> int | None:
+        begin, put_back = weightless(self._model, absent)
+        try:
+            begin()
+            self.towers.rehearsal = rehearsal
+            return needed_bytes(self._model.get_input_embeddings, self._named(inputs), rehearsal)
+        except (ValueError, RuntimeError):
+            return None
+        finally:
+            self.towers.rehearsal = None
+            put_back()
 
     def _named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs under the model's own names: the tokens, which come first, have several."""
@@ -169,7 +167,8 @@ class FlashVLM(ModelFacade):
 
     def get_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the embeddings of tokens, pictures and sound, as mlx-vlm's model does."""
-        with self._life.turn():
+
+        def compute(_: Passes) -> Any:
             self._look_at_logits()
             self.towers.has_room = self._make_room(args, kwargs)
             try:
@@ -178,6 +177,8 @@ class FlashVLM(ModelFacade):
                 return result
             finally:
                 self.towers.has_room = False
+
+        return self._life.run(compute, lambda: (args, kwargs))
 
     def _make_room(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Make room for pictures, and return whether that was possible.
@@ -201,13 +202,16 @@ class FlashVLM(ModelFacade):
             return self.language_model(*args, **kwargs)
         modules = (module for _, module in self._model.named_modules())
         holder, key = next((module, key) for module in modules for key, child in module.items() if child is own)
-        with self._life.turn():
+
+        def compute(_: Passes) -> Any:
             self._look_at_logits()
             setattr(holder, key, self.language_model)
             try:
                 return self._model(*args, **kwargs)
             finally:
                 setattr(holder, key, own)
+
+        return self._life.run(compute, lambda: (args, kwargs))
 
     def _look_at_logits(self) -> None:
         assert self.engine is not None

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_flash.compat.tape import result_bytes, tape_of
 from mlx_flash.engine.engine import bind_views
 from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
@@ -160,11 +161,14 @@ class Towers:
             return self.rehearsal.call(unit, run, args, kwargs)
         if id(unit) in self._resident:
             return run(*args, **kwargs)
-        with self._life.turn():
+
+        def call(_: Passes) -> Any:
             with self._in_memory(unit, _largest(args, kwargs)):
                 result = run(*args, **kwargs)
                 compute(result, args, kwargs)
             return result
+
+        return self._life.run(call, lambda: (args, kwargs))
 
     @contextmanager
     def before_release(self, check: Callable[[Sequence[Segment], memoryview], None]) -> Iterator[None]:

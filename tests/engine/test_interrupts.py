@@ -18,34 +18,20 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.models.mamba2 import Mamba2Block
 
 from expert_pools import with_pool
-from interrupting import CHANGES, CHUNKS, Strike, Victim, every_interrupt, outcomes
+from interrupting import CHANGES, CHUNKS, Strike, Victim, outcomes
 from mlx_flash import CacheError, FlashLLM, WriteError, load_model
 from mlx_flash.engine import undo
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.lifecycle import Lifecycle
-from mlx_flash.engine.modelmanager import ModelManager
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.session import Session
 from mlx_flash.engine.undo import trim_all, undo_of
-from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import ExpertSlots
 from mlx_flash.kv.checkpoints import trim_all_to
-from mlx_flash.layout.swap import SwappedClass, expose_children, restore_class, swap_class
-from mlx_flash.memory.arena import Arena, SlotArena
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.streaming.layers import transpose_once
-from mlx_flash.streaming.loans import Loans
-from mlx_flash.streaming.stream import WeightStream, _Slot
-from mlx_flash.telemetry import Publisher
+from mlx_flash.memory.arena import Arena
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_on_disk, streamed_whole
+from threads import threads_of_models
 
 CALLS = [[1, 2, 3]]
 SMALL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
 """Little to compute: a test of loans computes hundreds of passes."""
-
-EVERYTHING = 1 << 40
 
 
 @pytest.fixture(scope="module")
@@ -56,69 +42,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> list[mx.array]:
     return run(stock(directory), CALLS)
-
-
-def loans_of(model: FlashLLM) -> Loans:
-    assert model.engine is not None
-    return model.engine.loans
-
-
-def test_interrupts_while_loans_end(directory: Path, expected: list[mx.array]) -> None:
-    functions = [
-        Loans.recall,
-        Loans._end,
-        Loans._settle_moving,
-        Loans._change_reads,
-        WeightStream.complete,
-        _Slot.empty,
-    ]
-    with streamed_whole(directory, cut=1, tile_rows=10**9) as model:
-        model.start()
-        loans = loans_of(model)
-        assert same_bits(run(model, CALLS), expected)
-        active = mx.get_active_memory()
-
-        def prepare() -> None:
-            loans.lend(EVERYTHING)
-            run(model, CALLS)
-            assert loans.nbytes
-
-        num = 0
-        for where in every_interrupt(functions, prepare, lambda: loans.recall(1), 3):
-            num += 1
-            loans.recall(EVERYTHING)
-            assert mx.get_active_memory() <= active, where  # no copy of a weight is left
-            assert same_bits(run(model, CALLS), expected), where
-            assert loans.nbytes == loans.saved_bytes == 0
-        assert num > 100
-
-
-def test_interrupts_while_loans_begin(directory: Path, expected: list[mx.array]) -> None:
-    functions = [
-        Loans._copy_out,
-        Loans._change_reads,
-        WeightStream.release,
-        WeightStream._release,
-        _Slot.fill,
-        _Slot.empty,
-    ]
-    with streamed_whole(directory, tile_rows=10**9) as model:
-        model.start()
-        loans = loans_of(model)
-        assert same_bits(run(model, CALLS), expected)
-        active = mx.get_active_memory()
-
-        def prepare() -> None:
-            loans.recall(EVERYTHING)
-            loans.lend(200_000)
-
-        num = 0
-        for where in every_interrupt(functions, prepare, lambda: run(model, CALLS) and None, 11):
-            num += 1
-            loans.lend(0)
-            assert mx.get_active_memory() <= active + loans.nbytes, where  # no other copy of a weight is left
-            assert same_bits(run(model, CALLS), expected), where
-        assert num > 50
 
 
 def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +69,7 @@ def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest
         reader.submit(unit.placement.segments, arena.memory)
         assert freed.wait(10)
         end = time.monotonic() + 10
-        while [thread for thread in threading.enumerate() if thread.name.startswith("mlx-flash")]:
+        while threads_of_models():
             assert time.monotonic() < end
             time.sleep(0.01)
     finally:
@@ -303,85 +226,3 @@ def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]
         return result
 
     return call
-
-
-START = [Lifecycle.carry_out, Session.__init__, Engine.__init__, Engine._swap]
-START += [expose_children, transpose_once, swap_class]
-
-
-@pytest.mark.parametrize("ram_budget_gb", ["min", LARGE_GB])
-def test_interrupts_of_a_start(directory: Path, expected: list[mx.array], ram_budget_gb: float | str) -> None:
-    """Ctrl-C while weights are read, or just before the model runs: the next call starts it again.
-
-    In the end, modules have their own classes.
-    """
-    settings = config(ram_budget_gb=ram_budget_gb)
-    prepared = prepare(directory, settings)
-    kinds = [type(module) for module in prepared.loaded.model.modules()]
-    strike = Strike(START, None)
-    with FlashLLM(prepared, settings) as model:
-        strike.run(model.start)
-        assert [type(module) for module in prepared.loaded.model.modules()] != kinds
-    for at in range(0, strike.count, 17):
-        with FlashLLM(prepared, settings) as model:
-            strike = Strike(START, at)
-            assert strike.run(model.start)
-            assert same_bits(run(model, CALLS), expected), strike.where
-        assert [type(module) for module in prepared.loaded.model.modules()] == kinds, strike.where
-    assert strike.count > 300, strike.count
-
-
-def test_interrupts_of_a_pool_that_changes_its_size(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", KINDS["mixture"], mx.float32)
-    with with_pool(folder, 12) as model:
-        model.start()
-        victim = Victim(model, stock(folder))
-        assert victim.is_right()
-        assert model.engine is not None and model.engine.experts is not None
-        experts = model.engine.experts
-        functions = [ExpertSlots.resize, ExpertSlots._vacate, ExpertSlots.leave, ExpertPool.leave, SlotArena.resize]
-
-        def change() -> None:
-            experts.resize(4)
-            experts.resize(12)
-
-        for where in every_interrupt(functions, lambda: None, change, 13):
-            assert victim.is_right(), where
-            experts.resize(12)
-            assert victim.is_right(), where
-
-
-def test_close_that_was_interrupted_is_finished_by_the_next(
-    directory: Path, expected: list[mx.array], tmp_path: Path
-) -> None:
-    """It was noted as done before it began, and a finalizer runs once: threads, files and slots stayed."""
-    functions = [
-        Lifecycle.close,
-        Lifecycle._stop,
-        Session.end,
-        Engine.close,
-        Publisher.close,
-        Publisher._remove,
-        restore_class,
-        BackgroundPrefetcher.close,
-        ModelManager.remove,
-    ]
-    at = num = 0
-    threads = threading.active_count()
-    while True:
-        with streamed_whole(directory, cut=1, telemetry=True) as model:
-            run(model, CALLS)
-            stock_model, life = model._model, model._life
-            assert life.session is not None and life.session._publisher is not None
-            path = life.session._publisher.path
-            strike = Strike(functions, at)
-            if not strike.run(model.close):
-                assert num > 10
-                return
-            assert model.close() is stock_model
-        assert life not in ModelManager.of_process()._models.values(), strike.where
-        assert path is not None and not path.exists(), strike.where
-        assert threading.active_count() == threads, strike.where
-        assert all(not isinstance(module, SwappedClass) for module in stock_model.modules()), strike.where
-        assert at % 4 or same_bits(run(stock_model, CALLS), expected), strike.where
-        at, num = at + 25, num + 1

@@ -42,6 +42,7 @@ class Model:
 
     engine: Engine | None = None
     num_recalls = promised_bytes = 0
+    is_as_loaded = True
 
     def __init__(self, name: str, plan: ResidencyPlan, megabytes: int, error: Exception | None = None) -> None:
         self.name, self.error = name, error

@@ -40,6 +40,7 @@ from mlx_flash import (
 from mlx_flash.engine.prepare import prepare
 from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_whole, wait_for_reads
+from threads import threads_of_models
 
 MODELS = {
     "fp32": (mx.float32, None, {}),
@@ -167,7 +168,7 @@ def test_bytes_read_are_the_plans(directories: Any) -> None:
 def test_close_restores_a_plain_model(directories: Any) -> None:
     directory = directories("bf16")
     expected = run(stock(directory), PREFILL_AND_DECODE)
-    descriptors, threads = num_descriptors(), threading.active_count()
+    descriptors = num_descriptors()
     model, _ = load_model(directory, config())
     inner = model._model
     run(model, [[1, 2]])
@@ -178,8 +179,7 @@ def test_close_restores_a_plain_model(directories: Any) -> None:
     assert {type(module) for module in plain.modules()} == {type(module) for module in stock(directory).modules()}
     assert not any("_flash_state" in vars(module) for module in plain.modules())
     assert same_bits(run(plain, PREFILL_AND_DECODE), expected)
-    assert threading.active_count() == threads
-    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+    assert not threads_of_models()
     with pytest.raises(ClosedError, match="load it again"):
         model(mx.array([[1]]))
     model.close()
@@ -373,7 +373,7 @@ def test_a_model_nobody_closed_ends_its_threads(directories: Any) -> None:
     run(model, [[1]])
     del model
     gc.collect()
-    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+    assert not threads_of_models()
 
 
 def shard_of_layers(directory: Path) -> Path:

@@ -26,9 +26,9 @@ from adapters import save_adapter
 from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.convert import derived
 from mlx_flash.engine.modelmanager import ModelManager
-from mlx_flash.forks import THREAD_PREFIX
 from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.storage.ranges import RangeReader
+from threads import threads_of_models
 
 T = TypeVar("T")
 CHUNKS = [[5, 17, 900, 3, 42, 64], [12], [999]]
@@ -278,10 +278,9 @@ def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.Mon
     del model
     may_collect.set()
     assert collected.wait(10)
-    for thread in threading.enumerate():
-        if thread.name.startswith(THREAD_PREFIX):
-            thread.join(10)
-            assert not thread.is_alive()
+    for thread in threads_of_models():
+        thread.join(10)
+        assert not thread.is_alive()
     assert gone() is None
 
 

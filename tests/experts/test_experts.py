@@ -29,7 +29,7 @@ from checkpoints import DIRECT
 from disks import Disk
 from expert_pools import ARCHITECTURES, CALLS, PROMPT, QUANTIZED, check_slots, pool_of, pooled, with_pool
 from expert_pools import made as made  # a fixture
-from mlx_flash import ClosedError, FileChangedError, ReadError, TruncatedFileError
+from mlx_flash import ClosedError, FileChangedError, ReadError, TruncatedFileError, enginethread
 from mlx_flash.convert.pack import pack
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.expertlayers import Experts as ModelExperts
@@ -47,6 +47,7 @@ from mlx_flash.storage.ranges import RangeReader
 from models import MIXTRAL, QWEN3_MOE, make_random_model, run, same_bits, stock
 from models import save as save_tiny
 from streamed import config, streamed_whole
+from threads import threads_of_models
 from zoo.compare import LONGEST_CALL, TURNS, find_difference, only, trace
 from zoo.weights import VARIANTS, save
 
@@ -189,16 +190,23 @@ def test_stale_experts_show(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = tiny("qwen3_moe")
     x, indices = mx.ones((1, 64)), mx.array([[3, 4]])
     right = stock(directory).layers[0].mlp.switch_mlp(x, indices)
+    mx.eval(x, indices, right)
     for works in (True, False):
         if not works:
             monkeypatch.setattr(ModelExperts, "_evaluate_pending", lambda self, *others: mx.eval(others))
             monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)  # else it is computed in time, by chance
         with with_pool(directory, 0) as model:
             module, other = (stack.unit.module for stack in model.layout.experts[:2])
-            late = module(x, indices)
-            for expert in range(0, 16, 2):
-                mx.eval(other(x, mx.array([[expert, expert + 1]])))
-            assert same_bits([late], [right]) == works
+
+            def compute(module: Any = module, other: Any = other) -> mx.array:
+                late: mx.array = module(x, indices)
+                for expert in range(0, 16, 2):
+                    mx.eval(other(x, mx.array([[expert, expert + 1]])))
+                mx.eval(late)
+                return late
+
+            model.start()
+            assert same_bits([enginethread.run(compute)], [right]) == works
 
 
 def test_two_models_called_in_turns(tiny: Any) -> None:
@@ -439,7 +447,7 @@ def test_closing_while_experts_are_read(tiny: Any, disk: Disk) -> None:
     disk.gate.set()
     closing.join(20)
     assert not closing.is_alive()
-    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+    assert not threads_of_models()
     assert not find_difference(expected, trace(model.close(), CALLS))
     with pytest.raises(ClosedError):
         model(mx.array([[1]]))

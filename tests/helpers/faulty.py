@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from threads import threads_of_models
+
 CREATING = ("mkdir", "open", "replace", "rename", "ftruncate", "truncate", "pwrite", "write", "sendfile", "fsync")
 """Functions of ``os`` that write. All but the last need room on the disk."""
 
@@ -78,7 +80,7 @@ def _is_for_writing(file: object, mode: str = "r", *_: object) -> bool:
 
 def open_things() -> tuple[int, list[str]]:
     """Return the number of open descriptors, and the names of our threads."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mlx-flash")]
+    threads = [thread.name for thread in threads_of_models()]
     return len(list(Path("/dev/fd").iterdir())), threads
 
 

@@ -1064,26 +1064,6 @@ def test_only_what_is_new(opened: Opener) -> None:
     assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]))
 
 
-def test_a_put_that_waits_asks_once_for_each_page(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    write = EncodedPage.write
-    monkeypatch.setattr(EncodedPage, "write", lambda *args: (go_on.wait(5), write(*args)))
-    store = opened(queue_bytes=2 * 2000)
-
-    def put_all() -> None:
-        for i in range(6):
-            store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]), waits=True)
-
-    thread = threading.Thread(target=put_all)
-    thread.start()
-    time.sleep(0.1)  # 50 rounds of the third put
-    num_jobs = len(store._writer._thread._jobs)
-    go_on.set()
-    thread.join(60)
-    assert store.flush(60) and found(store, TOKENS) == 6
-    assert num_jobs <= 4
-
-
 def test_evicted_pages_are_forgotten(opened: Opener) -> None:
     store = opened(limit_bytes=2 * PAGE_BYTES)
     for number in range(6):

@@ -166,15 +166,15 @@ def stalling(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float, *, fail
 
 def test_an_event_comes_in_time(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
-    with saying("The sea is blue. " * 3):
+    with saying("The sea is blue. " * 3), monkeypatch.context() as patch:  # which ends before what it was made in
         stock, calls = loaded.sampler_of, iter(range(1000))
 
         def sampler_of(*args: Any) -> Any:
             sample = stock(*args)
             return lambda logprobs: (time.sleep(STALL_SECONDS if next(calls) == 40 else 0), sample(logprobs))[1]
 
-        monkeypatch.setattr(loaded, "sampler_of", sampler_of)
-        stalling(monkeypatch, "make_prompt", STALL_SECONDS)  # no event has come yet
+        patch.setattr(loaded, "sampler_of", sampler_of)
+        stalling(patch, "make_prompt", STALL_SECONDS)  # no event has come yet
         found = at_once(server)
     assert {path: text_of(each).strip() for path, each in found.items()} == dict.fromkeys(
         BODIES, ("The sea is blue. " * 3).strip()

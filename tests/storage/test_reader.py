@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,11 +32,9 @@ from mlx_flash.errors import (
 )
 from mlx_flash.memory.pagecache import is_cached, open_direct
 from mlx_flash.storage import ranges as ranges_module
-from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.storage.ranges import RETRIES, Arrival
 from mlx_flash.storage.safetensors import Extent, TensorRecord
-from mlx_flash.workers import Workers
 from reading import CACHING, PAGE, Load, descriptors, num_cached_pages, packed, reader_threads, write_file
 
 # --- helpers ---------------------------------------------------------------------------
@@ -294,18 +294,18 @@ def test_buffer_that_is_too_small_is_refused(shard: Path, start: int) -> None:
 def num_tasks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many tasks the pools were given since the last time this was asked."""
     given_tasks: list[object] = []
-    real = Workers.submit
+    real = ThreadPoolExecutor.submit
 
-    def submit(pool: Workers, task: Callable[[], None]) -> None:
+    def submit(pool: ThreadPoolExecutor, *task: Any) -> Future[Any]:
         given_tasks.append(task)
-        real(pool, task)
+        return real(pool, *task)
 
     def count() -> int:
         found = len(given_tasks)
         given_tasks.clear()
         return found
 
-    monkeypatch.setattr(Workers, "submit", submit)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     return count
 
 
@@ -363,35 +363,6 @@ def test_ticket_of_small_segments_uses_all_threads(shard: Path, monkeypatch: pyt
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(ranges_module.os, "preadv", preadv)
-    load.check(reader)
-
-
-@pytest.mark.parametrize("urgent", [False, True])
-def test_cancelled_task_does_not_go_on_with_its_next_segment(shard: Path, urgent: bool) -> None:
-    """The first read goes on until the task is cancelled, and a little longer."""
-    write_file(shard, 100 * PAGE)
-    load = apart(shard, [PAGE] * 9)
-    reader = open_reader(shard, read_size=100 * PAGE, queue_depth=1)
-    offsets: list[int] = []
-    cancelled, real, shut = threading.Event(), os.preadv, Gate.shut
-
-    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        offsets.append(offset)
-        cancelled.wait(20)
-        time.sleep(0.1)
-        return real(fd, buffers, offset)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gate, "shut", lambda gate: (cancelled.set(), shut(gate)))
-        patch.setattr(ranges_module.os, "preadv", preadv)
-        ticket = load.submit(reader, urgent=urgent)
-        while not offsets:
-            time.sleep(0.001)
-        ticket.cancel()
-        load.soil()
-        time.sleep(0.25)
-        load.check_soiled()
-        assert len(offsets) == reader.stats.num_reads == 1
     load.check(reader)
 
 
@@ -664,31 +635,6 @@ def test_interrupt_while_waiting(shard: Path, replace_preadv: Replace, urgent: b
         ticket = load.submit(reader, urgent=urgent)
         with interrupt.strikes():
             ticket.wait()
-        load.soil()
-        time.sleep(0.35)
-        load.check_soiled()
-    load.check(reader)
-
-
-def test_interrupt_inside_submit(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has taken a task, and the ticket does not know it: the interrupt struck between the two."""
-    load = small_load(shard, count=6)
-    reader = open_reader(shard, queue_depth=3)
-    real = Workers.submit
-    taken: list[object] = []
-
-    def submit(pool: Workers, task: Callable[[], None]) -> None:
-        real(pool, task)
-        taken.append(task)
-        if len(taken) == 3:
-            time.sleep(0.05)
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "submit", submit)
-        patch.setattr(ranges_module.os, "preadv", slowly(0.15)(os.preadv))
-        with pytest.raises(KeyboardInterrupt):
-            load.submit(reader)
         load.soil()
         time.sleep(0.35)
         load.check_soiled()

@@ -1,0 +1,203 @@
+"""One thread of the process computes every pass of streamed models, starts them and changes their budget.
+
+Python runs signal handlers in the main thread alone. So no Ctrl-C, and nothing that a handler raises, falls into what
+is computed here. A caller hands its work in and waits. Interrupted, it asks for the end: the work ends where it calls
+:func:`check`, puts back what it has changed, and only then does the caller go on. Callers of several threads queue.
+
+The caller may be gone after any instruction: work that was handed in is done, or undone, and never half done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from mlx_flash.compat.streams import LoadingStreams
+from mlx_flash.forks import THREAD_PREFIX
+from mlx_flash.workers import wait_for_end_of_thread
+
+T = TypeVar("T")
+
+Tell = Callable[[], object]
+
+
+class CallEndedError(Exception):
+    """The caller does not wait for the result any more. Nobody but the work itself sees it."""
+
+
+class _Call(Generic[T]):
+    """Work that was handed in. Once it is in the queue it belongs to the engine thread.
+
+    Attributes:
+        is_to_end: the caller asks for its end.
+        num_whole: blocks of :func:`whole` that it is in.
+        has_ended: nothing of it runs any more.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.is_to_end, self.num_whole, self.has_ended = False, 0, False
+        self._work: Callable[[], T] | None = work
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        self.news: SimpleQueue[Tell | None] = SimpleQueue()
+
+    def run(self) -> None:
+        """Do the work."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self._found.append(work())
+        except BaseException as error:  # noqa: BLE001 the caller gets it
+            self._error = error
+        finally:
+            del work
+            self.has_ended = True
+            self.news.put(None)
+
+    def wait(self) -> T:
+        """Wait for the end, and run what the work tells meanwhile. Return the result, or raise its error."""
+        try:
+            while not (self.has_ended and self.news.empty()):
+                if (tell := self.news.get()) is not None:
+                    tell()
+        except BaseException:
+            self.is_to_end = True
+            while not self.has_ended:  # a second interrupt may leave here: then it ends without its caller
+                self.news.get()
+            raise
+        if self._error is not None:
+            if isinstance(self._error, CallEndedError):  # Python ends, and with it this thread, which is a daemon
+                self.news.get()
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback refers to this
+        return self._found.pop()
+
+
+class _Here(threading.local):
+    """The work that the present thread does: that of the engine thread; None in all others."""
+
+    call: _Call[object] | None = None
+
+
+_here = _Here()
+
+
+class _EngineThread(threading.Thread):
+    """The thread. It stays until the process ends: models come and go, and MLX never frees what a thread had."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"{THREAD_PREFIX}-engine", daemon=True)
+        self.calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
+        self.call: _Call[object] | None = None
+
+    def run(self) -> None:
+        """Do the work of callers, one after another."""
+        with LoadingStreams().in_force():  # what is left to be computed may be computed by any thread
+            while (call := self.calls.get()) is not None:
+                _here.call = self.call = call
+                call.run()
+                _here.call = self.call = None
+                del call  # its result belongs to its caller
+
+    def end(self) -> None:
+        """End it, and a pass that nobody waits for any more, before Python ends."""
+        if (call := self.call) is not None:
+            call.is_to_end = True
+        self.calls.put(None)
+        self.join()
+        wait_for_end_of_thread(self.native_id)
+
+
+_starting = threading.Lock()
+_threads: list[_EngineThread] = []
+"""The thread of this process, once there is one."""
+
+
+def _forget() -> None:
+    """Leave the thread to the parent: a forked child has none, and may have to make its own."""
+    global _starting
+    _starting = threading.Lock()
+    _threads.clear()
+    _here.call = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _thread() -> _EngineThread:
+    if not _threads:
+        with _starting:
+            if not _threads:
+                thread = _EngineThread()
+                thread.start()
+                atexit.register(_end, os.getpid(), thread)
+                _threads.append(thread)
+    return _threads[0]
+
+
+def _end(pid: int, thread: _EngineThread) -> None:
+    if os.getpid() == pid:
+        thread.end()
+
+
+def run(work: Callable[[], T]) -> T:
+    """Return what some work returns that is done in the engine thread. Work of that thread itself is done at once.
+
+    What the work uses must be computed: MLX's streams belong to threads.
+
+    Raises:
+        BaseException: what the work raises; or what a signal handler, or a function that was told, raised here. Then
+            the work has ended.
+    """
+    if _here.call is not None:
+        return work()
+    call = _Call(work)
+    _thread().calls.put(call)  # type: ignore[arg-type]
+    return call.wait()
+
+
+def is_here() -> bool:
+    """Return whether this is the engine thread, at work."""
+    return _here.call is not None
+
+
+def check() -> None:
+    """End the work here if its caller asks for that. In other threads, and in :func:`whole`, nothing happens.
+
+    Raises:
+        CallEndedError: the caller asks for the end.
+    """
+    call = _here.call
+    if call is not None and call.is_to_end and not call.num_whole:
+        raise CallEndedError
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Go on to the end of a block: what it changes cannot be put back."""
+    if (call := _here.call) is None:
+        yield
+        return
+    call.num_whole += 1
+    try:
+        yield
+    finally:
+        call.num_whole -= 1
+
+
+def tell(news: Tell) -> None:
+    """Have the caller's thread call a function of the program. The work goes on meanwhile. Elsewhere it is called now.
+
+    What the function raises ends the work. It may use the model: such work is done after this one.
+    """
+    if _here.call is None:
+        news()
+    else:
+        _here.call.news.put(news)

@@ -1,0 +1,231 @@
+"""The engine thread: whoever asks may be interrupted, or go, at any instruction; the work is done or undone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_flash import enginethread, load_model
+from mlx_flash.enginethread import CallEndedError, check, run, tell, whole
+from models import LLAMA, same_bits, save, stock
+from streamed import config
+
+
+class Struck(Exception):
+    """What the handler of a signal raises."""
+
+
+@contextmanager
+def signals_after(*seconds: float) -> Iterator[None]:
+    """Send signals to this process during a block; their handler raises."""
+
+    def handler(*_: Any) -> None:
+        raise Struck
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    timers = [threading.Timer(each, os.kill, (os.getpid(), signal.SIGUSR1)) for each in seconds]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def working(done: list[str], name: str, seconds: float = 10.0) -> Callable[[], str]:
+    """Return work that looks often whether it is to end, and notes how it ended."""
+
+    def work() -> str:
+        end = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end:
+                check()
+                time.sleep(0.001)
+        except CallEndedError:
+            time.sleep(0.05)  # puts back what it has changed
+            done.append(f"{name} undone")
+            raise
+        done.append(f"{name} done")
+        return name
+
+    return work
+
+
+def test_work_is_done_in_one_thread_in_the_order_of_callers() -> None:
+    names, done = set[str](), list[int]()
+
+    def work(number: int) -> int:
+        names.add(threading.current_thread().name)
+        done.append(number)
+        return run(lambda: number)  # at once, or it would wait for itself
+
+    found = list[int]()
+    threads = [threading.Thread(target=lambda i=i: found.append(run(lambda: work(i)))) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(done) == [*range(20)]
+    assert names == {"mlx-flash-engine"}
+
+
+def test_an_error_is_that_of_the_work() -> None:
+    def fail() -> None:
+        raise ValueError("of the work")
+
+    with pytest.raises(ValueError, match="of the work") as found:
+        run(fail)
+    assert [frame.name for frame in found.traceback][-1] == "fail"
+    assert run(lambda: 1) == 1
+
+
+def test_an_interrupt_comes_after_the_work_was_undone() -> None:
+    done = list[str]()
+    with signals_after(0.05), pytest.raises(Struck):
+        run(working(done, "first"))
+    assert done == ["first undone"]
+
+
+def test_a_second_interrupt_leaves_and_what_is_asked_next_waits() -> None:
+    done = list[str]()
+    with signals_after(0.05, 0.07), pytest.raises(Struck):
+        run(working(done, "first"))
+    assert done == []
+    assert run(working(done, "second", 0.0)) == "second"
+    assert done == ["first undone", "second done"]
+
+
+def test_what_cannot_be_put_back_goes_on_to_its_end() -> None:
+    done = list[str]()
+
+    def work() -> None:
+        with whole():
+            working(done, "first", 0.2)()
+        check()
+
+    with signals_after(0.05), pytest.raises(Struck):
+        run(work)
+    assert done == ["first done"]
+
+
+def test_news_are_told_in_the_thread_that_waits() -> None:
+    told = list[tuple[int, str]]()
+
+    def work() -> str:
+        for number in range(3):
+            tell(lambda number=number: told.append((number, threading.current_thread().name)))
+        return "end"
+
+    assert run(work) == "end"
+    assert told == [(number, threading.current_thread().name) for number in range(3)]
+
+
+def test_what_is_told_may_raise_and_use_the_thread() -> None:
+    done = list[str]()
+
+    def use() -> None:
+        run(working(done, "within", 0.0))
+
+    def work() -> None:
+        tell(use)
+        working(done, "first", 0.1)()
+
+    run(work)
+    assert done == ["first done", "within done"]  # it has the thread to itself
+
+    def fail() -> None:
+        raise Struck
+
+    def failing() -> None:
+        tell(fail)
+        working(done, "second")()
+
+    with pytest.raises(Struck):
+        run(failing)
+    assert done[2:] == ["second undone"]
+
+
+def test_callers_without_a_main_thread() -> None:
+    async def ask() -> list[int]:
+        return await asyncio.gather(*(asyncio.to_thread(run, lambda i=i: i) for i in range(5)))
+
+    assert asyncio.run(ask()) == [*range(5)]
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from mlx_flash.enginethread import check, run, whole
+
+def work(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        check()
+        time.sleep(0.01)
+
+run(lambda: None)
+"""
+
+
+def program(rest: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM + rest], capture_output=True, text=True, timeout=60)
+
+
+def test_a_program_ends_with_work_that_nobody_waits_for() -> None:
+    found = program(
+        """
+threading.Thread(target=lambda: run(lambda: work(1000)), daemon=True).start()
+time.sleep(0.2)
+print("end")
+"""
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "end\n", "")
+
+
+def test_a_forked_child_has_a_thread_of_its_own() -> None:
+    found = program(
+        """
+child = os.fork()
+if not child:
+    print(run(lambda: threading.current_thread().name), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(run(lambda: "parent"))
+"""
+    )
+    assert (found.returncode, found.stdout) == (0, "mlx-flash-engine\nparent\n"), found.stderr
+
+
+def test_a_layer_that_a_program_calls_alone(tmp_path: Path) -> None:
+    """From any thread, with an input that nobody has computed."""
+    folder = save(tmp_path / "model", LLAMA, mx.float32)
+    x = mx.random.normal((1, 4, LLAMA["hidden_size"]))
+    expected = stock(folder).layers[1](x)
+    mx.eval(expected)
+    with load_model(folder, config(ram_budget_gb="min"))[0] as model:
+        model.start()
+        found = list[mx.array]()
+
+        def call() -> None:
+            found.append(model.layers[1](x * 1))
+            mx.eval(found[-1])  # it may have parts that are not streamed
+
+        call()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert not enginethread.is_here()
+        assert same_bits(found, [expected, expected])

@@ -292,8 +292,9 @@ _CLOSED: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 def make_room() -> None:
     """Free what is not to count for the plan of another model: closed models that only garbage refers to, and loans."""
+    if _OF_PROCESS.running:
+        enginethread.run(_OF_PROCESS.end_loans)
     with _OF_PROCESS.lock:
-        _OF_PROCESS.end_loans()
         if _CLOSED:
             gc.collect()
             _CLOSED.clear()

@@ -8,6 +8,7 @@ the environment variable ``MLX_FLASH_AGENTS``. `test_bodies.py` has what they se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -59,7 +60,8 @@ def claude(folder: Path, url: str) -> tuple[list[str], dict[str, str], list[Step
         ("Bash", {"command": "python3 hello.py", "description": "Run it"}),
     ]
     environment = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none"}
-    return ["claude", "-p", JOB, "--allowedTools", "Read,Edit,Bash"], environment, steps
+    tools = "Read,Edit,Bash"  # all of them make 57,000 tokens of the tiny model's
+    return ["claude", "-p", JOB, "--tools", tools, "--allowedTools", tools], environment, steps
 
 
 def opencode(folder: Path, url: str) -> tuple[list[str], dict[str, str], list[Step]]:
@@ -110,8 +112,9 @@ class Agent:
         monkeypatch.setattr(loaded, "make_prompt", self._noted)
         monkeypatch.setattr(loaded, "sampler_of", self._sampler_of)
 
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    @contextlib.contextmanager
+    def running(self) -> Iterator[subprocess.Popen[str]]:
+        with subprocess.Popen(
             [str(self._program), *self._words],
             env={**os.environ, **self._environment},
             cwd=self.work,
@@ -119,7 +122,11 @@ class Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )
+        ) as program:
+            try:
+                yield program
+            finally:
+                program.kill()
 
     def _noted(self, request: Any, *given: Any) -> Any:
         self.num_results = sum(message["role"] == "tool" for message in request.messages)
@@ -148,8 +155,8 @@ def until(is_true: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("make", [codex, claude, opencode])
 def test_an_agent_does_a_job(server: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     agent = Agent(make, tmp_path, server.url, monkeypatch)
-    running = agent.start()
-    printed, _ = running.communicate(timeout=1000)
+    with agent.running() as running:
+        printed, _ = running.communicate(timeout=1000)
     assert running.returncode == 0 and DONE in printed, printed
     assert (agent.work / "hello.py").read_text() == "print('hello')\n"
 
@@ -160,11 +167,11 @@ def test_an_agent_is_interrupted(server: Live, tmp_path: Path, monkeypatch: pyte
     agent = Agent(make, tmp_path, server.url, monkeypatch)
     agent.text = "And so on, "
     jobs = next(iter(server.room.models)).jobs
-    running = agent.start()
-    until(lambda: any(len(job.tokens) > 20 for job in list(jobs.values())))
-    running.send_signal(signal.SIGINT)
-    running.communicate(timeout=60)
+    with agent.running() as running:
+        until(lambda: any(len(job.tokens) > 20 for job in list(jobs.values())))
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=60)
     until(lambda: not jobs)
     assert (agent.work / "hello.py").read_text() == "print('helo')\n"
     agent.text = None
-    assert server.say("Hi", max_tokens=100) == "I take step 0."
+    assert server.say("Hi", max_tokens=20).startswith("I take step 0.")

@@ -16,7 +16,6 @@
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     ├── ClosedError (RuntimeError)            the model was closed
     ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
-    ├── NestedCallError (RuntimeError)        a model is called in the middle of its own pass
     ├── PeerError (RuntimeError)              another rank was lost, or computes something else
     ├── CompilerError (RuntimeError)          the C++ compiler that MLX started for a kernel failed
     ├── RefusedError (ValueError)             the server does not begin with a request
@@ -104,10 +103,6 @@ class ClosedError(FlashError, RuntimeError):
 
 class SelfTestError(FlashError, RuntimeError):
     """No way of reading brings all bytes to the memory of MLX's device, or the one that is needed does not."""
-
-
-class NestedCallError(FlashError, RuntimeError):
-    """A signal handler calls a model in memory in the middle of a pass of its own thread."""
 
 
 class PeerError(FlashError, RuntimeError):

@@ -128,6 +128,8 @@ class FlashLLM(ModelFacade):
                 cannot hold the plan.
             ClosedError: the model was closed.
         """
+        if (output := self._life.compute(args, kwargs)) is not None:
+            return output
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
         settle(call.cache)
 
@@ -179,8 +181,7 @@ class FlashLLM(ModelFacade):
             whole.checkpoints = Checkpoints()  # of all its parts
             return Row(whole, whole.parts(1), owed)
         given, before = tokens, 0
-        is_granted = self._life.passes.grants.of(cache) is not None
-        if owed is None and not is_granted and (owed := owed_token(cache)) is not None:
+        if owed is None and (owed := owed_token(cache)) is not None:
             given, before = mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1), 1
         if given.shape[1] == 1 and wants_logits:
             return Row(call := token_call(given, cache), [call], owed)
@@ -226,9 +227,6 @@ class FlashLLM(ModelFacade):
         """
         life = self._life
         life.run(lambda passes: passes.advance(life.plan, rows, lends=life.lends), lambda: _arrays_of(rows))
-        for row in rows:
-            if row.news is not None:
-                row.pass_news_on()
 
     @property
     def body(self) -> nn.Module | None:
@@ -271,9 +269,10 @@ class FlashLLM(ModelFacade):
         return self._life.run(compute, lambda: [states for states, _ in heads])
 
     @property
-    def begins_ahead(self) -> bool:
-        """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
-        return self._life.begins_ahead
+    def is_in_memory(self) -> bool:
+        """True if nothing is streamed: mlx-lm's own loops run, and tokens are calls of mlx-lm's own. It is started."""
+        self._life.make_ready()
+        return self._life.passes.is_in_memory
 
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether the budget holds sequences that share passes, on every rank, until all have ended.

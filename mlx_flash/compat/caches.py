@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
 from mlx_flash.compat.require import require, require_that
@@ -73,24 +72,24 @@ def entries_of(cache: Iterable[Any]) -> list[Any]:
     return [entry for part in parts for entry in part]
 
 
-def recurrent_states(cache: Iterable[Any]) -> Iterator[mx.array]:
-    """Yield the arrays of those entries of a prompt cache that every token replaces."""
-    entries = list(cache)
-    if not any(issubclass(kind, (CacheList, ArraysCache)) for kind in set(map(type, entries))):
-        return
-    for entry in entries:
-        kind = type(entry)  # entries that calls share refuse to be asked for a class
-        if issubclass(kind, CacheKinds.lists):
-            yield from recurrent_states(entry.caches)
-        elif issubclass(kind, CacheKinds.recurrent):
-            yield from (array for array in vars(entry)["cache"] if array is not None)
-
-
 def length_of(entry: Any) -> int:
     """Return how many tokens a cache was given, padding included; batches count in private attributes."""
     if isinstance(entry, BatchRotatingKVCache):
         return int(entry._offset)
     return int(entry._idx if isinstance(entry, BatchKVCache) else entry.offset)
+
+
+def has_room(entry: Any) -> bool:
+    """Return whether one more token of each sequence changes no memory of a cache of mlx-lm's."""
+    kind = type(entry)
+    if issubclass(kind, CacheKinds.recurrent):
+        return all(array is not None for array in vars(entry)["cache"])
+    if issubclass(kind, CacheKinds.lists):
+        return all(map(has_room, entry.caches))
+    if kind not in (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache) or entry.keys is None:
+        return False
+    size, most = entry.keys.shape[2], getattr(entry, "max_size", None)
+    return size == most or (length_of(entry) < size and (most is None or size < most))
 
 
 def window_before(entry: Any, num_later: int) -> RotatingKVCache | None:

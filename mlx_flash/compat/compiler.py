@@ -48,7 +48,7 @@ def explained(error: Exception) -> Exception:
     return found
 
 
-def evaluate(*arrays: Any, waits: bool) -> None:
+def evaluate(*arrays: Any, waits: bool = True) -> None:
     """Evaluate arrays, or begin to. Raise errors of MLX's compiler as :func:`explained`."""
     try:
         (mx.eval if waits else mx.async_eval)(*arrays)

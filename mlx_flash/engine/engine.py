@@ -17,7 +17,7 @@ from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.layout.swap import SwappedClass, clone_with, expose_children, remember, swap_class
+from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
@@ -34,7 +34,6 @@ from mlx_flash.streaming.layers import (
     Tile,
     TiledLinear,
     tile_module,
-    transpose_once,
 )
 from mlx_flash.streaming.loans import Lendable, Loans
 from mlx_flash.streaming.stream import WeightStream
@@ -139,10 +138,6 @@ class Engine:
             if plan.pool is not None:
                 self._start_experts(layout.experts, plan.pool, poison, self._options)
             self.lending = Lending(self.loans, self.experts, grows=self._options.grows)
-            if self.is_resident:  # no read is waited for, so the time of Python counts
-                for module, _ in self._classes:
-                    expose_children(module)
-                    transpose_once(module)
         except BaseException:
             self.close()
             raise

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.owncaches import OwnCaches
@@ -18,7 +17,7 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
-from mlx_flash.residency.ledger import Need, NewTokens, recorded_bytes
+from mlx_flash.residency.ledger import Need
 from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
@@ -83,33 +82,6 @@ def check_headroom(
         raise too_large(plan, lanes, need, missing)
     _note_called(changed)
     return granted
-
-
-def fits_surely(plan: ResidencyPlan, lane: Lane, num_layers: int) -> bool:
-    """Return whether a call surely fits the budget, with nothing to lend or to offload. Its own caches are prepared.
-
-    With all weights in memory this is so for nearly all calls, and no sum over the layers of all caches is needed. Old
-    arrays of all caches are counted beside the new ones, and the results of as many layers as MLX may record ahead.
-
-    Args:
-        plan: the plan of the model.
-        lane: the call.
-        num_layers: layers that MLX may record ahead of a GPU; 0 where that does not matter.
-    """
-    if plan.streaming.num_units or plan.pool is not None:
-        return False
-    if not lane.call.cache or (lane.own and plan.kv.options is None):
-        return False
-    ledger, new = plan.ledger, lane.tokens
-    growth, changed = 0, list[Any]()
-    if lane.others:
-        changed = _changed_batches(lane.others)
-        growth = most_growth(plan, lane, new) + nbytes_in(changed)  # the call may evaluate all of them
-    missing = ledger.process + active_memory() + recorded_bytes(ledger, new, num_layers) + growth - plan.budget_bytes
-    if missing > 0 or not OwnCaches(plan, [lane]).admit_surely(missing):
-        return False
-    _note_called(changed)
-    return True
 
 
 def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
@@ -216,14 +188,6 @@ def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
 def _bytes_of_others(plan: ResidencyPlan, lane: Lane) -> int:
     """Return the bytes of a token of one sequence in mlx-lm's own caches."""
     return plan.kv_bytes_per_token - (sum(plan.cache.rows) if lane.own else 0)
-
-
-def most_growth(plan: ResidencyPlan, lane: Lane, new: NewTokens) -> int:
-    """Return the most bytes that tokens add to mlx-lm's own caches: all are copied to make room, and then cut."""
-    if not lane.others:
-        return 0
-    states = new.batch_size * plan.cache.constant_bytes + new.num_tokens * plan.cache.call_bytes
-    return states + 2 * new.batch_size * (new.context + CACHE_STEP) * _bytes_of_others(plan, lane)
 
 
 def _settle(plan: ResidencyPlan, lending: Lending, short: int, known_bytes: int) -> int:

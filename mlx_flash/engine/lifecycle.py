@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,12 +23,13 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
+from mlx_flash.kv.growth import have_room
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.turns import Turns
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.footprint import footprint
+from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.worth import Times
@@ -70,13 +72,11 @@ class Lifecycle:
         self.prefixes: PrefixCache | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
-        self._turns = Turns()
-        self.kv = None if options is None else KVPool(options, self.governor.count, self._turns)
+        self._lock = threading.RLock()
+        self.kv = None if options is None else KVPool(options, self.governor.count, self._lock)
         self.counters = PassCounters()
         peers = None if prepared.chain is None else prepared.chain.peers
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
-        self._lock = self._turns.lock
-        self._is_owned: Callable[[], bool] = cast(Any, self._lock)._is_owned  # by this thread; threading asks, too
         self._pid = os.getpid()
         self._closed = self._has_ended = False
         self._is_planned = False
@@ -117,7 +117,7 @@ class Lifecycle:
         session.start(progress)
         self.layout, self.plan = prepared.layout, prepared.plan
         self.prefixes = session.prefixes
-        self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters, self._turns)
+        self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters)
         expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
         self.engine = session.engine
@@ -133,16 +133,12 @@ class Lifecycle:
                 caller's thread can do.
         """
         while True:
-            if self.engine is None or self._closed or os.getpid() != self._pid:
-                self.start()
-            if not self.passes.begins_ahead:
+            self.start()
+            if not self.passes.is_in_memory:
                 mx.eval(arrays_in(given()))
                 return enginethread.run(partial(self._run_in_turn, work))
-            is_nested = bool(self.passes.under_way) and self._is_owned()
             with self._lock:
-                if self.engine is not None and self.passes.begins_ahead and not self._closed:
-                    if self.passes.under_way:
-                        self.passes.recover(is_nested=is_nested)
+                if self.engine is not None and self.passes.is_in_memory and not self._closed:
                     return work(self.passes)
 
     def _run_in_turn(self, work: Callable[[Passes], T]) -> T:
@@ -152,10 +148,30 @@ class Lifecycle:
                 if self.engine is not None and not self._closed:  # else start() starts it again, or refuses
                     return work(self.passes)
 
-    @property
-    def begins_ahead(self) -> bool:
-        """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
-        return self.engine is not None and self.passes.begins_ahead
+    def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call that is mlx-lm's own, in the thread of its caller; None if this one is not.
+
+        That is a token of each sequence, where everything is in memory and no buffer of the cache grows.
+        """
+        if self.engine is None or not self.passes.is_in_memory or self._closed or os.getpid() != self._pid:
+            return None
+        tokens = args[0] if args else None
+        if not isinstance(tokens, mx.array) or tokens.ndim != 2 or tokens.shape[1] != 1:
+            return None
+        cache = args[1] if len(args) > 1 else kwargs.get("cache")
+        with self._lock:
+            if self.engine is None or self._closed or not isinstance(cache, list | tuple) or not have_room(cache):
+                return None
+            if self.prefixes is not None:
+                forget(cache)
+            self.counters.begin(len(tokens), len(tokens), len(tokens))
+            try:
+                output = self.prepared.loaded.called(*args, **kwargs)
+            except BaseException:
+                self.counters.end(failed=True)
+                raise
+            self.counters.end()
+            return output
 
     def make_ready(self) -> None:
         """Start the model."""

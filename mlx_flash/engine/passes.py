@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_flash import enginethread
-from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.call import ForwardCall
-from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
@@ -26,14 +23,12 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
-from mlx_flash.errors import FlashError, NestedCallError
+from mlx_flash.errors import FlashError
 from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import CacheGroup
-from mlx_flash.kv.turns import Turns
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
-from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -47,29 +42,23 @@ class Passes:
         session: its weights, and what counts beside them.
         kv: what its KV caches share; None where they are mlx-lm's own.
         counters: of its calls.
-        turns: of its threads.
 
     Attributes:
         group, sharing: the calls that share a pass, and their choice.
-        grants: prompt caches whose next tokens surely have room.
-        under_way: what undoes the rows of a pass, while there is one, and after one that was interrupted until
-            :meth:`recover`.
-        begins_ahead: True if everything is in memory: a pass waits for nothing, and its outputs need not be known.
+        is_in_memory: True if nothing is streamed: a token that needs no more memory is a call of mlx-lm's own.
     """
 
-    def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters, turns: Turns) -> None:
+    def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
         self.group = CallGroup(session.engine, session.chain)
         self.sharing = Sharing(session, self.group)
         self._model = model
         self._session = session
         self._kv = kv
-        self._turns = turns
         self._counters = counters
-        self.under_way: dict[Row, Callable[[], None]] = {}
-        self.grants = Grants(len(session.engine.pinned.modules))
+        self._undo: dict[Row, Callable[[], None]] = {}  # of the pass that is computed
         keeps_answers = session.prefixes is not None and session.prefixes.keeps_answers
-        self.begins_ahead = session.chain is None and not keeps_answers and session.engine.is_resident
-        self._meter = None if self.begins_ahead else session.meter  # nothing is read
+        self.is_in_memory = session.chain is None and not keeps_answers and session.engine.is_resident
+        self._meter = None if self.is_in_memory else session.meter  # nothing is read
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: Callable[[], bool]) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -85,40 +74,29 @@ class Passes:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
-        if self._kv is not None:
-            self._kv.in_turns = frozenset()
-        if self._turns.thread != (thread := get_ident()):
-            self._turns.pass_to(thread)
-        if len(rows) == 1 and self._run_granted(plan, rows[0]):
-            return
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
         waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
         lending = self._session.engine.lending if lends() else None
         owed = [row.pending for row in waiting if row.pending is not None]
-        if self._kv is not None and self.begins_ahead and len(waiting) > 1:
-            self._kv.in_turns = _groups_of(waiting)  # parked between two tokens, one would be copied for each of them
+        if self._kv is not None:  # parked between two tokens, a row would be copied for each of them
+            self._kv.in_turns = _groups_of(waiting) if self.is_in_memory and len(waiting) > 1 else frozenset()
         try:
             for pending in owed:
                 pending.lift()
             while waiting := self._without_cached(plan, waiting, lending):
                 enginethread.check()
-                num_chosen = 1
-                if not self._run_granted(plan, waiting[0]):
-                    lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
-                    if self._session.prefixes is not None and not all(row.was_sought for row in lanes):
-                        continue  # parts were cut, and may be cached as they are now
-                    if lanes:
-                        self._session.engine.pinned.compute_at_once(at_once)
-                        self._session.engine.stream.computes_ahead = is_ahead
-                        call = waiting[0].left[0]
-                        self._run(lanes)
-                        self._session.engine.stream.computes_ahead = False  # a program may call single layers
-                        # what had room has it again: for the last token of this prompt, or for the next token
-                        if self.begins_ahead and at_once is None and waiting[0].error is None:
-                            self.grants.note(plan, next(iter(waiting[0].left), call))
-                    num_chosen = max(1, len(lanes))
-                waiting = waiting[num_chosen:]
+                lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
+                if self._session.prefixes is not None and not all(row.was_sought for row in lanes):
+                    continue  # parts were cut, and may be cached as they are now
+                if lanes:
+                    self._session.engine.pinned.compute_at_once(at_once)
+                    self._session.engine.stream.computes_ahead = is_ahead
+                    self._run(lanes)
+                    self._session.engine.stream.computes_ahead = False  # a program may call single layers
+                    if self.is_in_memory:
+                        self._session.engine.pinned.compute_at_once(None)  # tokens are mlx-lm's own calls
+                waiting = waiting[max(1, len(lanes)) :]
                 for row in waiting:
                     row.was_sought = False  # this pass may have computed the prefix
             for pending in filter(attrgetter("is_settled"), owed):
@@ -127,51 +105,10 @@ class Passes:
             for pending in owed:
                 pending.put()  # if its token was not computed
 
-    def _run_granted(self, plan: ResidencyPlan, row: Row) -> bool:
-        """Compute the next part of a row if its call surely has room. Return whether it had.
-
-        Nothing is read for it. It is a prompt in a new cache, or a token for which no layer's memory changes.
-        """
-        if not self.begins_ahead or row.is_done:
-            return False
-        call, keeps = row.left[0], self._session.prefixes is not None
-        if (keeps and not call.wants_output) or (put_back := self.grants.undo_if_granted(plan, row)) is None:
-            return False
-        if keeps:
-            forget(call.cache or ())
-        self._session.engine.pinned.compute_at_once(None)
-        self.under_way = {row: row.undo([call], put_back)}
-        try:  # as _undoing() does, which would take a microsecond more
-            self._counters.begin(call.num_tokens, call.batch_size, call.batch_size if call.is_decode else 0)
-            try:
-                outcome: list[Any] | Exception = [self._model(*call.arguments, **call.keywords)]
-                # MLX counts no memory of arrays that are not begun, and other threads could not begin them
-                if not call.is_decode or self._turns.are_shared:
-                    mx.async_eval(arrays_of(call.cache or ()))
-            except CALL_ERRORS as error:
-                outcome = error
-            self._counters.end(failed=isinstance(outcome, Exception))
-            self._end(row, [call], outcome)
-            row.tell(0)
-        except BaseException:
-            self._counters.end(failed=True)
-            self.recover()
-            raise
-        self.under_way = {}
-        if not call.is_decode and row.error is None:
-            self._note_room(plan, row, call)
-        return True
-
-    def _note_room(self, plan: ResidencyPlan, row: Row, call: ForwardCall) -> None:
-        """Note what a call had: room for the last token of its prompt, or for the next token; and its caches."""
-        self.grants.note(plan, next(iter(row.left), call))
-        if self._kv is not None:
-            self._kv.note()
-
     def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
         """Note the outputs of the next calls of a row, or why there are none."""
         if isinstance(outcome, Exception):
-            self.under_way[row]()
+            self._undo[row]()
             row.error = explained(outcome)
         else:
             row.finish(calls, outcome)
@@ -189,53 +126,31 @@ class Passes:
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
                     if len(calls) > 1:
-                        self.under_way[row]()
-                        calls, self.under_way[row] = calls[:1], row.undo(calls[:1])
+                        self._undo[row]()
+                        calls, self._undo[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
                 elif prefixes is not None and row in cached and isinstance(outcome, list):
                     outcome = cachedcalls.end_parts(prefixes, cached[row], outcome)
                 self._end(row, calls, outcome)
             if self._kv is not None:
                 self._kv.note()  # not before a GPU has something to compute
-            if self._turns.are_shared:
-                mx.async_eval([array for row in lanes for array in arrays_of(row.whole.cache or ())])
-            undo = self.under_way
-            for row in [row for row in lanes if row.error is None]:
-                self.under_way = {row: undo[row]}  # what it raises takes nothing from the others
-                row.tell(0)
+        for row in [row for row in lanes if row.error is None]:
+            row.tell(0)
 
     @contextmanager
     def _undoing(self, undo: dict[Row, Callable[[], None]]) -> Iterator[None]:
-        """Undo the rows of a pass if an exception comes before its last assignment. Finish it if that cannot be."""
-        self.under_way = undo
+        """Undo the rows of a pass after an exception. Where that cannot be, an interrupt does not end the pass."""
+        self._undo = undo
         try:
             with nullcontext() if all(row.can_be_put_back for row in undo) else enginethread.whole():
                 yield
         except BaseException:
-            self.recover()
+            for each in self._undo.values():
+                each()
+            self._session.engine.recover()
             raise
-        self.under_way = {}
-
-    def recover(self, *, is_nested: bool = False) -> None:
-        """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too.
-
-        Args:
-            is_nested: whether a signal handler calls this in the middle of a pass of its own thread.
-
-        Raises:
-            NestedCallError: it does, and there is a pass.
-        """
-        if not self.under_way:
-            return
-        if is_nested:
-            raise NestedCallError(
-                "a signal handler calls the model in the middle of a pass. Hint: let it note what is to be done, and "
-                "do it after the call."
-            )
-        for undo in self.under_way.values():
-            undo()
-        self._session.engine.recover()
-        self.under_way = {}
+        finally:
+            self._undo = {}
 
     def _alone(self, row: Row) -> list[Any] | Exception:
         """Return the output of the next part of a row, in a pass of its own, or why there is none."""
@@ -243,12 +158,7 @@ class Passes:
         self._session.engine.drop_logits(not call.wants_logits)
         try:
             output = self._call(call, is_pass=True)
-            # Lets the intermediate results go. Where all is in memory, a single token adds so little to them that it
-            # may begin meanwhile; the rest begins, since MLX counts no memory of arrays that are not begun.
-            begins = self.begins_ahead and (len(row.left) < 2 or row.left[1].is_decode)
-            evaluate = mx.async_eval if begins else mx.eval
-            is_last = begins and len(row.left) < 2
-            evaluate(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output and not is_last else ())
+            mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
         except CALL_ERRORS as error:
             return error
         return [output]
@@ -277,6 +187,7 @@ class Passes:
                 row.skip(prefixes.restore(cached))
             except CALL_ERRORS as error:
                 self._end(row, [], error)
+        row.tell(0)
 
     def _call(self, call: ForwardCall, *, is_pass: bool, is_cached: bool = True) -> Any:
         """Call the model, and keep what the prefix cache wants. A pass is counted."""
@@ -293,8 +204,6 @@ class Passes:
         if (chain := self._session.chain) is None:
             output = (call.runs or self._model)(*call.arguments, **call.keywords)
             self._session.engine.stream.release_computed()
-            # No logits need the last state, and another thread could not compute it.
-            mx.async_eval(*recurrent_states(call.cache or ()))
             return output
         with ExitStack() as stack:
             if is_pass:

@@ -39,7 +39,6 @@ class Row:
         put_back: makes the prompt cache as it was before the last pass.
         was_sought: whether the prefix cache was asked for the parts that are left.
         num_restored: tokens that came from it.
-        news: what is to be reported; None if nothing is.
     """
 
     whole: ForwardCall
@@ -54,7 +53,6 @@ class Row:
     put_back: Callable[[], None] = lambda: None
     was_sought: bool = False
     num_restored: int = 0
-    news: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
@@ -94,7 +92,6 @@ class Row:
             self.left.popleft()
         if number:
             self.left[0] = self.left[0].part(number)
-        self.tell(0)
 
     @property
     def num_done(self) -> int:
@@ -164,15 +161,7 @@ class Row:
         """Report the tokens that are done, and a share of the next ones."""
         if self.report is not None:
             done = min(self._total, self._total - self.num_left + int(share * more))
-            self.news = partial(self.report, done, self._total)
-            if enginethread.is_here():
-                self.pass_news_on()
-
-    def pass_news_on(self) -> None:
-        """Report what has happened. Not while this thread holds a lock: the program may do anything."""
-        news, self.news = self.news, None
-        if news is not None:
-            enginethread.tell(news)
+            enginethread.tell(partial(self.report, done, self._total))
 
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""

@@ -23,7 +23,6 @@ from mlx_flash.engine.headroom import (
     ahead_bytes,
     check_headroom,
     check_least,
-    fits_surely,
     goes_to_disk,
     layers_at_once,
     most_granted,
@@ -115,10 +114,7 @@ class Sharing:
 
         If not even the first one fits, it gets the error, and nothing is returned.
         """
-        num_layers, first = len(self._session.engine.pinned.modules), rows[0]
-        is_alone = not self._group.can_share and self._session.chain is None and first.left[0].checkpoints is None
-        if is_alone and fits_surely(plan, first.lane(len(first.left)), num_layers):
-            return Chosen({first: [first.left[0]]}, None)
+        num_layers = len(self._session.engine.pinned.modules)
         chosen = self._choose(plan, rows, lending)
         if not chosen.lanes or not num_layers:
             return chosen

@@ -50,11 +50,6 @@ def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:
         break_cache(cache)  # or a second interrupt ended the prefix cache's own putting back, where rows were missing
 
 
-def trim_all(cache: Sequence[Any], length: int) -> None:
-    """Take the tokens after a length from all entries of a prompt cache. Harmless when repeated."""
-    _trim(cache, [length] * len(cache))
-
-
 def break_cache(cache: Sequence[Any]) -> None:
     """Make a prompt cache refuse every use: some of its layers have tokens that others do not have."""
     for entry in entries_of(cache):

@@ -110,7 +110,6 @@ class RowGenerator(BatchGenerator):
         answers: list[Any] = []
         for member in [*self._members]:
             self._choose(member, prompts)
-        self._begin_ahead([member for member in self._members if member.goes_on])
         for member in [*self._members]:
             self._take(member, answers)
         if not self._members and not self.num_waiting:
@@ -118,11 +117,6 @@ class RowGenerator(BatchGenerator):
         num_prompt, seconds = num_left - self._num_left, time.perf_counter() - began
         self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=seconds)
         return prompts, answers
-
-    def _begin_ahead(self, members: Sequence[Member]) -> None:
-        """Begin to compute the tokens after those that were chosen, where everything is in memory."""
-        if self._flash.begins_ahead:
-            compute([member.sequence for member in members])
 
     @property
     def _num_left(self) -> int:
@@ -176,8 +170,7 @@ class RowGenerator(BatchGenerator):
             if answers[-1].finish_reason is not None:
                 self._members.remove(member)
                 member.sequence.end()
-                row = member.sequence.row  # of the last token, if it was begun
-                if self._completes_caches and (row is None or row.error is not None):
+                if self._completes_caches:
                     self._ended.append(member)
             elif member.sequence.num_rows > 1 and member.sequence.is_ready:  # the next one was guessed right
                 member.choose()
@@ -249,7 +242,7 @@ def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
         BudgetError: the budget cannot hold the plan.
     """
     model.start()
-    if not model.begins_ahead or not model.is_batchable:
+    if not model.is_in_memory or not model.is_batchable:
         return False
     if caches:
         return _can_merge(caches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -31,20 +30,11 @@ class Chooser:
         self.processors = processors or ()
         self._tokens = mx.array(tokens) if self.processors else None
         self._last: mx.array | None = None
-        self._ahead: Choice | None = None
         self._keys: tuple[mx.array, mx.array] | None = None  # before and after the last token
         self._next_key: mx.array | None = None  # before the next one, if its numbers are drawn already
 
-    def __call__(self, output: mx.array, *, waits: bool) -> Choice:
-        """Return the next token, and the probabilities that it was chosen from.
-
-        Args:
-            output: the logits, of which the last row counts.
-            waits: evaluate them. If not, that begins.
-        """
-        if self._ahead is not None:
-            choice, self._ahead = self._ahead, None
-            return choice
+    def __call__(self, output: mx.array) -> Choice:
+        """Return the next token, and the probabilities that it was chosen from: the last row of the logits counts."""
         logits = output[:, -1, :]
         if self._tokens is not None:
             self._tokens = self._tokens if self._last is None else mx.concat([self._tokens, self._last])
@@ -53,19 +43,8 @@ class Chooser:
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         self._last = token = self._draw(logprobs)
         keys = () if self._keys is None else self._keys[1:]  # later, it would wait for the pass after this one
-        evaluate(token, logprobs, *keys, waits=waits)
+        evaluate(token, logprobs, *keys)
         return token, logprobs
-
-    def choose_ahead(self, outputs: Sequence[mx.array]) -> None:
-        """Begin to compute logits, and choose the token after the last one, which the caller may not know yet.
-
-        The device then gets both at once, as in mlx-lm's loop. With processors, which may wait for the last token, it
-        gets the model first.
-        """
-        if self._tokens is not None:
-            evaluate(outputs, waits=False)
-        if outputs:
-            self._ahead = self(outputs[-1], waits=False)
 
     def _draw(self, logprobs: mx.array) -> mx.array:
         """Choose a token from log probabilities, with the random numbers that were drawn ahead, if there are any."""
@@ -90,5 +69,5 @@ class Chooser:
         When mlx-lm hands a token out, it has chosen the next one. What the caller draws from then on follows that.
         """
         key = random_key()
-        if self._ahead is None and self._keys is not None and self._next_key is None and draw_as_between(*self._keys):
+        if self._keys is not None and self._next_key is None and draw_as_between(*self._keys):
             self._next_key = key

@@ -100,11 +100,6 @@ class Member:
         """True if a token was chosen, and not handed out."""
         return self.sequence.num_tokens > self.sequence.num_taken
 
-    @property
-    def goes_on(self) -> bool:
-        """True if a token was chosen that is not the last one."""
-        return self.has_chosen and self.sequence.num_tokens < self.sequence.max_tokens
-
     def choose(self) -> None:
         """Choose the next token of a sequence that is ready."""
         key = random_key()

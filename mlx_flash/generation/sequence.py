@@ -2,8 +2,7 @@
 
 Every loop drives sequences in the same way. :func:`compute` computes a row of each: a part of the prompt, or the last
 token and guesses of those after it. As long as a sequence :attr:`~GeneratedSequence.is_ready`,
-:meth:`~GeneratedSequence.choose` chooses a token, and :meth:`~GeneratedSequence.take` hands it out. Where everything is
-in memory, the row of a token that was chosen is begun before the token is taken, as mlx-lm does.
+:meth:`~GeneratedSequence.choose` chooses a token, and :meth:`~GeneratedSequence.take` hands it out.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.compat.compiler import evaluate
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
@@ -126,9 +124,6 @@ class GeneratedSequence:
                 reads=self.reads,
             )
             self.row.report = self._report
-        elif self.model.begins_ahead:
-            self._new = [self.last] if self.num_taken == self.num_tokens else []  # else take() adds it
-            self.row = self.model.row(self._token[None], self.cache, self._step, owed=self._owed)
         else:
             guessed = self._guess(num_others)
             self._new, self._num_guesses, self.num_rows = [self.last, *guessed], len(guessed), 1 + len(guessed)
@@ -182,13 +177,13 @@ class GeneratedSequence:
         """Choose the token that follows. It is known after :meth:`take`."""
         assert self.row is not None
         output = self.row.outputs[self._at]
-        self._token, self._logprobs = self.chooser(output, waits=not self.model.begins_ahead)
+        self._token, self._logprobs = self.chooser(output)
         if self.reads is not None and not self.num_tokens:
             self.hidden += self.row.outputs[:-1]
         self.num_restored += 0 if self.num_tokens else self.row.num_restored
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
         if self._at < 0:
-            self.row = None  # before the token counts: withdraw() would take the row of another one back
+            self.row = None
         self.num_tokens += 1
 
     def take(self) -> Token:
@@ -202,15 +197,8 @@ class GeneratedSequence:
             if not is_right:
                 self.take_back()
                 self.row, self._at = None, -1
-        elif self.row is not None and self.row.is_done and self.row.error is None:  # it was begun before
-            self.tokens.append(number)
         self.num_taken = self.num_tokens
         return Token(number, self._logprobs.squeeze(0), is_right)
-
-    def withdraw(self) -> None:
-        """Take a token from the cache that was chosen, and not taken; or make the cache refuse every use."""
-        if self.num_tokens > self.num_taken and self._at < 0 and self.row is not None and self.row.is_done:
-            self.row.put_back()
 
     @property
     def _guessed(self) -> list[int]:
@@ -293,7 +281,7 @@ def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None
     return [part], False
 
 
-def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None, chooses_ahead: bool = False) -> None:
+def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
     """Compute a part of each sequence, in as few passes as memory allows. Errors of one sequence are in its row.
 
     A pass that computes tokens alone is measured.
@@ -301,7 +289,6 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None, 
     Args:
         sequences: of one model.
         most: as in :meth:`GeneratedSequence.begin`.
-        chooses_ahead: whether rows of one token are chosen from, where everything is in memory.
 
     Raises:
         ReadError: weights could not be read, and no sequence went on.
@@ -314,14 +301,6 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None, 
         num_others += max(0, sequence.num_rows - 1)
     counts = [sequence.num_rows for sequence in sequences]
     are_tokens = 0 not in counts
-    if model.begins_ahead and max(counts) < 2:  # nothing is guessed
-        model.advance(rows)
-        if are_tokens and chooses_ahead:  # the device computes while the tokens before are handed out
-            for sequence, row in zip(sequences, rows, strict=True):
-                sequence.chooser.choose_ahead(row.outputs)
-        elif are_tokens:
-            evaluate([row.outputs for row in rows], waits=False)
-        return
     engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()
     waited, busy = _reading(engine)
     model.advance(rows)
@@ -332,7 +311,6 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None, 
         model.advance([sequence.begin() for sequence in without])
     is_one_pass = model.engine is engine and model.counters.num_passes == num_passes + 1
     if are_tokens and is_one_pass:
-        evaluate([row.outputs for row in rows], waits=True)
         num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
         now_waited, now_busy = _reading(engine)
         model.times.note(max(1, num_rows), seconds, now_waited - waited, now_busy - busy)

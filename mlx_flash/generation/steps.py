@@ -2,8 +2,8 @@
 
 mlx-lm's loop spends three passes before it shows a token: the prompt, the prompt's last token, and the next token,
 which it computes ahead to keep a GPU busy. Here the prompt and its last token share one pass, a token is handed out as
-soon as it is known, and no pass is spent on a token that nobody asked for. Where everything is in memory, the next pass
-is begun ahead as in mlx-lm's loop. Tokens and log probabilities are mlx-lm's own.
+soon as it is known, and no pass is spent on a token that nobody asked for. Where everything is in memory, mlx-lm's own
+loops run. Tokens and log probabilities are mlx-lm's own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def generate_step(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield tokens, as ``mlx_lm.generate.generate_step`` does with the same arguments.
 
-    A model that is not streamed, ``kv_bits`` and ``input_embeddings`` are left to mlx-lm's own loop.
+    A model that is not streamed or all in memory, ``kv_bits`` and ``input_embeddings`` are left to mlx-lm's own loop.
     """
     if not _is_ours(prompt, model, options):
         return stock_generate_step(prompt, model, stream, **_within_plan(prompt, model, options))
@@ -64,12 +64,12 @@ def speculative_generate_step(
     """Yield tokens, as ``mlx_lm.generate.speculative_generate_step`` does with the same arguments.
 
     Tokens and log probabilities are those of :func:`generate_step`, bit for bit: the draft model only guesses, and each
-    guess is checked in a call of its own. That pays where calls share what a pass reads. Where they cannot, such as for
-    a model that is all in memory, the draft model is not asked. mlx-lm's own loop, which checks all guesses in one
-    call, may be faster there; its last bits are others. Where the text itself promises more, it guesses instead. Unset,
-    ``num_draft_tokens`` is what pays.
+    guess is checked in a call of its own. That pays where calls share what a pass reads. Where they cannot, the draft
+    model is not asked. Where the text itself promises more, it guesses instead. Unset, ``num_draft_tokens`` is what
+    pays. A model that is all in memory is left to mlx-lm's own loop, which checks all guesses in one call.
     """
     within = _within_plan(prompt, model, options)
+    within.pop("prompt_progress_callback", None)  # which mlx-lm's own has not
     stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **within)
     if not _is_ours(prompt, model, options):
         return stock()
@@ -89,7 +89,7 @@ def speculative_generate_step(
 
 def _is_ours(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> bool:
     is_stock = options.get("kv_bits") is not None or options.get("input_embeddings") is not None
-    return isinstance(model, FlashLLM) and not is_stock and len(prompt) > 0
+    return isinstance(model, FlashLLM) and not is_stock and len(prompt) > 0 and not model.is_in_memory
 
 
 def _within_plan(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,18 +148,15 @@ def _generate(
         _compute(sequence, stream)
         if not max_tokens and sequence.row is not None:  # mlx-lm chooses one, and drops it
             with mx.stream(stream):
-                sequence.chooser(sequence.row.outputs[-1], waits=True)
+                sequence.chooser(sequence.row.outputs[-1])
         while sequence.num_tokens != max_tokens:
             _compute(sequence, stream)
             with mx.stream(stream):
                 sequence.choose()
-                is_computed = model.begins_ahead and (prompt_cache is not None or sequence.num_tokens != max_tokens)
-                if is_computed:
-                    compute([sequence], chooses_ahead=True)
                 token = sequence.take()
                 sequence.chooser.draw_ahead()
             pending = None
-            if prompt_cache is not None and not is_computed:  # the caller sees every token that was handed out in it
+            if prompt_cache is not None:  # the caller sees every token that was handed out in it
                 pending = sequence.owe()
                 pending.put()
             yield token
@@ -173,7 +170,6 @@ def _generate(
                 sources[-1].end()
     except BaseException:  # no pass begins now: the last token stays owed
         if prompt_cache is not None and sequence.num_tokens:
-            sequence.withdraw()
             Pending(sources[-1].cache, sources[-1].leave(), sources[-1].end).put()
         if pending is not None and pending.is_owed:
             pending.put()

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.compat.caches import is_window
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.compat.caches import has_room, is_window
+from mlx_flash.kv.base import PENDING, PooledCache
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
 _EXAMPLE_WIDTH = 512
@@ -27,6 +28,25 @@ class Growth(NamedTuple):
 
     added: int  # afterwards; negative when a window is cut
     peak: int  # the most during the update, when entries are updated one after another
+
+
+def have_room(cache: Sequence[Any]) -> bool:
+    """Return whether a token of each sequence changes no memory of a prompt cache.
+
+    Sequences that share pages with others do not count: a pass puts what they share into buffers of their own.
+    """
+    if not cache or PENDING in vars(cache[0]) or PENDING in vars(cache[-1]):
+        return False
+    for entry in cache:
+        if not isinstance(entry, PooledCache):
+            if not has_room(entry):
+                return False
+            continue
+        rows = entry.rows
+        store = rows.store
+        if rows.group.has_copies or not isinstance(store, MemoryRows) or store.num_rows >= store.buffers.capacity:
+            return False
+    return True
 
 
 def update_growth(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
 from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
 
@@ -36,7 +38,6 @@ from mlx_flash.kv.layerrows import (
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
-from mlx_flash.kv.turns import Turns
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -63,14 +64,14 @@ class KVPool(Opaque):
     Args:
         options: how the caches are stored.
         count_written: called from another thread with the number of bytes.
-        turns: those of the model's threads. Copies wait for them.
+        passes: held during each pass of the model. Copies wait for it.
     """
 
     def __init__(
         self,
         options: KVOptions,
         count_written: Callable[[int], None] = lambda _: None,
-        turns: Turns | None = None,
+        passes: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.options = options
         self.budget_bytes = options.budget_bytes  # the most memory of all caches together; may be changed
@@ -83,7 +84,7 @@ class KVPool(Opaque):
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
-        self.turns = turns or Turns()
+        self._passes = passes or nullcontext()
         self._numbers = count(1)  # of lists and layers
         # number of the last admission. Its layers have room: a sum over all, for each of them, takes milliseconds
         self.admission = 0
@@ -182,10 +183,9 @@ class KVPool(Opaque):
         Raises:
             BudgetError, WriteError: as :meth:`make_room`.
         """
-        with self.turns.lock, self.lock:
+        with self._passes, self.lock:
             if self.is_closed:
                 raise _closed()
-            self.turns.pass_to(threading.get_ident())
             group.used_at = group.used_at or next(self._clock)
             copies = dict[LayerRows, LayerRows]()
             for rows in [layer] if is_alone else [rows for rows in self.layers if rows.group is layer.group]:
@@ -210,8 +210,7 @@ class KVPool(Opaque):
         if groups == self.computed:
             return
         with self.lock:
-            may_park, self.turns.may_park = self.turns.may_park, True
-            previous = {group for group in self.computed if group.has_copies and may_park}
+            previous = {group for group in self.computed if group.has_copies}
             self.computed = frozenset(groups)
             for group in sorted(groups, key=lambda group: group.number):
                 group.used_at = next(self._clock)

@@ -16,49 +16,8 @@ _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, set)
 
 
-def _hiding(name: str) -> Callable[..., Any]:
-    """Return a method that writes as dict's does, and first removes what :func:`expose_children` has added."""
-
-    def method(module: Any, *args: Any, **keywords: Any) -> Any:
-        for key in _exposed(module):
-            del vars(module)[key]
-        return getattr(super(SwappedClass, module), name)(*args, **keywords)
-
-    return method
-
-
 class SwappedClass:
     """Base of the mixins whose ``__call__`` answers in place of the module's own."""
-
-    __setitem__, __delitem__, __ior__ = map(_hiding, ("__setitem__", "__delitem__", "__ior__"))
-    clear, pop, popitem, setdefault, update = map(_hiding, ("clear", "pop", "popitem", "setdefault", "update"))
-
-
-def _exposed(module: nn.Module) -> list[str]:
-    """Return the keys of children that are attributes of the object, too."""
-    attributes = vars(module).items()
-    return [key for key, value in attributes if isinstance(value, nn.Module) and dict.get(module, key) is value]
-
-
-class ExposedChildren(SwappedClass):
-    """Mixin of modules that compute what they always do. Their copies have their own class."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        clone = clone_with(cast(nn.Module, self), {})
-        return _made, (type(clone), dict(clone), vars(clone))
-
-
-def expose_children(module: nn.Module) -> None:
-    """Make the children of a module attributes of the object, too.
-
-    Python finds these at once; else MLX's ``__getattr__`` looks each of them up, in a Python call. :func:`remember`
-    undoes it.
-    """
-    children = {key: child for key, child in module.items() if isinstance(child, nn.Module)}
-    children = {key: child for key, child in children.items() if not hasattr(type(module), key)}
-    if children and not isinstance(module, SwappedClass):
-        swap_class(module, ExposedChildren, None)
-    vars(module).update(children)
 
 
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
@@ -131,8 +90,7 @@ def _size(value: Any) -> int:
 
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     """A module of the same own class and settings that holds other arrays."""
-    left_out = {STATE, *_exposed(module)}
-    attributes = {key: value for key, value in vars(module).items() if key not in left_out}
+    attributes = {key: value for key, value in vars(module).items() if key != STATE}
     return _made(own_class(module), {**module, **arrays}, attributes)
 
 

@@ -225,11 +225,6 @@ class Ledger:
         return kept + sizes.layer_bytes(new.num_at_once, new.context, per_pair)
 
 
-def recorded_bytes(ledger: Ledger, new: NewTokens, num_layers: int) -> int:
-    """Return the memory of intermediate results if MLX may record so many layers before they compute."""
-    return ledger.computed([new]) + max(0, num_layers - 1) * ledger.of_a_layer(new)
-
-
 def shares_on_disk(ledger: Ledger) -> bool:
     """Return whether parts of a prompt may share a pass with layers on disk: none holds the slots of all layers."""
     return ledger.may_offload and not ledger.activations.held.has_keys

@@ -48,11 +48,10 @@ class _Ends:
 
 
 class JoiningRows(ServedRows):
-    """Rows, and beside them a batch of mlx-lm's for the requests that are not alone.
+    """Rows, and beside them a batch of mlx-lm's.
 
     Prompts that wait at the same time, are about equally long, and have room in one call go to the batch. Any other one
-    is computed as a row. When it has its first token, and other answers are under way, it moves to the batch. An answer
-    that is alone stays a row.
+    is computed as a row. When it has its first token, it moves to the batch.
 
     Args:
         model: the model.
@@ -73,7 +72,6 @@ class JoiningRows(ServedRows):
             stream=self.stream,
         )
         self._padded_length = 0  # of the prompts in the batch
-        self._moving: list[Member] = []
 
     @property
     def batching(self) -> str:
@@ -97,9 +95,9 @@ class JoiningRows(ServedRows):
         self._batch.forget_last()
         self.num_elsewhere = len(self._batch)
         prompts, answers = super().advance()
-        moving, self._moving = [member for member in self._moving if member in self._members], []
-        if moving:
-            self._join_batch(moving)
+        began = [member for member in self._members if member.sequence.num_tokens and not self._is_apart(member.uid)]
+        if began and self._may_join:
+            self._join_batch(began)
         return joined_prompts + prompts, joined + answers
 
     def _advance_batch(self) -> tuple[list[Any], list[Any]]:
@@ -143,15 +141,8 @@ class JoiningRows(ServedRows):
             sampler, processors = self._sampler(each.uid, each.sampler), self._processors(each.uid, each.processors)
             self._batch.add(each, cache=plain_cache(each.cache), sampler=sampler, processors=processors)
 
-    def _begin_ahead(self, members: Sequence[Member]) -> None:
-        self._moving = []
-        free = [member for member in members if not self._is_apart(member.uid)]
-        if self._may_join and len(free) + len(self._batch) > 1 and self._flash.begins_ahead:
-            self._moving = free
-        super()._begin_ahead([member for member in members if member not in self._moving])
-
     def _join_batch(self, members: Sequence[Member]) -> None:
-        """Move answers, whose next tokens are not begun, to the batch, if memory is not short."""
+        """Move answers to the batch, if memory is not short."""
         sequences = [member.sequence for member in members]
         try:
             added = GenerationBatch(

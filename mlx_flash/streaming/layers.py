@@ -20,8 +20,6 @@ from mlx_flash import enginethread
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import (
-    STATE,
-    ExposedChildren,
     SwappedClass,
     clone_with,
     own_class,
@@ -146,49 +144,6 @@ class ComputedModule(SwappedClass):
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         compute(result, args, kwargs)
         return result
-
-
-def _ending(name: str) -> Callable[..., Any]:
-    """Return a method of dict's. Used on the weight, it makes a :class:`TransposedLinear` MLX's own layer again."""
-
-    def method(module: Any, *args: Any) -> Any:
-        if not args or not isinstance(args[0], str) or args[0] == "weight":  # else it is for another key alone
-            restore_class(module)
-        return getattr(nn.Linear, name)(module, *args)
-
-    return method
-
-
-class TransposedLinear(ExposedChildren):
-    """A linear layer in memory whose weight was transposed once, and is not in each call.
-
-    MLX records and evaluates that as an operation of its own, though nothing is copied. Small models on a GPU wait for
-    it: a random Llama of 3.3 GB in bf16 took 5 and 13 % less time for a token without it, on an H200.
-
-    A program that gets the weight may change it in place, and the layer does not see that. So it is MLX's own from then
-    on, and also once the weight is replaced.
-    """
-
-    __getitem__, get = map(_ending, ("__getitem__", "get"))  # MLX looks attributes up with get()
-    __setitem__, __delitem__, __ior__ = map(_ending, ("__setitem__", "__delitem__", "__ior__"))
-    clear, pop, popitem, setdefault = map(_ending, ("clear", "pop", "popitem", "setdefault"))
-
-    def __call__(self: Any, x: mx.array) -> mx.array:
-        if (transposed := vars(self).get(STATE)) is None:  # another thread has just got the weight
-            return nn.Linear.__call__(self, x)
-        bias = dict.get(self, "bias")
-        return x @ transposed if bias is None else mx.addmm(bias, x, transposed)  # as nn.Linear does
-
-    def __repr__(self) -> str:
-        return repr(clone_with(cast(nn.Module, self), {}))
-
-
-def transpose_once(module: nn.Module) -> None:
-    """Transpose the weight of a module in memory, if that is a linear layer of MLX's."""
-    if type(module) is nn.Linear:
-        transposed = module["weight"].T
-        mx.eval(transposed)  # another thread could not
-        swap_class(module, TransposedLinear, transposed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from interrupting import CHANGES, CHUNKS, Strike, Victim, outcomes
 from mlx_flash import CacheError, FlashLLM, WriteError, load_model
 from mlx_flash.engine import undo
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.undo import trim_all, undo_of
+from mlx_flash.engine.undo import undo_of
 from mlx_flash.kv.checkpoints import trim_all_to
 from mlx_flash.memory.arena import Arena
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
@@ -179,7 +179,7 @@ def test_a_token_that_is_taken_back_leaves_all_layers_alike(directory: Path, is_
             entry.update_and_fetch(*(mx.zeros((1, LLAMA["num_key_value_heads"], 1, 16)) for _ in range(2)))
         if is_short:
             cache[-1].trim(2)
-        trim_all(cache, 4)
+        undo._trim(cache, [4] * len(cache))
         if is_short:
             with pytest.raises(CacheError):
                 model(mx.array([[5]]), cache=cache)

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import fits_surely, layers_at_once, needed
+from mlx_flash.engine.headroom import layers_at_once, needed
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.memory.footprint import footprint
@@ -71,7 +71,6 @@ def test_layers_are_waited_for_where_results_of_all_do_not_fit(
             waits.clear()
             assert same_bits(run(model, PROMPT), expected)
             assert len(waits) == num_waits  # and not for the tokens after the prompt
-        assert {type(layer) for layer in model.layers} != {llama.TransformerBlock}
     assert {type(layer) for layer in model.close().layers} == {llama.TransformerBlock}
 
 
@@ -126,5 +125,3 @@ def test_old_arrays_of_caches_that_grow_count(directory: Path, monkeypatch: pyte
             ):
                 plan = replace(model.plan, budget_bytes=least + room)
                 assert layers_at_once(plan, [lane], NUM_LAYERS) == expected
-            assert not fits_surely(replace(model.plan, budget_bytes=least + each), lane, NUM_LAYERS)
-            assert fits_surely(replace(model.plan, budget_bytes=least + 10**9), lane, NUM_LAYERS)

@@ -10,15 +10,10 @@ from types import FrameType
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
-from mlx_flash import FlashLLM, load_model
-from mlx_flash.engine import sharing
-from mlx_flash.engine.headroom import fits_surely
-from mlx_flash.streaming.layers import TransposedLinear
+from mlx_flash import FlashLLM, enginethread, load_model
 from models import LLAMA, QWEN3_MOE, saved_once
 from streamed import LARGE_GB, config
 
@@ -27,7 +22,6 @@ MODELS = {"dense": LLAMA, "dense of 10 layers": LLAMA | {"num_hidden_layers": 10
 MODELS |= {"dense of 20 layers": LLAMA | {"num_hidden_layers": 20}}
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="layers that may wait for a GPU have more calls")
 NUM_BEFORE = 10  # tokens, so that what happens once has happened
-_LINEAR = TransposedLinear.__call__.__code__  # called instead of MLX's own
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +51,29 @@ class _Calls:
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         if event == "call":
             self._is_before &= frame.f_code is not self._called
-            is_ours = frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code is not _LINEAR
+            is_ours = frame.f_code.co_filename.startswith(PACKAGE)
             self.total += is_ours
             self.before += is_ours and self._is_before
 
 
 def calls_of_a_step(model: FlashLLM, steps: Iterator[Any]) -> _Calls:
     counted = _Calls(model)
+    enginethread.run(lambda: sys.setprofile(counted))
     sys.setprofile(counted)
     try:
         next(steps)
     finally:
         sys.setprofile(None)
+        enginethread.run(lambda: sys.setprofile(None))
     return counted
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 40), ("mixture", 40)])
+@pytest.mark.parametrize(("name", "most"), [("dense", 10), ("mixture", 10)])
 def test_calls_before_a_model_in_memory(saved: Callable[[str], Path], name: str, most: int) -> None:
     assert calls_of_a_token(saved(name), LARGE_GB)[0] <= most
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 200), ("mixture", 190)])
+@pytest.mark.parametrize(("name", "most"), [("dense", 240), ("mixture", 230)])
 def test_calls_before_a_streamed_model(saved: Callable[[str], Path], name: str, most: int) -> None:
     assert calls_of_a_token(saved(name), "min")[0] <= most
 
@@ -103,47 +99,11 @@ def calls_of_a_prompt(directory: Path) -> tuple[int, int]:
 def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Path]) -> None:
     """Each layer that got its first tokens had all layers added up: milliseconds of a prompt."""
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[1] for number in (10, 20))
-    assert (many - few) / 10 <= 30
+    assert (many - few) / 10 <= 50
 
 
 def test_calls_before_a_prompt_in_memory(saved: Callable[[str], Path]) -> None:
     """A GPU has nothing to do meanwhile."""
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[0] for number in (10, 20))
-    assert few <= 120
-    assert (many - few) / 10 <= 5
-
-
-def test_a_prompt_in_memory_is_checked_once(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of its first part holds for its last token, too, and for the first tokens after it.
-
-    In a new cache it needs none: its length tells what it takes.
-    """
-    checks: list[int] = []
-    monkeypatch.setattr(sharing, "fits_surely", lambda *args: checks.append(1) or fits_surely(*args))
-    with load_model(saved("dense"), config(ram_budget_gb=LARGE_GB, speculation=False))[0] as model:
-        cache = make_prompt_cache(model)
-        for num_checks in (0, 1, 2):
-            steps = mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=4, prompt_cache=cache)
-            assert len(list(steps)) == 4
-            assert len(checks) == num_checks
-
-
-@pytest.mark.parametrize("name", ["dense", "mixture"])
-def test_a_layer_in_memory_finds_its_children_at_once(
-    saved: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MLX looks up each child of a module in a call of Python: about a tenth of the model's time in Python."""
-    with load_model(saved(name), config(ram_budget_gb=LARGE_GB))[0] as model:
-        steps = mlx_flash.generate_step(mx.array([5, 17, 290]), model, max_tokens=5)
-        next(steps)
-        asked: list[str] = []
-        lookup = nn.Module.__getattr__
-
-        def counted(module: nn.Module, key: str) -> Any:
-            asked.append(key)
-            return lookup(module, key)
-
-        monkeypatch.setattr(nn.Module, "__getattr__", counted)
-        next(steps)
-    layer = {"self_attn", "mlp", "q_proj", "o_proj", "input_layernorm", "switch_mlp", "down_proj", "rope"}
-    assert asked and not layer & set(asked)
+    assert few <= 260
+    assert (many - few) / 10 <= 8

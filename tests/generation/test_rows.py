@@ -191,7 +191,7 @@ def test_counters_know_prompts_from_generated_tokens(directories: Directories) -
 
 
 def test_prompts_take_the_passes_that_the_plan_promises(directories: Directories) -> None:
-    for extra in (0.0, 0.02, 2.0):
+    for extra in (0.0, 0.001):
         budget = prepare(directories("llama"), config()).plan.minimum_bytes / 1e9 + extra
         with load_model(directories("llama"), config(ram_budget_gb=budget, prefill_step_size=16))[0] as model:
             model.start()

@@ -27,7 +27,7 @@ from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import headroom, owncaches
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import check_headroom, fits_surely
+from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.kv.growth import update_growth
 from mlx_flash.kv.options import KVOptions
@@ -241,7 +241,8 @@ def test_caches_are_added_up_only_where_room_is_short(model: FlashLLM, monkeypat
     monkeypatch.setattr(owncaches, "ledger_of", lambda *args: (added_up.append(args), ledger_of(*args))[1])
     cache = make_prompt_cache(model)
     mx.eval(model(mx.arange(250)[None], cache=cache))
-    for i in range(20):  # the caches have room for 256 tokens, and get more
+    added_up.clear()
+    for i in range(6):  # the caches have room for 256 tokens
         mx.eval(model(mx.array([[i]]), cache=cache))
     assert not added_up and not model.plan.read_bytes
     call = parse_call((mx.array([[1]]), cache), {})
@@ -249,7 +250,7 @@ def test_caches_are_added_up_only_where_room_is_short(model: FlashLLM, monkeypat
     full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
     with pytest.raises(BudgetError):
         check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])
-    assert not fits_surely(replace(model.plan, budget_bytes=full), Lane(call), 0) and added_up
+    assert added_up
 
 
 @pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
@@ -264,43 +265,14 @@ def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
         monkeypatch.setattr(headroom, "update_growth", lambda *args: (added_up.append(args), update_growth(*args))[1])
         for i in range(5):
             mx.eval(model(mx.array([[i]]), cache=cache))
+            if not i:
+                added_up.clear()  # a window gets its buffer
         assert not added_up and not model.plan.read_bytes
         lane = Lane(parse_call((mx.array([[1]]), cache), {}))
         full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
         with pytest.raises(BudgetError):
             check_headroom(replace(model.plan, budget_bytes=full), [lane])
         assert added_up
-
-
-@pytest.mark.parametrize("num_new", [1, 2, 700])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: filled(RotatingKVCache(300), 1, 299),
-        lambda: filled(RotatingKVCache(300), 1, 700),
-        lambda: filled(RotatingKVCache(4096), 1, 256),
-        lambda: filled(KVCache(), 1, 256),
-        lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
-        KVCache,
-        lambda: filled(BatchKVCache([3, 0]), 2, 300),
-        lambda: filled(BatchRotatingKVCache(300, [3, 0]), 2, 299),
-    ],
-    ids=["window almost full", "window too long", "window", "plain", "quantized", "empty", "batch", "windows"],
-)
-def test_call_that_is_not_added_up_fits_when_it_is(
-    plan: ResidencyPlan, make: Callable[[], object], num_new: int
-) -> None:
-    caches = [make() for _ in range(5)]
-    mx.eval(arrays_in(caches))
-    batch_size = len(getattr(caches[0], "left_padding", [0]))
-    lane = Lane(parse_call((mx.zeros((batch_size, num_new), mx.int32), caches), {}))
-    in_memory, decisions = replace(plan, streaming=replace(plan.streaming, num_units=0), pool=None), set()
-    for budget in range(plan.base_bytes, plan.budget_bytes, plan.budget_bytes // 200):
-        smaller = replace(in_memory, budget_bytes=budget)
-        decisions.add(is_sure := fits_surely(smaller, lane, 0))
-        if is_sure:
-            check_headroom(smaller, [lane])
-    assert decisions == {False, True}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_another_conversation_after_a_restart_computes_its_own_words(folder: str
     with live(folder, kv_prefixes="off", ram_budget_gb=budget) as plain:
         expected.append(chat(plain, *conversation)[0])
     with live(folder, ram_budget_gb=budget) as server:
-        assert server.model.begins_ahead is (budget == 2.0)
+        assert server.model.is_in_memory is (budget == 2.0)
         answer, num_prompt, cached = chat(server, asks("Why?"))
         assert (answer, cached) == (expected[0], 0) and num_prompt > 600
     with live(folder, ram_budget_gb=budget) as server:

@@ -196,10 +196,10 @@ def test_claude_code_has_more_than_pings(server: Live, monkeypatch: pytest.Monke
     """It gives up after a time without other events, before and after the beginning of a message."""
     monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
     monkeypatch.setattr(anthropic, "NUM_PINGS", 3)
-    with saying("The sea is blue."):
-        stalling(monkeypatch, "make_prompt", STALL_SECONDS)
-        stalling(monkeypatch, "processors_of", STALL_SECONDS / 2)
-        stalling(monkeypatch, "sampler_of", STALL_SECONDS)
+    with saying("The sea is blue."), monkeypatch.context() as patch:
+        stalling(patch, "make_prompt", STALL_SECONDS)
+        stalling(patch, "processors_of", STALL_SECONDS / 2)
+        stalling(patch, "sampler_of", STALL_SECONDS)
         found = events(server, "/v1/messages")
     kinds = [each["type"] for each in found]
     assert next(list(group) for _, group in groupby(kinds)) == ["ping"] * 3

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
 from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
-from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.engine.row import Row
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.prefixes import prefixcache
@@ -322,16 +322,25 @@ def test_a_draft_model_that_is_often_wrong(
             assert mx.allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{"speculation": False}, {"ram_budget_gb": LARGE_GB}], ids=["off", "in memory"])
-def test_a_model_that_cannot_guess_decodes_plainly(directories: Directories, settings: Any) -> None:
+def test_a_model_that_must_not_guess_decodes_plainly(directories: Directories) -> None:
     draft = stock(directories("llama"))
     expected = by_mlx_lm(directories("llama"))
-    with load_model(directories("llama"), config(**settings))[0] as model:
+    with load_model(directories("llama"), config(speculation=False))[0] as model:
         steps = speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=2, max_tokens=NUM_TOKENS)
         found = list(steps)
         check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
         assert not any(is_drafted for *_, is_drafted in found)
         assert model.counters.num_guessed == 0
+
+
+def test_a_model_in_memory_is_left_to_mlx_lm(directories: Directories) -> None:
+    draft, plain = stock(directories("llama")), stock(directories("llama"))
+    options: dict[str, Any] = {"num_draft_tokens": 2, "max_tokens": NUM_TOKENS}
+    expected = list(stock_speculative_generate_step(mx.array(PROMPT), plain, draft, **options))
+    with load_model(directories("llama"), config(ram_budget_gb=LARGE_GB))[0] as model:
+        found = list(speculative_generate_step(mx.array(PROMPT), model, draft, **options))
+    check_equal([each[:2] for each in found], [each[:2] for each in expected])
+    assert [each[2] for each in found] == [each[2] for each in expected] and any(each[2] for each in found)
 
 
 def test_a_draft_model_whose_guesses_had_no_room_gets_the_text(

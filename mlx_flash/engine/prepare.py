@@ -75,8 +75,10 @@ class Prepared:
         """Return it as of now: adapters may have changed modules, and other models may have taken memory, or will."""
         config = self._settings(config)
         machine = look_at_memory(self.machine, promised_bytes)
+        machine = replace(machine, reached_bytes=reached_bytes(self.checkpoint.directory))
         is_unchanged = self.identity.is_unchanged
-        if is_unchanged and not has_grown(self.machine, machine):
+        has_reached_more = machine.reached_bytes > self.machine.reached_bytes  # a tokenizer was loaded
+        if is_unchanged and not has_reached_more and not has_grown(self.machine, machine):
             return replace(self, plan=_agreed(self.plan, self.sizes, config, machine, self.chain))
         layout, sizes = self.layout, self.sizes
         if not is_unchanged:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -16,6 +18,8 @@ from mlx_flash.layout.load import load_config
 from mlx_flash.memory.footprint import footprint, peak_footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import in_gb
+
+T = TypeVar("T")
 
 LEAST_VALUE_BYTES = 250
 """Memory that each value of ``tokenizer.json`` takes at least while it is loaded. Measured: 262 (Gemma 3) to 360."""
@@ -46,11 +50,9 @@ def load_tokenizer(path: Path, settings: dict[str, Any] | None = None, config: F
     """
     settings = {"trust_remote_code": False, **(settings or {})}
     eos_token_ids = load_config(path).get("eos_token_id")
-    if config is not None and config.enabled:
-        _check_budget(path, config)
-    before = peak_footprint()
+    load = partial(tokenizers.load_tokenizer, path, settings, eos_token_ids=eos_token_ids)
     try:
-        tokenizer = tokenizers.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
+        return counted(path, load, config)
     except FlashError:
         raise
     except _LOADING_ERRORS as error:
@@ -61,6 +63,23 @@ def load_tokenizer(path: Path, settings: dict[str, Any] | None = None, config: F
             "tokenizer.json, tokenizer_config.json and config.json from the model's repository. "
             f"({kind}{' '.join(str(error).split())})"
         ) from error
+
+
+def counted(path: Path, load: Callable[[], T], config: FlashConfig | None = None) -> T:
+    """Return the tokenizer of a model folder. Plans made for the folder later count what loading it took.
+
+    Args:
+        path: the folder.
+        load: loads it.
+        config: its budget; None checks none.
+
+    Raises:
+        BudgetError: loading it would exceed the budget.
+    """
+    if config is not None and config.enabled:
+        _check_budget(path, config)
+    before = peak_footprint()
+    tokenizer = load()
     peak = peak_footprint()
     _REACHED[path.resolve()] = peak if peak > before else 0
     gc.collect()

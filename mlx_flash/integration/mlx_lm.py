@@ -38,7 +38,7 @@ from mlx_flash.compat.tokenizers import replace_load_tokenizer
 from mlx_flash.compat.weights import stop_watching, watch_weights
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.engine.tokenizer import counted, load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
 from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm
@@ -126,7 +126,7 @@ def _put_in_force(config: FlashConfig | None) -> None:
         patch_vlm(lambda: _State.config)
         watch_weights(_warn_once)
         replace_sharded_load(_sharded_load)
-        replace_load_tokenizer(tokenizers.load_tokenizer)
+        replace_load_tokenizer(_load_tokenizer)
         _swap_loops(_STOCK_LOOPS, _LOOPS)
         _swap_batches(StockBatchGenerator, SharingGenerator)
 
@@ -186,6 +186,12 @@ def _make_replacement(original: LoadModel) -> LoadModel:
         return FlashLLM(prepared, config, model_name(model_path)), prepared.loaded.config
 
     return load_model
+
+
+def _load_tokenizer(model_path: Path | str, *args: Any, **kwargs: Any) -> Any:
+    """Load a tokenizer, like ``mlx_lm.utils.load_tokenizer``. The plan of its model counts what that takes."""
+    load = functools.partial(tokenizers.load_tokenizer, model_path, *args, **kwargs)
+    return counted(Path(model_path), load, _State.config)
 
 
 def _sharded_load(

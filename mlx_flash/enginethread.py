@@ -150,6 +150,8 @@ def _end(pid: int, thread: _EngineThread) -> None:
 def run(work: Callable[[], T]) -> T:
     """Return what some work returns that is done in the engine thread. Work of that thread itself is done at once.
 
+    When the thread has ended with Python, the caller does it.
+
     What the work uses must be computed: MLX's streams belong to threads.
 
     Raises:
@@ -159,7 +161,13 @@ def run(work: Callable[[], T]) -> T:
     if _here.call is not None:
         return work()
     call = _Call(work)
-    _thread().calls.put(call)  # type: ignore[arg-type]
+    thread = _thread()
+    if thread.is_alive():
+        thread.calls.put(call)  # type: ignore[arg-type]
+    else:  # Python ends: what a program does then is done here
+        _here.call = call  # type: ignore[assignment]
+        call.run()
+        _here.call = None
     return call.wait()
 
 

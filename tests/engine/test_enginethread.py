@@ -195,6 +195,13 @@ print("end")
     assert (found.returncode, found.stdout, found.stderr) == (0, "end\n", "")
 
 
+def test_a_program_that_uses_the_thread_as_it_ends() -> None:
+    """What it has registered before the thread began runs after the thread has ended."""
+    late = "import atexit, mlx_flash.enginethread as e; atexit.register(lambda: print(e.run(lambda: e.run(e.is_here))))"
+    found = subprocess.run([sys.executable, "-c", late + PROGRAM], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "True\n", "")
+
+
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
     found = program(
         """

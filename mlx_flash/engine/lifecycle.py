@@ -23,6 +23,7 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
+from mlx_flash.kv.base import arrays_of
 from mlx_flash.kv.growth import have_room
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
@@ -167,6 +168,8 @@ class Lifecycle:
             self.counters.begin(len(tokens), len(tokens), len(tokens))
             try:
                 output = self.prepared.loaded.called(*args, **kwargs)
+                if self.plan.cache.largest_state:  # no logits need the last one, and no other thread could compute it
+                    mx.async_eval(arrays_of(cache))
             except BaseException:
                 self.counters.end(failed=True)
                 raise

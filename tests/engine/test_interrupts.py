@@ -26,7 +26,7 @@ from mlx_flash.engine.undo import undo_of
 from mlx_flash.kv.checkpoints import trim_all_to
 from mlx_flash.memory.arena import Arena
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
-from streamed import LARGE_GB, config, streamed_on_disk, streamed_whole
+from streamed import config, streamed_on_disk, streamed_whole
 from threads import threads_of_models
 
 CALLS = [[1, 2, 3]]
@@ -87,18 +87,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def opened(name: str, folder: Path) -> FlashLLM:
-    if name.startswith("in memory"):
-        return load_model(folder, config(ram_budget_gb=LARGE_GB))[0]
     if name == "on disk":
         return streamed_on_disk(folder, cut=2)
     return with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "in memory", "in memory, sliding window"])
+@pytest.mark.parametrize("name", KINDS)
 def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
-    """Some of the instructions of each kind of pass; `scripts/interrupts.py` takes them all."""
-    kind = name.removeprefix("in memory").removeprefix(", ") or "dense"
-    folder = save(tmp_path / "model", KINDS[kind], mx.float32)
+    """Some of the instructions in the thread that waits."""
+    folder = save(tmp_path / "model", KINDS[name], mx.float32)
     with opened(name, folder) as model:
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
@@ -110,7 +107,7 @@ def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
                 strike = Strike(None, at)
                 found = outcomes(victim, change, strike.run)
                 assert set(found) <= {"right", "refused"}, (change, at, strike.where)
-                assert "refused" not in found or kind in ("sliding window", "recurrent")
+                assert "refused" not in found or name in ("sliding window", "recurrent")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from mlx_flash.compat.streams import LoadingStreams
 from mlx_flash.forks import THREAD_PREFIX
-from mlx_flash.workers import wait_for_end_of_thread
+from mlx_flash.threadends import wait_for_end_of_thread
 
 T = TypeVar("T")
 

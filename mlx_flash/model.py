@@ -173,7 +173,7 @@ class FlashLLM(ModelFacade):
             reads: returns what is kept of the hidden states of each part, ``(1, length, dimensions)``, in
                 ``Row.outputs``; None computes no more than the prompt cache needs. The part with logits has none.
         """
-        self._life.make_ready()
+        self._life.start()
         if num_guesses:
             if owed is None:
                 settle(cache)
@@ -208,7 +208,7 @@ class FlashLLM(ModelFacade):
 
     def prefill_step(self, step: int, num_tokens: int) -> int:
         """Return mlx-lm's ``prefill_step_size``, or the plan's if it is smaller. Warn where it cuts so many tokens."""
-        self._life.make_ready()
+        self._life.start()
         limit = self.plan.prefill_step_size
         if limit < min(step, num_tokens):
             self._warn_once(step_in_words(limit, self._life.config))
@@ -271,7 +271,7 @@ class FlashLLM(ModelFacade):
     @property
     def is_in_memory(self) -> bool:
         """True if nothing is streamed: mlx-lm's own loops run, and tokens are calls of mlx-lm's own. It is started."""
-        self._life.make_ready()
+        self._life.start()
         return self._life.passes.is_in_memory
 
     def has_room(self, lengths: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ from children import ROOT
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
-    ["errors", "folders", "forks", "version", "workers"],
+    ["errors", "folders", "forks", "threadends", "version"],
     ["aliases", "compat", "files"],
     ["config", "enginethread", "facts", "memory", "sessions", "telemetry"],
     ["storage"],

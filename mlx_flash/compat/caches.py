@@ -79,13 +79,13 @@ def length_of(entry: Any) -> int:
     return int(entry._idx if isinstance(entry, BatchKVCache) else entry.offset)
 
 
-def has_room(entry: Any) -> bool:
+def token_fits(entry: Any) -> bool:
     """Return whether one more token of each sequence changes no memory of a cache of mlx-lm's."""
     kind = type(entry)
     if issubclass(kind, CacheKinds.recurrent):
         return all(array is not None for array in vars(entry)["cache"])
     if issubclass(kind, CacheKinds.lists):
-        return all(map(has_room, entry.caches))
+        return all(map(token_fits, entry.caches))
     if kind not in (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache) or entry.keys is None:
         return False
     size, most = entry.keys.shape[2], getattr(entry, "max_size", None)

@@ -58,7 +58,7 @@ class Lane:
     @property
     def pools(self) -> set[KVPool]:
         """The pools of its own caches: one, unless a program made them one by one."""
-        return {entry.pool for entry in self.own}
+        return {entry.rows.pool for entry in self.own}  # type: ignore[misc]  # as in PooledCache.pool
 
 
 def _quantized_row(entry: Any) -> int:

@@ -24,7 +24,7 @@ from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.base import arrays_of
-from mlx_flash.kv.growth import have_room
+from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.reachable import arrays_in
@@ -104,7 +104,7 @@ class Lifecycle:
         """Carry out a plan of now, beside what other models will take, or may. The manager calls this once, in turn."""
         if self._closed:
             raise _closed()
-        self._stop()  # a session whose start was cut in two by an interrupt, in the thread of a program
+        self._stop()  # one whose start an interrupt has cut in two, where a program's own thread starts the model
         if not self._is_planned:
             self.prepared = self.prepared.renewed(self.config, promised_bytes)
             self.plan, self.promised_bytes = self.prepared.plan, promised_bytes
@@ -112,7 +112,7 @@ class Lifecycle:
 
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
         """Read the pinned weights of a plan, and begin to stream the rest. The model runs once it has an engine."""
-        # Known before it changes anything: where an interrupt cuts its start in two, the next use of the model ends it.
+        # Known before it changes anything, for begin()
         self.session = session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor)
         self._release = finalize(self, session.end, waits=True)
         session.start(progress)
@@ -161,7 +161,7 @@ class Lifecycle:
             return None
         cache = args[1] if len(args) > 1 else kwargs.get("cache")
         with self._lock:
-            if self.engine is None or self._closed or not isinstance(cache, list | tuple) or not have_room(cache):
+            if self.engine is None or self._closed or not isinstance(cache, list | tuple) or not tokens_fit(cache):
                 return None
             if self.prefixes is not None:
                 forget(cache)
@@ -175,11 +175,6 @@ class Lifecycle:
                 raise
             self.counters.end()
             return output
-
-    def make_ready(self) -> None:
-        """Start the model."""
-        if self.engine is None:
-            self.start()
 
     def lends(self) -> bool:
         """Return whether weights may have the memory that is reserved for calls until these need it."""

@@ -126,10 +126,10 @@ class Row:
             after = part
         return [last.with_tokens(whole[:, start:stop]) for last, start, stop in reversed(joined)]
 
-    def undo(self, calls: Sequence[ForwardCall], put_back: Callable[[], None] | None = None) -> Callable[[], None]:
+    def undo(self, calls: Sequence[ForwardCall]) -> Callable[[], None]:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""
         left, num_outputs, num_restored, error = deque(self.left), len(self.outputs), self.num_restored, self.error
-        self.put_back = put_back = put_back or undo_of(calls)
+        self.put_back = put_back = undo_of(calls)
         difference = 0 if self.pending is None else self.pending.difference
 
         def undo() -> None:
@@ -145,7 +145,7 @@ class Row:
         """Keep the first tokens of a row that ends with guesses, and take the others back. Harmless when repeated."""
         checkpoints = self.parts[0].checkpoints
         assert checkpoints is not None
-        checkpoints.take_back(number)
+        enginethread.run(partial(checkpoints.take_back, number))  # which no interrupt cuts in two
 
     @property
     def can_be_put_back(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,6 @@ PutBack = Callable[[], None]
 _TRIMMABLE = (PooledCache, KVCache, QuantizedKVCache)
 """Classes of caches from which any number of the last tokens can be removed."""
 
-_MOST_INTERRUPTS = 100
-"""Interrupts, one after another, that do not keep a cache from being put back."""
-
 
 class Checkpoints:
     """Checkpoints of a prompt cache before each of several calls, which add a token each."""
@@ -39,21 +35,11 @@ class Checkpoints:
         self._before[call].append(checkpoint(entry, found))
 
     def take_back(self, num_kept: int) -> None:
-        """Put the entries back as the first calls left them. Interrupts leave none of them in between."""
-        try:
-            self._put_back(num_kept)
-        except BaseException:
-            for _ in range(_MOST_INTERRUPTS):
-                with suppress(KeyboardInterrupt):
-                    self._put_back(num_kept)  # each entry may be put back twice
-                    break
-            raise
-        del self._before[num_kept:]
-
-    def _put_back(self, num_kept: int) -> None:
+        """Put the entries back as the first calls left them."""
         for put_backs in reversed(self._before[num_kept:]):
             for put_back in put_backs:
                 put_back()
+        del self._before[num_kept:]
 
 
 def checkpoint(entry: Any, found: Any = None) -> PutBack:

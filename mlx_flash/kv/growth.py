@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.compat.caches import has_room, is_window
+from mlx_flash.compat.caches import is_window, token_fits
 from mlx_flash.kv.base import PENDING, PooledCache
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
@@ -30,16 +30,16 @@ class Growth(NamedTuple):
     peak: int  # the most during the update, when entries are updated one after another
 
 
-def have_room(cache: Sequence[Any]) -> bool:
+def tokens_fit(cache: Sequence[Any]) -> bool:
     """Return whether a token of each sequence changes no memory of a prompt cache.
 
-    Sequences that share pages with others do not count: a pass puts what they share into buffers of their own.
+    Not for a sequence that shares pages with another one: a pass copies these to buffers of its own first.
     """
     if not cache or PENDING in vars(cache[0]) or PENDING in vars(cache[-1]):
         return False
     for entry in cache:
         if not isinstance(entry, PooledCache):
-            if not has_room(entry):
+            if not token_fits(entry):
                 return False
             continue
         rows = entry.rows

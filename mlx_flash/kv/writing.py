@@ -78,18 +78,12 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class Write:
-    """Blocks that are written behind. The task keeps their file open.
+class Write(NamedTuple):
+    """Blocks that are written behind. The task keeps their file open."""
 
-    Attributes:
-        nbytes: of the blocks.
-        checksums: CRC-32 of each block, once they are written.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.checksums: list[int] = []
-        self.written: Future[None] = Future()
+    written: Future[None]
+    nbytes: int
+    checksums: list[int]  # CRC-32 of each block, once they are written
 
     def done(self) -> bool:
         """Return whether the write has ended."""
@@ -129,13 +123,13 @@ class WriteBehind:
 
     def submit(self, file: WrittenFile, blocks: Blocks, *, is_checked: bool = False) -> Write:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
-        write = Write(sum(len(block) for _, block in blocks))
-        self.nbytes += write.nbytes
-        while self._waiting and sum(other.nbytes for other in self._waiting) + write.nbytes > self.limit_bytes:
+        nbytes, checksums = sum(len(block) for _, block in blocks), list[int]()
+        self.nbytes += nbytes
+        while self._waiting and sum(other.nbytes for other in self._waiting) + nbytes > self.limit_bytes:
             self._waiting[0].error()  # raised where its file is used next
             self._waiting.popleft()
-        checksums = write.checksums if is_checked else None
-        write.written = self._thread.submit(_write_blocks, file, blocks, self._count, checksums)
+        written = self._thread.submit(_write_blocks, file, blocks, self._count, checksums if is_checked else None)
+        write = Write(written, nbytes, checksums)
         self._waiting.append(write)
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()

@@ -46,8 +46,7 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Notes what modules hold, and returns what puts it back.
 
     What calls leave in a module goes: a compiled function, for one, holds the arrays that it saw first. So does what
-    they add to a dict, a list or a set of it. Flags and numbers that were set in between stay. An interrupt may cut
-    putting back in two: then it has to be repeated.
+    they add to a dict, a list or a set of it. Flags and numbers that were set in between stay.
     """
     before = [(module, dict(module), dict(vars(module))) for module in modules]
     values = [value for _, items, attributes in before for value in (*items.values(), *attributes.values())]

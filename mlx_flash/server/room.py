@@ -22,7 +22,7 @@ from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
 from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.workers import wait_for_end_of_thread
+from mlx_flash.threadends import wait_for_end_of_thread
 
 _SEED_BITS = 63
 

@@ -73,7 +73,7 @@ def test_calls_before_a_model_in_memory(saved: Callable[[str], Path], name: str,
     assert calls_of_a_token(saved(name), LARGE_GB)[0] <= most
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 240), ("mixture", 230)])
+@pytest.mark.parametrize(("name", "most"), [("dense", 200), ("mixture", 190)])
 def test_calls_before_a_streamed_model(saved: Callable[[str], Path], name: str, most: int) -> None:
     assert calls_of_a_token(saved(name), "min")[0] <= most
 
@@ -97,7 +97,10 @@ def calls_of_a_prompt(directory: Path) -> tuple[int, int]:
 
 
 def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Path]) -> None:
-    """Each layer that got its first tokens had all layers added up: milliseconds of a prompt."""
+    """Each layer that got its first tokens had all layers added up: milliseconds of a prompt.
+
+    mlx-lm's loop calls the model three times up to the first token: for the prompt, its last token and the next one.
+    """
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[1] for number in (10, 20))
     assert (many - few) / 10 <= 50
 
@@ -106,4 +109,4 @@ def test_calls_before_a_prompt_in_memory(saved: Callable[[str], Path]) -> None:
     """A GPU has nothing to do meanwhile."""
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[0] for number in (10, 20))
     assert few <= 260
-    assert (many - few) / 10 <= 8
+    assert (many - few) / 10 <= 6

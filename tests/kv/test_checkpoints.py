@@ -22,8 +22,7 @@ from interrupting import Strike
 from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.pending import settle as settle_all
 from mlx_flash.errors import CacheError, ReadError
-from mlx_flash.kv import checkpoints
-from mlx_flash.kv.checkpoints import Checkpoints, trim_to
+from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
 
@@ -42,32 +41,6 @@ def guessed() -> tuple[list[KVCache], Checkpoints]:
             before.add(number, entry, entry)
         add_tokens(cache, 1)
     return cache, before
-
-
-def interrupt_at(numbers: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise ``KeyboardInterrupt`` before some uses of ``trim_to``."""
-    count = 0
-
-    def interrupted(entry: Any, offset: int) -> None:
-        nonlocal count
-        count += 1
-        if count - 1 in numbers:
-            raise KeyboardInterrupt
-        trim_to(entry, offset)
-
-    monkeypatch.setattr(checkpoints, "trim_to", interrupted)
-
-
-@pytest.mark.parametrize("numbers", [{0}, {4}, {4, 6}, {5, 6, 7}, {1, 3, 6, 9}])
-def test_interrupts_leave_no_entry_between(numbers: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one, while the first was handled, left some entries with guesses and others without."""
-    cache, before = guessed()
-    interrupt_at(numbers, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        before.take_back(1)
-    assert [entry.offset for entry in cache] == [6, 6, 6]
-    before.take_back(0)
-    assert [entry.offset for entry in cache] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("difference", [-2, 1])

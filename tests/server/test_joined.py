@@ -239,7 +239,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
         return check(plan, lanes, *args, **options)
 
     monkeypatch.setattr(sharing, "check_headroom", checked)
-    monkeypatch.setattr("mlx_flash.engine.lifecycle.have_room", lambda _: False)
+    monkeypatch.setattr("mlx_flash.engine.lifecycle.tokens_fit", lambda _: False)
 
 
 @pytest.mark.usefixtures("grouping")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_flash.workers import joined_to_the_end
+from mlx_flash.threadends import joined_to_the_end
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")

@@ -139,8 +139,8 @@ def checked(value: dict[str, Any], kind: type[Checked], *, is_strict: bool = Fal
             raise RefusedError(f"{error.error_count()} fields are wrong.", 400) from None
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = max(errors, key=_accepted)  # of a union, the kind that fits best
-        field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
-        field = ".".join(part for part in field.split(".") if part not in _UNIONS)
+        parts = (str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+        field = ".".join(part for part in parts if part not in _UNIONS and not part[0].isupper())
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", 400, field or None) from None
     for name, is_unknown in _without_effect(value, found):
         if is_strict and is_unknown:
@@ -197,4 +197,4 @@ def _refuse_constant(name: str) -> Any:
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _UNIONS = {"str", "list", "dict", "int", "float", "bool", "known"}
-"""Names that pydantic puts in the place of a field for the kinds of a union; they are no fields."""
+"""Names that pydantic puts in the place of a field for the kinds of a union, beside those of classes."""

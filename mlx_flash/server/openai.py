@@ -107,6 +107,18 @@ class SamplingFields(Asking):
     adapters: str | None = None
     chat_template: None = None  # it would let a client run a program of its own
     draft_model: Literal["default_model"] | None = None
+    response_format: ResponseFormat | None = None
+    # forms of answers, and texts, as other servers take them
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    structured_outputs: None = None
+    json_schema: None = None
+    grammar: None = None
+    regex: None = None
+    ebnf: None = None
+    documents: None = None
 
 
 class StreamOptions(Body):
@@ -125,6 +137,7 @@ class Message(Lenient):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None  # of Ollama's messages: here they are parts
 
 
 class ImageUrl(Body):
@@ -279,11 +292,14 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of a json_object, as llama.cpp has it
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is there if, and only if, the type is json_schema")
+        if self.type != "json_object" and self.schema_ is not None:
+            raise ValueError("schema belongs to the type json_object, or into json_schema")
         return self
 
 
@@ -312,7 +328,6 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     functions: None = None  # of an API before tools, whose replies have another form
     function_call: Literal["none", "auto"] | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
     reasoning: Thinking | None = None
     thinking: Thinking | bool | None = None
@@ -555,12 +570,12 @@ def _part(part: Part, field: str) -> dict[str, str]:
     return {"type": "text", "text": part.text or part.refusal or ""}
 
 
-def _grammar(body: ChatRequest) -> str | None:
+def _grammar(body: SamplingFields) -> str | None:
     form = body.response_format
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:
-        return schema_grammar(None, "response_format")
+        return schema_grammar(form.schema_, "response_format.schema")
     return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
 
 
@@ -662,6 +677,7 @@ def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) ->
         top_logprobs=body.logprobs,
         echo=bool(body.echo),
         suffix=body.suffix or None,
+        grammar=_grammar(body),
         sampling=sampling_of(body),
         num_choices=body.n or 1,
     )

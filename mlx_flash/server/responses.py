@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,48 +41,68 @@ from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
 
 KEPT_SECONDS = 3600.0
-"""The time that a conversation is kept after its last response."""
+"""The time that a conversation or an item is kept after its last use."""
 
 MAX_KEPT_BYTES = 64 << 20
-"""The most bytes of all conversations, as JSON. The oldest ones leave first."""
+"""The most bytes of all that is kept, as JSON. The least recently used leaves first."""
 
 
 class KeptResponses:
-    """Conversations in memory, by the number of their last response, the oldest one first."""
+    """Conversations by the number of their last response, and items by their own, the least recently used one first."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[float, list[dict[str, Any]], int]] = {}
+        self._kept: dict[str, tuple[float, Any, int]] = {}
+        self._num_bytes = 0
 
-    def keep(self, name: str, messages: Sequence[dict[str, Any]]) -> None:
-        """Keep a conversation for a time, if it is not too long.
+    def keep(self, name: str, value: list[dict[str, Any]] | dict[str, Any]) -> None:
+        """Keep something for a time, if it is not too long.
 
         Args:
-            name: number of the response that ends it.
-            messages: all of it, as chat templates take them, without instructions.
+            name: its number.
+            value: a conversation as chat templates take it, without instructions, or an item.
         """
-        self._kept[name] = time.monotonic(), list(messages), len(json.dumps(messages))
-        oldest = time.monotonic() - KEPT_SECONDS
-        total = sum(nbytes for _, _, nbytes in self._kept.values())
-        for other, (kept_at, _, nbytes) in list(self._kept.items()):
-            if kept_at < oldest or total > MAX_KEPT_BYTES:
-                del self._kept[other]
-                total -= nbytes
+        nbytes = len(json.dumps(value))
+        now = time.monotonic()
+        self._kept[name] = now, value, nbytes
+        self._num_bytes += nbytes
+        while self._kept:
+            oldest, (used, _, nbytes) = next(iter(self._kept.items()))
+            if used >= now - KEPT_SECONDS and self._num_bytes <= MAX_KEPT_BYTES:
+                break
+            del self._kept[oldest]
+            self._num_bytes -= nbytes
 
-    def messages(self, name: str) -> list[dict[str, Any]]:
-        """Return a conversation.
+    def conversation(self, name: str) -> list[dict[str, Any]]:
+        """Return the conversation that a response ends. Raises: RefusedError: it is not kept, or not any more."""
+        found: list[dict[str, Any]] = self._find(name, list, "previous_response_id")
+        return found
+
+    def item(self, name: str, field: str) -> dict[str, Any]:
+        """Return an item of an earlier response.
+
+        Args:
+            name: its number.
+            field: of the request, to name in an error.
 
         Raises:
             RefusedError: it is not kept, or not any more.
         """
-        kept_at, messages, _ = self._kept.get(name, (-KEPT_SECONDS, [], 0))
-        if kept_at < time.monotonic() - KEPT_SECONDS or not messages:
+        found: dict[str, Any] = self._find(name, dict, field)
+        return found
+
+    def _find(self, name: str, kind: type, field: str) -> Any:
+        used, value, nbytes = self._kept.get(name, (-math.inf, None, 0))
+        if used < time.monotonic() - KEPT_SECONDS or not isinstance(value, kind):
             raise RefusedError(
-                f"the response {name!r} is not kept here: responses without `store: false` are, for "
-                f"{KEPT_SECONDS / 60:.0f} minutes, until the server ends. Hint: send the whole conversation as input.",
+                f"{name!r} is not kept here: responses without `store: false` and their items are, for "
+                f"{KEPT_SECONDS / 60:.0f} minutes after their last use, until the server ends. Hint: send the whole "
+                "conversation as input. Clients do so with `store: false`.",
                 404,
-                "previous_response_id",
+                field,
             )
-        return messages
+        del self._kept[name]
+        self._kept[name] = time.monotonic(), value, nbytes
+        return value
 
 
 class InputPart(Lenient):
@@ -100,9 +121,11 @@ class InputPart(Lenient):
 
 
 class InputItem(Lenient):
-    """A message, a call of the model, or the result of one. Items of other types have no effect."""
+    """A message, a call of the model, the result of one, or the number of an item that is kept. Items of other types
+    have no effect."""
 
     type: Annotated[str, Field(max_length=100)] = "message"
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Many[InputPart] | None = None
     summary: Many[InputPart] | None = None
@@ -326,8 +349,11 @@ class ResponseWriter(Writer):
         yield self.beat()
 
     def beat(self) -> bytes:
-        """Return an event that says that the response is being made."""
-        return self._event("response.in_progress", response=response_of(self._body, self._head, None, []))
+        """Return an event that says that the response is being made, again and again: without what may be 60 kB."""
+        brief = self._body.model_copy(
+            update=dict.fromkeys(("instructions", "tools", "tool_choice", "text", "metadata"))
+        )
+        return self._event("response.in_progress", response=response_of(brief, self._head, None, []))
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the parts for an event."""
@@ -431,16 +457,16 @@ class ResponseWriter(Writer):
 
 async def respond(kept: KeptResponses, service: Service, request: Request, body: ResponseRequest) -> Response:
     """Answer a request for the next items of a conversation."""
-    earlier = [] if body.previous_response_id is None else kept.messages(body.previous_response_id)
-    messages, functions = _messages(body, earlier), functions_of(body)
+    messages, functions = _messages(body, kept), functions_of(body)
     head: dict[str, Any] = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
     answers = service.submit(_generation_request(body, messages, functions))
 
     def keep(items: list[dict[str, Any]]) -> None:
         if body.store is not False:
-            conversation = _Messages(body, messages)
+            conversation = _Messages(body, kept, messages)
             for i, item in enumerate(items):
                 conversation.add(InputItem.model_validate(item), f"output.{i}")
+                kept.keep(item["id"], item)
             kept.keep(head["id"], conversation.found)
 
     writer = ResponseWriter(body, head, {each.flat_name: each for each in functions}, keep)
@@ -484,14 +510,10 @@ def functions_of(body: ResponseRequest) -> list[Function]:
     return found
 
 
-def _messages(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation as chat templates take it, without instructions.
-
-    Args:
-        body: the request.
-        earlier: messages of the response that it goes on from.
-    """
-    messages = _Messages(body, earlier)
+def _messages(body: ResponseRequest, kept: KeptResponses) -> list[dict[str, Any]]:
+    """Return the conversation as chat templates take it, without instructions."""
+    earlier = [] if body.previous_response_id is None else kept.conversation(body.previous_response_id)
+    messages = _Messages(body, kept, earlier)
     if isinstance(body.input, str):
         messages.found.append({"role": "user", "content": body.input})
     else:
@@ -507,16 +529,17 @@ class _Messages:
 
     Args:
         body: the request.
+        kept: items that others name.
         earlier: messages before them.
 
     Attributes:
         found: all messages.
     """
 
-    def __init__(self, body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, body: ResponseRequest, kept: KeptResponses, earlier: Sequence[dict[str, Any]]) -> None:
         self.found = list(earlier)
         self._num_earlier = len(self.found)
-        self._body = body
+        self._body, self._kept = body, kept
 
     def add(self, item: InputItem, field: str) -> None:
         """Add an item.
@@ -524,6 +547,8 @@ class _Messages:
         Raises:
             RefusedError: a part of it is missing, or cannot be used.
         """
+        if item.type == "item_reference":
+            item = InputItem.model_validate(self._kept.item(item.id or "", f"{field}.id"))
         if item.type == "message":
             if item.role is None:
                 raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")

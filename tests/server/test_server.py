@@ -199,6 +199,11 @@ def test_answers_follow_a_schema(server: Live) -> None:
         assert set(value) == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 9
     _, reply = server.post(CHAT, {"messages": messages(), "response_format": {"type": "json_object"}, "max_tokens": 5})
     assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
+    for path, more in ((CHAT, {"messages": messages()}), ("/v1/completions", {"prompt": "x"})):  # as llama.cpp has it
+        form = {"type": "json_object", "schema": SCHEMA}
+        _, reply = server.post(path, {**more, "response_format": form, "max_tokens": 200})
+        (choice,) = reply["choices"]
+        assert set(json.loads(choice["text"] if "text" in choice else choice["message"]["content"])) == {"name", "age"}
     text = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
     reply = server.client().responses.create(model="default_model", input="Hi", text=text, max_output_tokens=200)
     assert set(json.loads(reply.output_text)) == {"name", "age"}
@@ -366,6 +371,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": messages(), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"messages": messages(), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"messages": messages(), "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": messages(), "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    (CHAT, {"messages": messages(), "thinking": "x"}, "thinking"),
+    (CHAT, {"messages": messages(), "response_format": {"type": "text", "schema": {}}}, "response_format"),
     (CHAT, {"messages": messages(), "modalities": ["audio"]}, "modalities.0"),
     (CHAT, {"messages": messages(), "reasoning_effort": "much"}, "reasoning_effort"),
     (CHAT, {"messages": messages(), "functions": [{"name": "f"}]}, "functions"),
@@ -379,6 +387,7 @@ def test_wrong_requests_name_the_field(server: Live, path: str, body: dict[str, 
     for fields in (body, {**body, "stream": body.get("stream", True)}):
         status, reply = server.post(path, fields)
         assert status == 400 and reply["error"]["param"].startswith(field), reply
+        assert reply["error"]["param"].islower()  # no names of classes
     assert server.get("/health") == (200, {"status": "ok"})
 
 

@@ -7,11 +7,13 @@ import logging
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from live import Live, live
+from mlx_flash.errors import RefusedError
 from mlx_flash.server import responses
 from mlx_flash.server.body import checked
 from mlx_flash.server.responses import ResponseRequest
@@ -152,6 +154,64 @@ KINDS: list[dict[str, Any]] = [
 ]
 """Fields that clients of chat completions send, beside the messages."""
 
+BLOCK = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+READ = {"name": "read", "description": "Read", "input_schema": SCHEMA}
+USES: list[dict[str, Any]] = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "read", "input": {}, "caller": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "No", "is_error": True}]},
+]
+MESSAGES_KINDS: list[dict[str, Any]] = [
+    {},
+    {"system": "Be brief"},
+    {"system": [BLOCK, BLOCK], "messages": [{"role": "user", "content": [BLOCK]}]},
+    {"system": None, "tools": None, "tool_choice": None, "thinking": None, "metadata": None, "stop_sequences": None},
+    {"system": [], "tools": [], "stop_sequences": [], "stream": None, "temperature": None, "top_k": None},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "stop_sequences": ["###"]},
+    {"metadata": {"user_id": "x"}, "service_tier": "standard_only", "inference_geo": "eu"},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+    {"tools": [READ], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    {"tools": [{**READ, "type": "custom", "strict": True}], "tool_choice": {"type": "none"}},
+    {"tools": [READ, {"type": "bash_20250124", "name": "bash"}, {"type": "memory_20250818", "name": "memory"}]},
+    {"messages": [*HELLO, *USES], "tools": [READ]},
+    {"messages": [*HELLO, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Hm", "signature": "x"}, {"type": "text", "text": "Yes"}]}, *HELLO]},
+    {"messages": [{"role": "user", "content": [
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "It is deep."},
+         "title": "Sea", "context": "x", "citations": {"enabled": True}}, BLOCK]}]},
+    {"messages": [{"role": "user", "content": [
+        {"type": "search_result", "source": "x", "title": "Sea", "content": [BLOCK]}, BLOCK]}]},
+    {"messages": [*HELLO, {"role": "system", "content": [BLOCK]}, *HELLO]},
+    {"messages": [*HELLO, {"role": "assistant", "content": "So"}]},
+    {"messages": [*HELLO, *HELLO], "betas": ["x"], "context_management": None, "container": None},
+]  # fmt: skip
+"""Fields that clients of messages send."""
+
+RESPONSES_KINDS: list[dict[str, Any]] = [
+    {},
+    {"instructions": "Be brief", "store": False, "metadata": {"a": "b"}},
+    {"instructions": None, "tools": None, "tool_choice": None, "reasoning": None, "text": None, "stream": None},
+    {"input": [{"role": "developer", "content": "Be brief"}, *HELLO], "temperature": 0.7, "top_p": 0.9},
+    {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}], "id": "m"}]},
+    {"reasoning": {"effort": "medium", "summary": "detailed"}, "include": ["reasoning.encrypted_content"]},
+    {"tools": [{"type": "function", "name": "read", "parameters": SCHEMA, "strict": True}]},
+    {"tools": [{"type": "function", "name": "read"}], "tool_choice": {
+        "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "read"}]}},
+    {"tools": [{"type": "local_shell"}, {"type": "mcp", "server_label": "x"}, {"type": "image_generation"}]},
+    {"tools": [{"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}}]},
+    {"text": {"format": {"type": "text"}, "verbosity": "high"}, "truncation": "disabled"},
+    {"input": [*HELLO, {"type": "web_search_call", "id": "w", "status": "completed"}, *HELLO]},
+    {"prompt_cache_key": "x", "safety_identifier": "y", "service_tier": "flex", "max_tool_calls": 3},
+    {"parallel_tool_calls": False, "stream_options": {"include_obfuscation": False}, "background": False},
+]  # fmt: skip
+"""Fields that clients of responses send."""
+
+BODIES = [
+    *((CHAT, {"messages": HELLO, **more}) for more in KINDS),
+    *((MESSAGES, {"messages": HELLO, "max_tokens": 20, **more}) for more in MESSAGES_KINDS),
+    *((RESPONSES, {"input": "x", **more}) for more in RESPONSES_KINDS),
+]
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "functions": [TOOL]}, "functions"),
     (CHAT, {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities.1"),
@@ -160,6 +220,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages.0.content.0.type"),
     (CHAT, {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "https://host/x.png"}}]}]}, "messages.0.content.0.image_url.url"),
+    (CHAT, {"messages": [{**HELLO[0], "images": ["x"]}]}, "messages.0.images"),
+    (CHAT, {"messages": HELLO, "guided_json": SCHEMA}, "guided_json"),
+    (CHAT, {"messages": HELLO, "grammar": "root ::= [0-9]"}, "grammar"),
+    (TEXT, {"prompt": "x", "structured_outputs": {"regex": "[0-9]"}}, "structured_outputs"),
     (CHAT, {"messages": HELLO, "n": 17}, "n"),
     (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"messages": HELLO, "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -177,11 +241,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 """Requests whose answer would not be the one that was asked for, and nobody would see it."""
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)))
-def test_fields_of_chat_clients_are_answered(server: Live, number: int) -> None:
+@pytest.mark.parametrize("number", range(len(BODIES)))
+def test_fields_of_clients_are_answered(server: Live, number: int) -> None:
+    path, body = BODIES[number]
     with saying("Yes."):
-        reply, _ = post(server, CHAT, {"messages": HELLO, **KINDS[number]})
-    assert all("Yes." in choice["message"]["content"] for choice in reply["choices"])
+        reply, _ = post(server, path, {"model": "default_model", **body})
+    assert json.dumps(reply).count("Yes.") == body.get("n", 1)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
@@ -301,6 +366,45 @@ def test_a_response_goes_on_from_an_earlier_one(server: Live) -> None:
     assert prompts[2].replace("\n", "").count("<|assistant|>Blue.") == 2
     status, reply = server.post(RESPONSES, {"input": "x", "previous_response_id": "resp_gone"})
     assert status == 404 and reply["error"]["param"] == "previous_response_id"
+
+
+def test_items_of_earlier_responses_are_named(server: Live) -> None:
+    """Vercel's SDK sends the numbers of reasoning and text in the place of these."""
+    prompts: list[str] = []
+    with saying("<think>Hm.</think>Blue.", prompts):
+        first, _ = post(server, RESPONSES, {"input": "Which colour?"})
+        named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        body = {"input": [{"role": "user", "content": "Which colour?"}, *named, *HELLO]}
+        _, listed = post(server, RESPONSES, body)
+        unkept, _ = post(server, RESPONSES, {**body, "store": False})
+    assert len(named) == 2 and not listed
+    assert "<|user|>Which colour?<|assistant|><think>Hm.</think>Blue.<|user|>Hello" in prompts[1].replace("\n", "")
+    for name in (unkept["output"][0]["id"], first["id"], "msg_gone"):
+        status, reply = server.post(RESPONSES, {"input": [{"type": "item_reference", "id": name}, *HELLO]})
+        assert (status, reply["error"]["param"]) == (404, "input.0.id"), reply
+    status, reply = server.post(RESPONSES, {"input": "x", "previous_response_id": first["output"][0]["id"]})
+    assert (status, reply["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_responses_are_kept_for_some_time_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, now = responses.KeptResponses(), [0.0]
+    monkeypatch.setattr(responses, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(responses, "MAX_KEPT_BYTES", 1000)
+    kept.keep("resp_1", [{"role": "user", "content": "x" * 300}])
+    kept.keep("msg_1", {"type": "message", "text": "x" * 300})
+    now[0] = responses.KEPT_SECONDS - 1
+    kept.conversation("resp_1")
+    kept.keep("msg_2", {"text": "x" * 500})  # for which the least recently used leaves
+    with pytest.raises(RefusedError, match="'msg_1' is not kept"):
+        kept.item("msg_1", "input.0.id")
+    now[0] += responses.KEPT_SECONDS - 1
+    assert kept.conversation("resp_1") and kept.item("msg_2", "")
+    now[0] += responses.KEPT_SECONDS + 1
+    with pytest.raises(RefusedError):
+        kept.conversation("resp_1")
+    kept.keep("msg_3", {"text": "x" * 2000})
+    with pytest.raises(RefusedError):
+        kept.item("msg_3", "")
 
 
 ITEMS = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +11,15 @@ from typing import TextIO
 
 import mlx.core as mx
 
-from mlx_flash.commands.common import Status, make_config, print_json, print_rich, tokenizer_if_any
-from mlx_flash.commands.report import GenerationReport, Recorder, labelled_lines, make_report, roofline
+from mlx_flash.commands.common import Status, emit, make_config, tokenizer_if_any
+from mlx_flash.commands.report import Json, Recorder, make_report, render_run
 from mlx_flash.commands.vision import is_vision, seeing
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
 from mlx_flash.memory.pagecache import drop_file
-from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.shards import weight_files
 
@@ -29,14 +27,12 @@ from mlx_flash.storage.shards import weight_files
 def bench(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash bench``: report the measurements of a run beside the plan."""
     report, plan, cold = measure(args, resolve(args.model), make_config(args))
-    if args.json:
-        print_json({**report.to_json(), "cold": cold}, out)
-    else:
-        print_rich(labelled_lines(_lines(report, plan, cold)), out)
+    report["cold"] = cold
+    emit(args, report, render_run(report, plan), out)
     return 0
 
 
-def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[GenerationReport, ResidencyPlan, str]:
+def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, ResidencyPlan, str]:
     """Load a model with a cold page cache, and generate tokens.
 
     Args:
@@ -71,7 +67,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
     return make_report(run, args.model, step), model.plan, cold
 
 
-def _measure_seeing(args: argparse.Namespace, path: Path) -> tuple[GenerationReport, ResidencyPlan, str]:
+def _measure_seeing(args: argparse.Namespace, path: Path) -> tuple[Json, ResidencyPlan, str]:
     """As :func:`measure`, of a model that sees, with a picture."""
     from mlx_flash.commands.seen import sample_prompt, tokens_after
 
@@ -98,19 +94,3 @@ def _cold(engine: Engine) -> str:
     else:
         cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
     return cold
-
-
-def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator[tuple[str, str]]:
-    per_second, per_token = report.generation_tokens_per_second, report.bytes_read_per_token
-    yield "Model:", f"{report.model}, {size(plan.model_bytes)} of weights"
-    yield "Cold:", cold
-    yield "Load:", duration(report.load_seconds)
-    prompt = f"for a prompt of {report.prompt_tokens} tokens"
-    yield "First token:", f"after {duration(report.time_to_first_token_seconds)}, {prompt}"
-    measured = "one token only" if per_second is None else speed(per_second)
-    yield "Generation:", f"{measured}; planned: {speed(1 / plan.opening_seconds)}"
-    peak, planned = report.peak_memory_bytes / GB, plan.peak_bytes / GB
-    yield "Peak memory:", f"{peak:.3f} GB; planned: {planned:.3f} GB; budget: {plan.budget_bytes / GB:.3f} GB"
-    if per_token is not None:
-        yield "Read:", f"{size(per_token)} per token; planned: {size(plan.read_bytes)}"
-    yield from roofline(report)

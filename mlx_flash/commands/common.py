@@ -9,13 +9,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
 from mlx_flash.commands.arguments import SETTINGS, default_of
@@ -162,6 +163,23 @@ def note_lines(modelfile: Modelfile) -> None:
     """Print the lines of a Modelfile that have no effect."""
     for found in modelfile.notes:
         note(f"{modelfile.path}:{found.line}: {found.text}")
+
+
+def emit(args: argparse.Namespace, facts: Json, words: RenderableType, out: TextIO) -> None:
+    """Print facts: as JSON with ``--json``, in words for people otherwise."""
+    if args.json:
+        print_json(facts, out)
+    else:
+        print_rich(words, out)
+
+
+def labelled(lines: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of labels and texts."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for label, text in lines:
+        table.add_row(f"{label}:", text)
+    return table
 
 
 def print_json(value: Json, out: TextIO) -> None:

@@ -13,9 +13,9 @@ import mlx.core as mx
 from rich.console import Group
 
 from mlx_flash.commands.bench import measure
-from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
+from mlx_flash.commands.common import labelled, make_config, print_json, print_rich, tokenizer_if_any
 from mlx_flash.commands.plan import budget_rows, budgets_to_json, render_budgets
-from mlx_flash.commands.report import GenerationReport, Json, labelled_lines, roofline, surroundings
+from mlx_flash.commands.report import Json, render_run, surroundings
 from mlx_flash.commands.vision import prepare_model
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
@@ -23,12 +23,22 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.folders import cache_directory
 from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.monitor.system import SystemMemory, system_memory
-from mlx_flash.monitor.words import duration, size, speed
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.speed import load_speed
 from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
+
+MACHINE = """
+Machine: {versions.platform}, {num_processors:processor}
+Memory: {memory.available:size} of {memory.total:size} free, {memory.swap_used:size} swapped out
+Disk: {disk.device} at {disk.mount}, {disk.file_system}, {disk.free_bytes:size} free, \
+{disk.is_network:network}, {disk.is_external:external}, {disk.is_encrypted:encrypted}
+Disk speed: {profile.bytes_per_second:GB/s}, {profile.direct:direct}, {profile.queue_depth} x {profile.read_size:size}
+MLX: {versions.versions.mlx} on {device}, mlx-lm {versions.versions.mlx_lm}, Python {versions.versions.python}
+Self-test: reads are {selftest.way}, blocks lost of {selftest.num_blocks}: {lost}, {selftest.seconds:duration}
+"""
+"""The machine in words."""
 
 SLOW_DISK = 1e9
 """Bytes a second below which a disk is called slow: a token of a model of 10 GB that is not in memory takes 10 s."""
@@ -63,8 +73,9 @@ def doctor(args: argparse.Namespace, out: TextIO) -> int:
     path = None if args.model is None else resolve(args.model)
     found = examine(path, config)
     if not args.json:
-        print_rich(labelled_lines(_lines(found)), out)
-        print_rich(labelled_lines(("Note:", words) for words in advice(found)), out)
+        lost = ", ".join(f"{way} {number}" for way, number in found.selftest.lost.items())
+        facts = {**asdict(found), "num_processors": os.cpu_count(), "lost": lost}
+        print_rich(labelled([*filled(MACHINE, facts), *(("Note", words) for words in advice(found))]), out)
     model = {} if path is None else _look_at_model(args, path, config, out)
     if args.json:
         print_json({**asdict(found), "advice": list(advice(found)), **model}, out)
@@ -130,28 +141,6 @@ def _numbers(release: str) -> list[int]:
     return [int(part) for part in release.split(".") if part.isdigit()]
 
 
-def _lines(found: Findings) -> Iterator[tuple[str, str]]:
-    memory, disk, profile, test = found.memory, found.disk, found.profile, found.selftest
-    versions = found.versions["versions"]
-    yield "Machine:", f"{found.versions['platform']}, {os.cpu_count()} processors"
-    swap = f", {size(memory.swap_used)} swapped out" if memory.swap_used else ""
-    yield "Memory:", f"{size(memory.available)} of {size(memory.total)} free{swap}"
-    yield "Disk:", f"{disk.device} at {disk.mount}, {disk.file_system}, {size(disk.free_bytes)} free{_kind(disk)}"
-    way = "direct" if profile.direct else "through the page cache"
-    yield (
-        "Disk speed:",
-        f"{profile.bytes_per_second / GB:.2f} GB/s, {way}, {profile.queue_depth} x {size(profile.read_size)}",
-    )
-    yield "MLX:", f"{versions['mlx']} on {found.device}; mlx-lm {versions['mlx_lm']}, Python {versions['python']}"
-    lost = ", ".join(f"{way} {number}" for way, number in test.lost.items())
-    yield "Self-test:", f"reads are {test.way}; blocks lost of {test.num_blocks}: {lost} ({duration(test.seconds)})"
-
-
-def _kind(disk: Disk) -> str:
-    words = {"network": disk.is_network, "external": disk.is_external, "encrypted": disk.is_encrypted}
-    return "".join(f", {word}" for word, is_so in words.items() if is_so)
-
-
 def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
     """Measure a short run, then plan for several budgets with the speeds that it reached. Print, or return for JSON."""
     tokenizer = tokenizer_if_any(path, args)
@@ -161,17 +150,6 @@ def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, ou
     reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed
     rows = budget_rows(replace(prepared, machine=prepared.machine.at_speed(reached)), config)
     if not args.json:
-        print_rich(Group("", labelled_lines(_measured(report, plan)), render_budgets(rows)), out)
-    return {"run": report.to_json(), "budgets": budgets_to_json(rows)}
-
-
-def _measured(report: GenerationReport, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
-    yield "Model:", f"{report.model}, {size(plan.model_bytes)}, in a budget of {size(plan.budget_bytes)}"
-    yield (
-        "Speed:",
-        f"{speed(report.generation_tokens_per_second)}; predicted: {speed(1 / plan.opening_seconds)}",
-    )
-    first = plan.seconds_to_first_token(report.prompt_tokens)
-    yield "First token:", f"{duration(report.time_to_first_token_seconds)}; predicted: {duration(first)}"
-    yield "Peak memory:", f"{size(report.peak_memory_bytes)}; predicted: {size(plan.peak_bytes)}"
-    yield from roofline(report)
+        shown = {**report, "within_budget": None}  # the self-test is part of the process, but not of the plan
+        print_rich(Group("", render_run(shown, plan), render_budgets(rows)), out)
+    return {"run": report, "budgets": budgets_to_json(rows)}

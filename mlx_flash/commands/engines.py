@@ -9,46 +9,34 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 import psutil
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from mlx_flash.commands.common import print_json, print_rich
+from mlx_flash.commands.common import emit, labelled
 from mlx_flash.errors import ConfigError
 from mlx_flash.facts import budget_of
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.state import model_name, printable
-from mlx_flash.monitor.words import duration, rate, size
+from mlx_flash.monitor.words import counted, duration, filled
 from mlx_flash.telemetry import Json, Published, find
 
 OWN_PROGRAM = "mlx-flash"
 
 _LOOK_SECONDS = 0.1
-_NARROW = 60
-"""Columns below which ``ps`` shows one field a line."""
-
-_WIDE = 78
-"""Columns below which its table leaves out fields."""
-
-_FIELDS = ("process", "program", "model", "state", "memory", "budget", "tokens", "tok/s", "for")
-_LEFT_OUT = ("tokens", "for")
-_LEFT = ("program", "model", "state")
+ENGINE = """
+Engine: {program}, {model}, {state}, {footprint_bytes:size} of {budget_bytes:size}, {tokens:token}, \
+{tokens_per_second:speed}, for {seconds:duration}
+"""
+"""A running engine in words."""
 
 
 def ps(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash ps``. Engines of mlx-flash's own commands come first."""
     entries = sorted(map(_to_json, find()), key=lambda entry: not _is_own(entry["program"]))
-    if args.json:
-        print_json({"engines": entries}, out)
-    elif not entries:
-        print(f"no engine of user {_user()} is running", file=out)
-    elif Console(file=out).width < _NARROW:
-        _print_fields(entries, out)
-    else:
-        _print_table(entries, out)
+    number = counted(len(entries), "engine") if entries else "no engine"
+    lines = [(f"{entry['pid']}", text) for entry in entries for _, text in filled(ENGINE, entry)]
+    emit(args, {"engines": entries}, labelled([*lines, (f"user {_user()}", f"{number} running")]), out)
     return 0
 
 
@@ -147,33 +135,3 @@ def _to_json(engine: Published) -> Json:
         "tokens_per_second": history.rates.mean_tokens_per_second,
         "seconds": max(0.0, time.time() - engine.started),
     }
-
-
-def _cells(entry: Json) -> list[str]:
-    sizes = [size(entry[name]) for name in ("footprint_bytes", "budget_bytes")]
-    speed, seconds = rate(entry["tokens_per_second"]), duration(entry["seconds"])
-    words = [str(entry["pid"]), entry["program"], entry["model"], entry["state"]]
-    return [*words, *sizes, str(entry["tokens"]), speed, seconds]
-
-
-def _print_table(entries: Sequence[Json], out: TextIO) -> None:
-    caption = f"engines of user {_user()}"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), caption=caption, caption_justify="left")
-    shown = [field for field in _FIELDS if field not in _LEFT_OUT or Console(file=out).width >= _WIDE]
-    for field in shown:
-        is_folded = field in ("program", "model", "tok/s")
-        justify: Literal["left", "right"] = "left" if field in _LEFT else "right"
-        least = len(OWN_PROGRAM) if field == "program" else None
-        table.add_column(field, justify=justify, overflow="fold", no_wrap=not is_folded, min_width=least)
-    for entry in entries:
-        cells = dict(zip(_FIELDS, _cells(entry), strict=True))
-        table.add_row(*(cells[field] for field in shown))
-    print_rich(table, out)
-
-
-def _print_fields(entries: Sequence[Json], out: TextIO) -> None:
-    """Print each field of each engine on a line of its own."""
-    for entry in entries:
-        for field, cell in zip(_FIELDS, _cells(entry), strict=True):
-            print(f"{field:8} {cell}", file=out)
-        print(f"{'user':8} {entry['user']}\n", file=out)

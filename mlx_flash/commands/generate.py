@@ -28,7 +28,7 @@ from mlx_flash.commands.common import (
     print_rich,
     prompt_text,
 )
-from mlx_flash.commands.report import GenerationReport, Recorder, follow, make_report, render_generation
+from mlx_flash.commands.report import Json, Recorder, follow, make_report, render_run
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
@@ -256,11 +256,11 @@ def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, An
     return {"sampler": sampler, **{name: getattr(args, name) for name in LOOP_FLAGS}}
 
 
-def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO) -> None:
+def print_report(args: argparse.Namespace, report: Json, out: TextIO) -> None:
     """Print the summary of a run: JSON to stdout, or text to stderr."""
     if args.json:
-        print_json(report.to_json(), out)
+        print_json(report, out)
     elif args.verbose:
-        print_rich(render_generation(report), sys.stderr)
-    elif not report.prefill_as_mlx_lm:
-        note(f"mlx-flash: {step_in_words(report.prefill_step_size, make_config(args))}")
+        print_rich(render_run(report), sys.stderr)
+    elif not report["prefill_as_mlx_lm"]:
+        note(f"mlx-flash: {step_in_words(report['prefill_step_size'], make_config(args))}")

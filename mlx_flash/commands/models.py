@@ -17,7 +17,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from rich import box
 from rich.table import Table
 
-from mlx_flash.commands.common import Status, make_config, note, note_lines, print_json, print_rich
+from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines
 from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
@@ -28,7 +28,7 @@ from mlx_flash.layout.download import download, missing_bytes
 from mlx_flash.modelfile.namedfiles import check_model_name, create_model, named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.state import printable
-from mlx_flash.monitor.words import counted, rate, size, speed
+from mlx_flash.monitor.words import filled, rate, size, speed
 from mlx_flash.storage.probe import sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.shards import weight_files
@@ -94,13 +94,9 @@ def list_(args: argparse.Namespace, out: TextIO) -> int:
         for number, model in enumerate(models):
             status.show(number, len(models))
             outcomes.append(_outcome(model, args, config))
-    if args.json:
-        entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]
-        print_json({"models": entries}, out)
-    elif models:
-        print_rich(_table(models, outcomes), out)
-    else:
-        print("no models found in the cache of Hugging Face or the folders given", file=out)
+    entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]
+    nothing = "no models found in the cache of Hugging Face or the folders given"
+    emit(args, {"models": entries}, _table(models, outcomes) if models else nothing, out)
     return 0
 
 
@@ -200,6 +196,21 @@ _ENTRIES = ("model_type", "num_hidden_layers", "hidden_size", "max_position_embe
 """The entries of ``config.json`` that are shown."""
 
 
+SHOWN = """
+Model: {model}
+Modelfile: {modelfile.path}, of {base}
+System: {modelfile.system}
+Parameters: {modelfile.parameters}
+Stop: {modelfile.stop}
+Settings: {modelfile.settings}
+Folder: {folder}
+Folder: {remote:not downloaded; headers are from Hugging Face}
+Weights: {bytes:size} in {shards:file}: {dtypes}
+Plan: {plan}
+"""
+"""A model in words."""
+
+
 def create(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash create``: write a Modelfile with a name."""
     check_model_name(args.name)
@@ -224,12 +235,17 @@ def show(args: argparse.Namespace, out: TextIO) -> int:
     config = make_config(args, None if modelfile is None else modelfile.flash)
     found = {"model": args.model, "modelfile": None if modelfile is None else _describe(modelfile)}
     found |= look_at(args.model if modelfile is None else modelfile.base, config)
-    if args.json:
-        print_json(found, out)
-    else:
-        for label, words in _lines(found):
-            print(f"{label:12} {words}", file=out)
+    dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
+    outcome = Outcome(**{field.name: found[field.name] for field in fields(Outcome)})
+    described = {name: _in_words(value) for name, value in (found["modelfile"] or {}).items()}
+    more = {"modelfile": described, "dtypes": dtypes, "remote": found["folder"] is None, "plan": str(outcome)}
+    lines = [*filled(SHOWN, {**found, **more}), *((key, str(value)) for key, value in found["config"].items())]
+    emit(args, found, labelled(lines), out)
     return 0
+
+
+def _in_words(value: object) -> str:
+    return ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value or "")
 
 
 def look_at(name: str, config: FlashConfig) -> Json:
@@ -261,25 +277,6 @@ def _describe(modelfile: Modelfile) -> Json:
         "stop": list(modelfile.stop),
         "settings": dict(modelfile.flash),
     }
-
-
-def _lines(found: Json) -> Iterator[tuple[str, str]]:
-    yield "model", found["model"]
-    if described := found["modelfile"]:
-        yield "Modelfile", described["path"]
-        yield "base", found["base"]
-        for key in ("system", "parameters", "stop", "settings"):
-            if value := described[key]:
-                yield (
-                    key,
-                    str(value) if not isinstance(value, dict) else ", ".join(f"{k} {v}" for k, v in value.items()),
-                )
-    yield "folder", found["folder"] or "not downloaded; headers are from Hugging Face"
-    dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
-    yield "weights", f"{size(found['bytes'])} in {counted(found['shards'], 'file')}: {dtypes}"
-    for key, value in found["config"].items():
-        yield key.replace("num_hidden_", "").replace("max_position_embeddings", "context"), str(value)
-    yield "plan", str(Outcome(**{field.name: found[field.name] for field in fields(Outcome)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,10 +372,8 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
     if sys.stderr.isatty() and not args.quiet:
         enable_progress_bars()
     folder = str(download(name, args.revision))
-    if args.json:
-        print_json({"model": name, "folder": folder, "downloaded_bytes": nbytes, **asdict(outcome)}, out)
-    else:
-        print(f"{name} is in {folder}", file=out)
+    facts = {"model": name, "folder": folder, "downloaded_bytes": nbytes, **asdict(outcome)}
+    emit(args, facts, f"{name} is in {folder}", out)
     return 0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import version
 from typing import Any, TextIO
@@ -19,6 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from mlx_flash import __version__
+from mlx_flash.commands.common import labelled
 from mlx_flash.config import GB
 from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.facts import FACTS, Facts, Sample
@@ -26,8 +27,8 @@ from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
-from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, SLOW, counted, duration, rate, size, speed
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, Pool, ResidencyPlan, in_mb
+from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, counted, duration, filled, rate, size
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
 from mlx_flash.storage.codec import Compression, num_cores
 
 Json = dict[str, Any]
@@ -99,60 +100,6 @@ def _places(section: str, numbers: Any) -> list[tuple[str, str]]:
     return [(name, field.name) for field in fields(numbers) if (name := f"{section}.{field.name}") in FACTS]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationReport:
-    """Measurements of a run, in base units. None where a number does not apply."""
-
-    model: str
-    text: str
-    tokens: list[int]
-    finish_reason: str  # "stop", "length" or "interrupted"
-    prompt_tokens: int
-    prompt_tokens_per_second: float | None  # over the time to the first token, as mlx-lm counts it
-    generation_tokens: int
-    generation_tokens_per_second: float | None  # over the tokens after the first one
-    time_to_first_token_seconds: float
-    generation_seconds: float
-    load_seconds: float
-    prefill_step_size: int  # prompt tokens in a forward call
-    prefill_as_mlx_lm: bool  # mlx-lm cuts this prompt in the same way by default
-    peak_memory_bytes: int  # of the process
-    budget_bytes: int | None = None
-    within_budget: bool | None = None
-    load_bytes_read: int | None = None  # before prefill; prefetched bytes count when they are read
-    prompt_bytes_read: int | None = None  # from there to the first token
-    generation_bytes_read: int | None = None  # from there to the last token
-    bytes_read: int | None = None  # for the prompt and for generation
-    bytes_read_per_token: float | None = None  # for each token after the first
-    prompt_passes: int | None = None  # passes over the weights to the first token
-    generation_passes: int | None = None  # from there to the last token
-    passes_per_token: float | None = None  # for each token after the first
-    guessed_tokens: int | None = None  # guessed and computed
-    guessed_tokens_right: int | None = None
-    lent_bytes: int | None = None  # streamed weights in reserved memory at the last token, so that no pass read them
-    read_bytes_per_second: float | None = None  # over the wall time of prompt and generation, as in flash-monitor
-    reading_bytes_per_second: float | None = None  # over the time with a read in flight, loading excluded
-    disk_bytes_per_second: float | None = None  # of the disk in its probe
-    disk_speed_share: float | None = None  # reading_bytes_per_second over disk_bytes_per_second
-    cached_read_share: float | None = None  # share of these bytes that came through the page cache
-    prompt_wait_share: float | None = None  # share of the time spent waiting for weights, keys and values
-    generation_wait_share: float | None = None
-    generation_read_share: float | None = None  # share of the time with a read in flight
-    kv_bytes_read: int | None = None  # keys and values of prompt and generation, from disk
-    kv_bytes_written: int | None = None
-    expert_hit_rate: float | None = None  # share of the experts needed in generation that were in memory or in flight
-    expert_bytes_read_per_token: float | None = None  # bytes of experts in bytes_read_per_token
-    expert_predictions: int | None = None  # experts prefetched in generation
-    expert_prediction_rate: float | None = None  # share of them that was needed
-    plan: ResidencyPlan | None = None
-
-    def to_json(self) -> Json:
-        """Return all fields, the parts of the plan, and the versions of the software."""
-        report = {field.name: getattr(self, field.name) for field in fields(self)}
-        plan = None if self.plan is None else plan_to_json(self.plan)
-        return {**report, "mode": "streamed" if plan else "resident", "plan": plan, **surroundings()}
-
-
 def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:
     """Record responses as they come, and write their text. Return the interrupt that ends them, if one does."""
     try:
@@ -169,67 +116,81 @@ def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | N
     return None
 
 
-def make_report(run: Recorder, model: str, prefill_step_size: int) -> GenerationReport:
-    """Return the report of a run. Call it after the model is closed, when every read is counted.
+def make_report(run: Recorder, model: str, prefill_step_size: int) -> Json:
+    """Return the measurements of a run in base units, None where one does not apply, its plan, and its surroundings.
+
+    Call it after the model is closed, when every read is counted.
 
     Args:
         run: the records, of one token at least.
         model: the user's name of the model.
         prefill_step_size: the value given to mlx-lm.
     """
-    to_first, to_last = run.first.clock - run.start.clock, run.last.clock - run.first.clock
-    after_first = len(run.tokens) - 1
+    plan, start, first, last = run.plan, run.start, run.first, run.last
+    to_first, to_last, after_first = first.clock - start.clock, last.clock - first.clock, len(run.tokens) - 1
     longest = run.num_prompt_tokens - 1  # mlx-lm leaves the last one to the first step of generation
-    return GenerationReport(
-        model=model,
-        text="".join(run.texts),
-        tokens=run.tokens,
-        finish_reason=run.finish_reason,
-        prompt_tokens=run.num_prompt_tokens,
-        prompt_tokens_per_second=ratio(run.num_prompt_tokens, to_first),
-        generation_tokens=len(run.tokens),
-        generation_tokens_per_second=ratio(after_first, to_last) if after_first else None,
-        time_to_first_token_seconds=to_first,
-        generation_seconds=to_last,
-        load_seconds=run.load_seconds,
-        prefill_step_size=prefill_step_size,
-        prefill_as_mlx_lm=min(prefill_step_size, longest) == min(DEFAULT_PREFILL_STEP_SIZE, longest),
-        peak_memory_bytes=peak_footprint(),
-        **({} if run.plan is None else _disk_numbers(run, run.plan)),
-        **({} if run.plan is None or run.plan.pool is None else _expert_numbers(run)),
-    )
-
-
-def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
-    start, first, last, end, after_first = run.start, run.first, run.last, run.sample(), len(run.tokens) - 1
-    nbytes, generated = int(last.since(start, "read.nbytes")), int(last.since(first, "read.nbytes"))
-    passes = int(last.since(first, "passes.num_passes"))
-    speed = ratio(end.since(start, "read.nbytes"), end.since(start, "read.busy_seconds"))
     return {
-        "budget_bytes": plan.budget_bytes,
-        "within_budget": peak_footprint() <= plan.budget_bytes,
-        "load_bytes_read": start.facts["read.nbytes"],
-        "prompt_bytes_read": first.since(start, "read.nbytes"),
-        "generation_bytes_read": generated,
-        "bytes_read": nbytes,
-        "bytes_read_per_token": ratio(generated, after_first),
-        "prompt_passes": first.since(start, "passes.num_passes"),
-        "generation_passes": passes,
-        "passes_per_token": ratio(passes, after_first),
-        "guessed_tokens": end.since(start, "passes.num_guessed"),
+        "mode": "resident" if plan is None else "streamed",
+        "model": model,
+        "text": "".join(run.texts),
+        "tokens": run.tokens,
+        "finish_reason": run.finish_reason,  # "stop", "length" or "interrupted"
+        "prompt_tokens": run.num_prompt_tokens,
+        "prompt_tokens_per_second": ratio(run.num_prompt_tokens, to_first),  # as mlx-lm counts it
+        "generation_tokens": len(run.tokens),
+        "generation_tokens_per_second": ratio(after_first, to_last) if after_first else None,  # after the first one
+        "time_to_first_token_seconds": to_first,
+        "generation_seconds": to_last,
+        "load_seconds": run.load_seconds,
+        "prefill_step_size": prefill_step_size,  # prompt tokens in a forward call
+        "prefill_as_mlx_lm": min(prefill_step_size, longest) == min(DEFAULT_PREFILL_STEP_SIZE, longest),
+        "peak_memory_bytes": peak_footprint(),  # of the process
+        **_where(plan is not None, _disk_numbers(run)),
+        **_where(plan is not None and plan.pool is not None, _expert_numbers(run)),
+        "plan": None if plan is None else plan_to_json(plan),
+        **surroundings(),
+    }
+
+
+def _where(it_applies: bool, numbers: Json) -> Json:
+    return numbers if it_applies else dict.fromkeys(numbers)
+
+
+def _disk_numbers(run: Recorder) -> Json:
+    start, first, last, end, after_first = run.start, run.first, run.last, run.sample(), len(run.tokens) - 1
+    budget, disk = (run.plan.budget_bytes, run.plan.disk_bytes_per_second) if run.plan is not None else (0, 0.0)
+    nbytes, generated = last.since(start, "read.nbytes"), last.since(first, "read.nbytes")
+    passes, busy = last.since(first, "passes.num_passes"), end.since(start, "read.busy_seconds")
+    reading = ratio(end.since(start, "read.nbytes"), busy)
+    cached = ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes"))
+    waiting = _share(last.waited(first), last.clock - first.clock)
+    source = "page cache" if (cached or 0.0) >= ALL_CACHED else "disk"
+    return {
+        "budget_bytes": budget,
+        "within_budget": peak_footprint() <= budget,
+        "load_bytes_read": start.facts["read.nbytes"],  # before prefill; prefetched bytes count when they are read
+        "prompt_bytes_read": first.since(start, "read.nbytes"),  # from there to the first token
+        "generation_bytes_read": generated,  # from there to the last token
+        "bytes_read": nbytes,  # for the prompt and for generation
+        "bytes_read_per_token": ratio(generated, after_first),  # for each token after the first
+        "prompt_passes": first.since(start, "passes.num_passes"),  # passes over the weights to the first token
+        "generation_passes": passes,  # from there to the last token
+        "passes_per_token": ratio(passes, after_first),  # for each token after the first
+        "guessed_tokens": end.since(start, "passes.num_guessed"),  # guessed and computed
         "guessed_tokens_right": end.since(start, "passes.num_right"),
-        "lent_bytes": last.facts["loans.saved_bytes"],
-        "read_bytes_per_second": ratio(nbytes, last.clock - start.clock),
-        "reading_bytes_per_second": speed,
-        "disk_bytes_per_second": plan.disk_bytes_per_second,
-        "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
-        "cached_read_share": ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes")),
-        "prompt_wait_share": _share(first.waited(start), first.clock - start.clock),
-        "generation_wait_share": _share(last.waited(first), last.clock - first.clock),
-        "generation_read_share": _share(last.reading(first), last.clock - first.clock),
-        "kv_bytes_read": last.since(start, "kv.read_bytes"),
+        "lent_bytes": last.facts["loans.saved_bytes"],  # streamed weights in reserved memory, which no pass reads
+        "read_bytes_per_second": ratio(nbytes, last.clock - start.clock),  # over the wall time, as in flash-monitor
+        "reading_bytes_per_second": reading,  # over the time with a read in flight, loading excluded
+        "disk_bytes_per_second": disk,  # of the disk in its probe
+        "disk_speed_share": reading and ratio(reading, disk),
+        "cached_read_share": cached,  # share of these bytes that came through the page cache
+        "prompt_wait_share": _share(first.waited(start), first.clock - start.clock),  # waiting for weights and the like
+        "generation_wait_share": waiting,
+        "generation_read_share": _share(last.reading(first), last.clock - first.clock),  # with a read in flight
+        "generation_compute_share": None if waiting is None else 1 - waiting,
+        "limited_by": None if waiting is None else source if waiting >= DISK_LIMITS else "computing",
+        "kv_bytes_read": last.since(start, "kv.read_bytes"),  # keys and values of prompt and generation, from disk
         "kv_bytes_written": last.since(start, "kv.written_bytes"),
-        "plan": plan,
     }
 
 
@@ -245,10 +206,13 @@ def _expert_numbers(run: Recorder) -> Json:
     # Experts count when they are asked for, other bytes when they have come: look-ahead may be in flight at the end.
     asked, generated = last.since(first, "experts.read_bytes"), last.since(first, "read.nbytes")
     return {
+        # share of the experts needed in generation that were in memory or in flight
         "expert_hit_rate": ratio(last.since(first, "experts.num_hits"), last.since(first, "experts.num_routed")),
         "expert_bytes_read_per_token": ratio(min(asked, generated), len(run.tokens) - 1),
-        "expert_predictions": predicted,
-        "expert_prediction_rate": ratio(last.since(first, "experts.num_predicted_right"), predicted),
+        "expert_predictions": predicted,  # experts prefetched in generation
+        "expert_prediction_rate": ratio(
+            last.since(first, "experts.num_predicted_right"), predicted
+        ),  # that were needed
     }
 
 
@@ -270,6 +234,7 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         "kv": kv,
         "kv_bytes": plan.kv_bytes,
         "peak_bytes": plan.peak_bytes,
+        "read_bytes": plan.read_bytes,
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in plan.parts()],
         "seconds_to_first_token": [
             {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
@@ -306,79 +271,69 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
+RUN = """
+Model: {model}, {planned.model_bytes:size} of weights
+Cold: {cold}
+Prompt: {prompt_tokens:token}, {prompt_tokens_per_second:speed}
+First token: after {time_to_first_token_seconds:duration}, planned: {planned.first_seconds:duration}
+Generation: {generation_tokens:token}, {generation_tokens_per_second:speed}, \
+planned: {planned.tokens_per_second:speed}, ended by: {finish_reason}
+Speculation: {guessed_tokens:guessed token}, {guessed_tokens_right} right, {generation_passes} passes later
+Loading: {load_seconds:duration}
+Peak memory: {peak_memory_bytes:GB}, planned: {planned.peak_bytes:GB}, {within_budget:within} the budget of \
+{budget_bytes:GB}, {is_over:OVER} the budget of {budget_bytes:GB}, {is_resident:the whole model in memory}
+Read: {bytes_read:size}, {bytes_read_per_token:size} per token, planned: {planned.read_bytes:size}, \
+{read_bytes_per_second:GB/s}
+Disk: {reading_bytes_per_second:GB/s} while reading, {cached_read_share:percent} of it through the page cache, \
+probed: {disk_bytes_per_second:GB/s}
+Time: reading {generation_read_share:percent}, computing {generation_compute_share:percent}, \
+waiting {generation_wait_share:percent} of the generation, limited by: {limited_by}
+KV cache: {kv_bytes_written:size} written to the disk, {kv_bytes_read:size} read
+Experts: {expert_hit_rate:percent} in memory when they were needed, {expert_bytes_read_per_token:size} read per token, \
+{expert_prediction_rate:percent} of {expert_predictions} predicted ones right
+Prefill: {step} tokens a call, the output equals mlx-lm's with --prefill-step-size {step}
+"""
+"""A run in words, for :func:`filled`."""
+
+
+def render_run(report: Json, plan: ResidencyPlan | None = None) -> Table:
+    """Return the summary of a run; with its plan, beside the figures that were planned."""
+    facts = {
+        **report,
+        "is_over": report["within_budget"] is False,
+        "is_resident": report["budget_bytes"] is None,
+        "step": None if report["prefill_as_mlx_lm"] else report["prefill_step_size"],
+    }
+    if plan is not None:
+        first = plan.seconds_to_first_token(report["prompt_tokens"])
+        facts["planned"] = {**plan_to_json(plan), "first_seconds": first}
+    return labelled(filled(RUN, facts))
+
+
+PLAN = """
+Streamed layers: {streamed_layers}
+Experts: {pool.num_slots} of {pool.num_experts} in memory, \
+{pool.hit_rate:percent} of those a token needs expected there, {pool.read_bytes:size} read for each token
+Head: {heads}
+Embedding: {embeddings}
+Towers: {towers.num_units:unit}, {towers.bytes:size} read for each prompt with pictures or sound, \
+one after another in {towers.memory_bytes:size} of memory
+Read per token: {read_bytes:size}, through {streaming.num_slots:slot}
+Disk: {disk_bytes_per_second:GB/s} probed, {queue_depth:read} of {read_size:size} in flight
+Compressed: to {compression.ratio:percent} of the bytes, {compression_in_words}
+Prediction: {tokens_per_second:speed}, from a short probe; up to {likely_seconds:duration} a token are likely
+Batches: sequences that share passes: {batch_speeds} tokens/s, in a context of {context_length} tokens
+First token: predicted for a prompt of {first_tokens}
+Warning: prompts of {long} tokens and more wait over a minute for the first token. {hint}
+KV cache: on disk for {kv.num_on_disk} of {num_kv_layers} layers at {context_length} tokens, \
+where {kv.disk_bytes:size} are read and a token takes {seconds:duration}
+Prefill: {prefill_step_size:token} a call, {context_length:token} of context
+MLX cache limit: {cache_limit:size}
+"""
+"""A plan in words."""
+
 LONG_SECONDS = 60.0
 """A predicted time to the first token above this gets a warning."""
-
-
-def render_generation(report: GenerationReport) -> RenderableType:
-    """Return the summary of a run."""
-    return labelled_lines(_generation_lines(report))
-
-
-def _generation_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
-    yield (
-        "Prompt:",
-        (
-            f"{report.prompt_tokens} tokens{_at(report.prompt_tokens_per_second)}, "
-            f"first token after {report.time_to_first_token_seconds:.2f} s"
-        ),
-    )
-    speed = _at(report.generation_tokens_per_second)
-    yield "Generation:", f"{report.generation_tokens} tokens{speed}, ended by: {report.finish_reason}"
-    if report.guessed_tokens:
-        guesses = f"{report.guessed_tokens_right} of {report.guessed_tokens} guessed tokens right"
-        yield "Speculation:", f"{report.generation_passes} passes after the first token; {guesses}"
-    yield "Loading:", f"{report.load_seconds:.2f} s"
-    yield "Peak memory:", _against_budget(report)
-    yield from _disk_lines(report)
-    if report.kv_bytes_written:
-        read, written = report.kv_bytes_read or 0, report.kv_bytes_written
-        yield "KV cache:", f"{size(written)} written to the disk, {size(read)} read"
-    if report.expert_hit_rate is not None:
-        yield "Experts:", _experts_used(report, report.expert_hit_rate)
-    if not report.prefill_as_mlx_lm:
-        step = report.prefill_step_size
-        yield "Prefill:", f"{step} tokens a call; the output equals mlx-lm's with --prefill-step-size {step}"
-
-
-def _against_budget(report: GenerationReport) -> str:
-    peak = f"{report.peak_memory_bytes / GB:.3f} GB"
-    if report.budget_bytes is None:
-        return f"{peak}, the whole model in memory"
-    return f"{peak}, {'within' if report.within_budget else 'OVER'} the budget of {report.budget_bytes / GB:.3f} GB"
-
-
-def _experts_used(report: GenerationReport, hit_rate: float) -> str:
-    text = f"{hit_rate:.0%} in memory when they were needed"
-    if report.expert_bytes_read_per_token is not None:
-        text += f", {size(report.expert_bytes_read_per_token)} read per token"
-    if report.expert_prediction_rate is not None:
-        text += f"; {report.expert_prediction_rate:.0%} of {report.expert_predictions} predicted ones right"
-    return text
-
-
-def _disk_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
-    if not report.bytes_read:
-        return
-    per_token = report.bytes_read_per_token
-    words = size(report.bytes_read) + (f", {size(per_token)} per token" if per_token is not None else "")
-    yield "Read:", words + (f", {report.read_bytes_per_second / GB:.2f} GB/s" if report.read_bytes_per_second else "")
-    yield from roofline(report)
-
-
-def roofline(report: GenerationReport) -> Iterator[tuple[str, str]]:
-    """Yield the speed of reading, and the shares of the generation time."""
-    if report.reading_bytes_per_second and report.disk_bytes_per_second:
-        words = f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading"
-        if report.cached_read_share:
-            words += f", {report.cached_read_share:.0%} of it through the page cache"
-        yield "Disk:", f"{words}; probed: {report.disk_bytes_per_second / GB:.2f} GB/s"
-    waiting, reading = report.generation_wait_share, report.generation_read_share
-    if waiting is not None and reading is not None:
-        source = "the page cache" if (report.cached_read_share or 0.0) >= ALL_CACHED else "the disk"
-        limit = source if waiting >= DISK_LIMITS else "computing"
-        shares = f"reading {reading:.0%}, computing {1 - waiting:.0%}, waiting for {source} {waiting:.0%}"
-        yield "Time:", f"{shares} of the generation: limited by {limit}"
 
 
 def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> RenderableType:
@@ -392,45 +347,31 @@ def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Rendera
     memory.add_row("budget", f"{plan.budget_bytes / MB:.1f}")
     memory.add_row("smallest workable budget", in_mb(plan.minimum_bytes))
     heading = f"{model}: {size(plan.model_bytes)} of weights"
-    return Group(heading, memory, Padding(labelled_lines(_plan_lines(layout, plan)), (0, 0, 0, 2), expand=False))
+    lines = filled(PLAN, {**planning_to_json(model, layout, plan), **_more_facts(layout, plan)})
+    return Group(heading, memory, Padding(labelled(lines), (0, 0, 0, 2), expand=False))
 
 
-def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
-    yield "Streamed layers:", _streamed_layers(layout, plan)
-    if plan.pool is not None:
-        yield "Experts:", _experts(plan.pool)
-    for unit in layout.heads:
-        yield "Head:", f"{unit.name} {_residence(unit, plan)}"
-    for unit in layout.embeddings:
-        yield "Embedding:", f"{unit.name} {_residence(unit, plan)}"
-    if layout.towers:
-        yield "Towers:", _towers(layout)
-    yield "Read per token:", f"{size(plan.read_bytes)}, through {counted(plan.streaming.num_slots, 'slot')}"
-    yield (
-        "Disk:",
-        (
-            f"{plan.disk_bytes_per_second / GB:.2f} GB/s probed, "
-            f"{counted(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
-        ),
-    )
-    if plan.compression is not None:
-        yield "Compressed:", f"to {plan.compression.ratio:.0%} of the bytes: {compression_in_words(plan.compression)}"
-    yield "Prediction:", _planned_speed(plan)
-    if batch_speeds(plan) and plan.weights_seconds > 0:
-        yield "Batches:", _batches(plan)
-    yield "First token:", _first_token(plan)
-    if long := [n for n in PROMPT_LENGTHS if plan.seconds_to_first_token(n) > LONG_SECONDS]:
-        hint = "Hint: raise ram_budget_gb, or set a larger prefill_step_size."
-        if long[0] * plan.prompt_seconds_per_token >= plan.seconds_to_first_token(long[0]) / 2:
-            hint = "Computing takes most of it, which no budget shortens. Hint: kv_prefixes keeps computed prompts."
-        yield (
-            "Warning:",
-            f"prompts of {_thousands(long[0])} tokens and more wait over a minute for the first token. {hint}",
-        )
-    if plan.kv.num_on_disk:
-        yield "KV cache:", _kv_on_disk(plan)
-    yield "Prefill:", f"{plan.prefill_step_size} tokens a call, {plan.context_length} tokens of context"
-    yield "MLX cache limit:", size(plan.cache_limit)
+def _more_facts(layout: ModelLayout, plan: ResidencyPlan) -> Json:
+    """Return what people read of a plan beside its numbers."""
+    waits = {number: plan.seconds_to_first_token(number) for number in PROMPT_LENGTHS}
+    long = next((number for number, seconds in waits.items() if seconds > LONG_SECONDS), None)
+    hint = "Hint: raise ram_budget_gb, or set a larger prefill_step_size."
+    if long is not None and long * plan.prompt_seconds_per_token >= waits[long] / 2:
+        hint = "Computing takes most of it, which no budget shortens. Hint: kv_prefixes keeps computed prompts."
+    speeds = batch_speeds(plan) if plan.weights_seconds > 0 else {}
+    return {
+        "streamed_layers": _streamed_layers(layout, plan),
+        "heads": _residences(layout.heads, plan),
+        "embeddings": _residences(layout.embeddings, plan),
+        "compression_in_words": plan.compression and compression_in_words(plan.compression),
+        "likely_seconds": None if plan.is_measured else plan.seconds_range[1],
+        "batch_speeds": ", ".join(f"{number}: {rate(speed)}" for number, speed in speeds.items()),
+        "first_tokens": ", ".join(f"{_thousands(n)} tokens {duration(seconds)}" for n, seconds in waits.items()),
+        "long": long and _thousands(long),
+        "hint": hint,
+        "num_kv_layers": len(plan.kv.rows),
+        "seconds": plan.seconds,
+    }
 
 
 def compression_in_words(found: Compression) -> str:
@@ -444,40 +385,8 @@ def compression_in_words(found: Compression) -> str:
     return f"it {verdict} here, with {found.gain:.2f} times the speed of an uncompressed copy ({speeds})"
 
 
-def _planned_speed(plan: ResidencyPlan) -> str:
-    """Return the predicted speed of generation in a short context."""
-    text, seconds = f"{plan.opening_seconds:.3g} s per token", plan.opening_seconds
-    text += _at(1 / seconds) if 0 < seconds < 1 / SLOW else ""
-    return text if plan.is_measured else f"{text}, from a short probe; up to {plan.seconds_range[1]:.3g} s are likely"
-
-
-def _batches(plan: ResidencyPlan) -> str:
-    rates = ", ".join(f"{number}: {rate(speed)}" for number, speed in batch_speeds(plan).items())
-    return f"tokens/s of sequences that share passes, in a context of {plan.context_length} tokens, {rates}"
-
-
-def _first_token(plan: ResidencyPlan) -> str:
-    waits = [f"{_thousands(n)} tokens {duration(plan.seconds_to_first_token(n))}" for n in PROMPT_LENGTHS]
-    return f"predicted for a prompt of {', '.join(waits)}"
-
-
 def _thousands(number: int) -> str:
     return f"{number:,}".replace(",", " ")
-
-
-def _kv_on_disk(plan: ResidencyPlan) -> str:
-    kv = plan.kv
-    return (
-        f"on disk for {kv.num_on_disk} of {len(kv.rows)} layers at {plan.context_length} tokens, where "
-        f"{size(kv.disk_bytes)} are read and a token takes {plan.seconds:.3g} s"
-    )
-
-
-def _experts(pool: Pool) -> str:
-    return (
-        f"{pool.num_slots} of {pool.num_experts} in memory, {pool.hit_rate:.0%} of those a token needs expected there, "
-        f"{size(pool.read_bytes)} read for each token"
-    )
 
 
 def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
@@ -492,30 +401,12 @@ def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
     return text + (f", cut into {counted(len(streaming.layers), 'unit')}" if streaming.cut else "")
 
 
-def _towers(layout: ModelLayout) -> str:
-    nbytes = sum(unit.nbytes for unit in layout.towers)
-    return (
-        f"{counted(len(layout.towers), 'unit')}, {size(nbytes)} read for each prompt with pictures or sound, one after "
-        f"another in {size(layout.tower_bytes)} of memory"
-    )
-
-
-def _residence(unit: Unit, plan: ResidencyPlan) -> str:
-    rows = dict(plan.streaming.heads).get(unit.name)
-    places = ["rows read on demand"] if unit.name in plan.streaming.tables else []
-    places += [f"computed in tiles of {rows} rows"] if rows is not None else []
-    return ", ".join(places) or "in memory"
-
-
-def labelled_lines(lines: Iterator[tuple[str, str]]) -> Table:
-    """Return a table of labels and texts."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for label, text in lines:
-        table.add_row(label, text)
-    return table
-
-
-def _at(tokens_per_second: float | None) -> str:
-    """Return a speed as the end of a phrase; nothing when it is unknown."""
-    return "" if tokens_per_second is None else f", {speed(tokens_per_second)}"
+def _residences(units: Sequence[Unit], plan: ResidencyPlan) -> str:
+    """Return where heads or embeddings are."""
+    found = []
+    for unit in units:
+        rows = dict(plan.streaming.heads).get(unit.name)
+        places = ["rows read on demand"] if unit.name in plan.streaming.tables else []
+        places += [f"computed in tiles of {rows} rows"] if rows is not None else []
+        found.append(f"{unit.name} {', '.join(places) or 'in memory'}")
+    return "; ".join(found)

@@ -11,17 +11,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from rich.console import RenderableType
 from rich.text import Text
 
-from mlx_flash.commands.common import Status, note, print_rich
-from mlx_flash.commands.report import Recorder, make_report, ratio, render_generation
+from mlx_flash.commands.common import Status, labelled, note, print_rich
+from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
 from mlx_flash.commands.typedlines import Read, state_folder
-from mlx_flash.config import GB, did_you_mean
+from mlx_flash.config import did_you_mean
 from mlx_flash.errors import ConfigError, FlashError, WriteError
 from mlx_flash.files import make_private, write_atomically
 from mlx_flash.memory.footprint import footprint, peak_footprint
@@ -30,7 +31,7 @@ from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.namedfiles import check_model_name
 from mlx_flash.modelfile.parse import Parameters, read_text
 from mlx_flash.modelfile.values import parse_parameter, parse_stop
-from mlx_flash.monitor.words import counted, duration, size, speed
+from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 LAST = "last"
@@ -168,6 +169,23 @@ class Interrupts:
             return 0
 
 
+INFO = """
+Model: {model}
+Weights: {plan.model_bytes:size}, {plan.read_bytes:size} read for each token
+Budget: {plan.budget_bytes:GB}
+Context: memory reserved for {plan.context_length:token}
+Messages: {num_messages}, {num_cached} tokens in the KV cache
+Memory: {footprint:GB}, peak {peak:GB}
+"""
+"""A conversation in words."""
+
+BRIEF = """
+Answer: {generation_tokens:token}, {generation_tokens_per_second:speed}, \
+prompt {prompt_tokens:token} in {time_to_first_token_seconds:duration}, \
+memory {footprint:size}, peak {peak_memory_bytes:size} of {budget_bytes:size}
+"""
+"""An answer in words."""
+
 BYE = ("/bye", "/exit", "/quit")
 HELP = ("/?", "/help")
 SETTINGS = ("parameter", "system", "verbose", "quiet", "normal")
@@ -284,9 +302,9 @@ class Slash:
 
     def _show(self, what: str) -> None:
         described = self._conversation.modelfile
-        views: dict[str, Callable[[], str]] = {
-            "info": lambda: "\n".join(self._info()),
-            "parameters": lambda: "\n".join(_parameters(described.parameters, described.stop)),
+        views: dict[str, Callable[[], RenderableType]] = {
+            "info": lambda: labelled(self._info()),
+            "parameters": lambda: labelled(_parameters(described.parameters, described.stop)),
             "system": lambda: described.system or "",
             "template": lambda: described.template or "the tokenizer's own",
             "license": lambda: "\n".join(described.licenses),
@@ -296,25 +314,22 @@ class Slash:
             raise ConfigError(f"/show {what}: it must be one of {', '.join(VIEWS)}{did_you_mean(what, VIEWS)}")
         _print(views[what]() or f"there is no {what}")
 
-    def _info(self) -> Iterator[str]:
+    def _info(self) -> Iterator[tuple[str, str]]:
         conversation, model = self._conversation, self._conversation.model
-        yield f"model       {conversation.modelfile.base}"
-        if isinstance(model, FlashLLM):
-            plan = model.plan
-            read = size(plan.read_bytes) if plan.read_bytes else "nothing"
-            yield f"weights     {size(plan.model_bytes)}; {read} is read for each token"
-            yield f"budget      {plan.budget_bytes / GB:.3f} GB"
-            yield f"context     memory reserved for {plan.context_length} tokens"
-        yield f"messages    {len(conversation.messages)}, {conversation.num_cached} tokens in the KV cache"
-        yield f"memory      {footprint() / GB:.3f} GB, peak {peak_footprint() / GB:.3f} GB"
+        facts = {
+            "model": conversation.modelfile.base,
+            "plan": plan_to_json(model.plan) if isinstance(model, FlashLLM) else None,
+            "num_messages": str(len(conversation.messages)),
+            "num_cached": str(conversation.num_cached),
+            "footprint": footprint(),
+            "peak": peak_footprint(),
+        }
+        return filled(INFO, facts)
 
 
-def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[str]:
-    for field in fields(parameters):
-        if (value := getattr(parameters, field.name)) is not None:
-            yield f"{field.name:15} {value}"
-    for text in stop:
-        yield f"{'stop':15} {text!r}"
+def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    yield from ((name, str(value)) for name, value in parameters.given().items())
+    yield from (("stop", repr(text)) for text in stop)
 
 
 def _words(text: str) -> tuple[str, str]:
@@ -322,8 +337,8 @@ def _words(text: str) -> tuple[str, str]:
     return first, rest.strip()
 
 
-def _print(text: str) -> None:
-    print_rich(Text(text), sys.stderr)
+def _print(text: RenderableType) -> None:
+    print_rich(text, sys.stderr)
 
 
 HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
@@ -429,18 +444,11 @@ class Talk:
         recorder.num_prompt_tokens = self._conversation.num_new_tokens
         if self.slash.is_verbose and recorder.tokens:
             step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
-            print_rich(render_generation(make_report(recorder, "", step)), sys.stderr)
+            print_rich(render_run(make_report(recorder, "", step)), sys.stderr)
 
     def _print_footer(self) -> None:
         """Print speed and memory of the last answer."""
-        run = self._recorder
-        if self.slash.is_verbose or not run.tokens:
-            return
-        to_first, to_last = run.first.clock - run.start.clock, run.last.clock - run.first.clock
-        per_second = ratio(len(run.tokens) - 1, to_last)
-        words = [counted(len(run.tokens), "token") + (f", {speed(per_second)}" if per_second else "")]
-        words.append(f"prompt {counted(run.num_prompt_tokens, 'token')} in {duration(to_first)}")
-        peak = f"{peak_footprint() / GB:.2f}" + (f" of {run.plan.budget_bytes / GB:.2f}" if run.plan else "")
-        words.append(f"memory {footprint() / GB:.2f} GB, peak {peak} GB")
-        if not self.slash.is_quiet:
-            print_rich(Text("; ".join(words), style="dim"), sys.stderr)
+        if not (self.slash.is_verbose or self.slash.is_quiet) and self._recorder.tokens:
+            facts = {**make_report(self._recorder, "", DEFAULT_PREFILL_STEP_SIZE), "footprint": footprint()}
+            ((_, words),) = filled(BRIEF, facts)
+            print_rich(Text(words, style="dim"), sys.stderr)

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.common import Status, make_config, print_json, print_rich
+from mlx_flash.commands.common import Status, emit, labelled, make_config
 from mlx_flash.commands.receipt import (
     FORMAT,
     Call,
@@ -23,7 +23,7 @@ from mlx_flash.commands.receipt import (
     reference_trace,
     streamed_trace,
 )
-from mlx_flash.commands.report import Json, labelled_lines, surroundings
+from mlx_flash.commands.report import Json, surroundings
 from mlx_flash.commands.vision import is_vision
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.pack import pack
@@ -35,12 +35,25 @@ from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
-from mlx_flash.monitor.words import counted, duration, size
+from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.source import identity_of
+
+VERIFICATION = """
+Model: {model}, {plan.model_bytes:size}, {num_files:file}
+Streamed: in {plan.budget_bytes:size}, {bytes_read:size} read {way_of_reading}
+Weights: {bytes_compared:size} in memory compared with the files, {is_equal:equal}, \
+{num_wrong:tensor} WRONG, such as {wrong}
+Compared: with {library}, {compared}, {num_calls:call}, {num_layers:layer}, all logits
+Result: {result}
+Against: {other}: {otherwise}
+Digest: {digest}
+Took: {seconds:duration}
+"""
+"""A receipt in words."""
 
 EXIT_DIFFERS = 3
 RESIDENT_SHARE = 0.7
@@ -157,10 +170,23 @@ def _plan(plan: ResidencyPlan) -> Json:
 
 
 def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out: TextIO) -> None:
-    if args.json:
-        print_json({**receipt, "against": list(against)}, out)
-    else:
-        print_rich(labelled_lines(_lines(args, receipt, against)), out)
+    wrong, calls, difference = receipt["wrong_bytes"], receipt["calls"], receipt["difference"]
+    how = {"resident": "the model in memory", "layers": "one layer in memory at a time"}
+    more = {
+        "num_files": len(receipt["files"]),
+        "is_equal": not wrong,
+        "num_wrong": len(wrong),
+        "wrong": next(iter(wrong), None),
+        "compared": how[receipt["reference"]],
+        "num_calls": len(calls),
+        "num_layers": len(calls[0]["layers"]),
+        "result": f"DIFFERENT from {difference} on" if difference else "identical",
+        "other": args.against,
+        "otherwise": "; ".join(against) or "identical",
+        "digest": calls[-1]["logits"],
+    }
+    words = labelled(filled(VERIFICATION, {**receipt, **more}))
+    emit(args, {**receipt, "against": list(against)}, words, out)
     if args.output is not None:  # in the end: if it fails, the result has been printed
         save_receipt(args.output, receipt)
 
@@ -195,27 +221,3 @@ def save_receipt(path: Path, receipt: Json) -> None:
         raise WriteError(
             f"cannot write the receipt {path}: {error.strerror}. Hint: --json prints it; set another file."
         ) from error
-
-
-def _weights(receipt: Json) -> str:
-    wrong = receipt["wrong_bytes"]
-    words = f"{size(receipt['bytes_compared'])} in memory compared with the files, "
-    return words + (f"{len(wrong)} tensors WRONG, such as {wrong[0]}" if wrong else "equal")
-
-
-def _lines(args: argparse.Namespace, receipt: Json, against: Sequence[str]) -> Iterator[tuple[str, str]]:
-    plan, calls = receipt["plan"], receipt["calls"]
-    yield "Model:", f"{receipt['model']}, {size(plan['model_bytes'])}, {counted(len(receipt['files']), 'file')}"
-    way = receipt["way_of_reading"]
-    yield "Streamed:", f"in {size(plan['budget_bytes'])}, {size(receipt['bytes_read'])} read {way}"
-    yield "Weights:", _weights(receipt)
-    how = "the model in memory" if receipt["reference"] == "resident" else "one layer in memory at a time"
-    yield (
-        "Compared:",
-        f"with {receipt['library']}, {how}: {len(calls)} calls, {len(calls[0]['layers'])} layers and all logits",
-    )
-    yield "Result:", f"DIFFERENT from {receipt['difference']} on" if receipt["difference"] else "identical"
-    if args.against is not None:
-        yield "Against:", f"{args.against}: {'; '.join(against) or 'identical'}"
-    yield "Digest:", receipt["calls"][-1]["logits"]
-    yield "Took:", duration(receipt["seconds"])

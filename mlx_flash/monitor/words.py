@@ -1,9 +1,11 @@
-"""Numbers in words."""
+"""Facts in words: numbers by their units, and the lines of text that every report fills with them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from string import Formatter
+from typing import Any
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
@@ -94,3 +96,60 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def layer_runs(runs: Iterable[Sequence[int]]) -> str:
     """Return runs of layers, each from its first layer to the one after its last, in words: ``0-3, 8``."""
     return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in runs)
+
+
+UNITS: dict[str, Callable[[Any], str]] = {
+    "size": size,
+    "GB": lambda nbytes: f"{nbytes / 1e9:.3f} GB",
+    "GB/s": lambda per_second: f"{per_second / 1e9:.2f} GB/s",
+    "duration": duration,
+    "speed": speed,
+    "rate": rate,
+    "percent": percent,
+}
+"""The words of a fact by its unit."""
+
+
+class _Places(Formatter):
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return a fact; one of an object in an object has the names of both, with a dot between them."""
+        if key in kwargs:
+            return kwargs[str(key)]
+        section, _, name = str(key).partition(".")
+        found = kwargs.get(section)
+        return self.get_value(name, args, found) if isinstance(found, Mapping) else None
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.get_value(field_name, args, kwargs), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Return a fact in words."""
+        if not format_spec or value is True:
+            return format_spec or str(value)
+        unit = UNITS.get(format_spec)
+        return counted(value, format_spec) if unit is None else unit(value)
+
+    def is_known(self, part: str, facts: Mapping[str, Any]) -> bool:
+        """Return whether all facts of a part are known."""
+        return all(name is None or self.get_value(name, (), facts) for _, name, _, _ in self.parse(part))
+
+
+_places = _Places()
+
+
+def filled(template: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a report: a label, and a text in which facts have their places.
+
+    Args:
+        template: lines such as ``Read: {nbytes:size}, {num_reads:read}, {is_cached:from memory}``, of parts with commas
+            between them. A place has the name of a fact, then its unit; or a noun for a number of things; or words for
+            a fact that is True. A part is left out where a fact of it is missing, 0, empty or False, and the whole line
+            where that is its first part.
+        facts: by name.
+    """
+    for line in template.strip().splitlines():
+        label, _, text = line.partition(": ")
+        parts = text.split(", ")
+        known = [part for part in parts if _places.is_known(part, facts)]
+        if known[:1] == parts[:1]:
+            yield label, ", ".join(_places.vformat(part, (), facts) for part in known)

@@ -87,7 +87,7 @@ def test_the_machine_is_described() -> None:
 def test_a_model_is_measured_beside_its_plan(tmp_path: Path) -> None:
     directory = save(tmp_path / "model", LLAMA)
     text = doctor_of("--model", directory, "--ram-budget-gb", "min")
-    for words in ("Speed:", "predicted:", "limited by", "budget GB", "context"):
+    for words in ("Generation:", "planned:", "limited by", "budget GB", "context"):
         assert words in text
     found = json.loads(doctor_of("--model", directory, "--ram-budget-gb", "min", "--json", "-m", 2))
     assert found["run"]["generation_tokens"] == 2 and found["selftest"]["lost"] == {"buffered": 0, "in place": 0}

@@ -150,7 +150,7 @@ def test_a_named_modelfile_is_a_model(
     assert listed["way"] == "in memory" and listed["budget_bytes"] == 10**9
     assert cli.main(["show", "tiny:v1"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "parameters num_predict 3" in told and "settings ram_budget_gb 1" in told and "within 1.00 GB" in told
+    assert "Parameters: num_predict 3" in told and "Settings: ram_budget_gb 1" in told and "within 1.00 GB" in told
     assert cli.main(["show", "tiny:v1", "--modelfile"]) == 0
     assert capsys.readouterr().out.startswith("FROM /")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))

@@ -218,7 +218,7 @@ def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command
     time.sleep(0.5)
     shell.interrupt()
     shell.wait_for("Ctrl-C again ends the program")
-    shell.wait_for("; prompt ")
+    shell.wait_for(", prompt ")
     shell.wait_for(" tokens in ")
     shell.wait_for(">>>")
     shell.type("/bye\r")
@@ -233,7 +233,7 @@ def test_an_empty_line_takes_two_interrupts_and_an_idle_model_leaves_memory(
     for message in ("Hello", "Again"):
         shell.wait_for(">>>")
         shell.type(f"{message}\r")
-        shell.wait_for("; prompt ")
+        shell.wait_for(", prompt ")
         shell.wait_for(">>>")
         time.sleep(1)
         shell.type("/show\r")

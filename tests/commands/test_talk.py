@@ -146,9 +146,9 @@ def test_slash_commands_change_the_next_answers(
     assert slash.is_verbose and not slash.is_quiet
     capsys.readouterr()
     for line, words in {
-        "/show": f"model       {MODEL}",
+        "/show": f"Model:     {MODEL}",
         "/show info": "tokens in the KV cache",
-        "/show parameters": "num_predict     2",
+        "/show parameters": "num_predict:  2",
         "/show license": "mine",
         "/show system": "there is no system",
         "/show template": "the tokenizer's own",
@@ -186,7 +186,7 @@ def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
     Talk(conversation, 0.0, out, verbose=False).converse(lambda: next(messages))
     told = " ".join(capsys.readouterr().err.split())
     assert "there is no command /nothing" in told and told.count("6 tokens, ") == 2
-    assert "memory 0." in told and "of 1.00 GB" in told and "prompt " in told
+    assert ", memory " in told and "of 1.00 GB" in told and "prompt " in told
     asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
     assert asked == ["Hello", "/etc is a folder", "Hello"] and next(messages) == "never read"
     with pytest.raises(Bye):

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from mlx_flash.commands import report
-from mlx_flash.commands.report import roofline
+from mlx_flash.commands.report import RUN
 from mlx_flash.config import GB
 from mlx_flash.facts import Facts, Sample
 from mlx_flash.monitor.rates import History
+from mlx_flash.monitor.words import filled
 from monitored import published, state
 from monitored import text_of as monitor_text
 
 
-def test_summary_shows_shares_and_limit() -> None:
-    numbers = dict.fromkeys(f.name for f in fields(report.GenerationReport))
-    measured = {"generation_wait_share": 0.25, "generation_read_share": 0.9, "generation_tokens_per_second": 2.0}
-    lines = dict(roofline(report.GenerationReport(**{**numbers, **measured})))
-    assert lines["Time:"].startswith("reading 90%, computing 75%, waiting for the disk 25%")
-    assert lines["Time:"].endswith("limited by the disk")
-    lines = dict(roofline(report.GenerationReport(**{**numbers, **measured, "generation_wait_share": 0.1})))
-    assert lines["Time:"].endswith("limited by computing")
-    cached = {**measured, "cached_read_share": 1.0}
-    lines = dict(roofline(report.GenerationReport(**{**numbers, **cached})))
-    assert lines["Time:"].endswith("waiting for the page cache 25% of the generation: limited by the page cache")
+@pytest.mark.parametrize(
+    ("waited", "cached", "limit"), [(1.0, 0, "disk"), (0.4, 0, "computing"), (1.0, 10, "page cache")]
+)
+def test_summary_shows_shares_and_limit(waited: float, cached: int, limit: str) -> None:
+    first = Sample(1.0, Facts({"read.nbytes": 10.0}))
+    numbers = {"read.nbytes": 20.0, "read.cached_bytes": cached * 2.0, "read.busy_seconds": 3.6}
+    last = Sample(5.0, Facts({**numbers, "stream.wait_seconds": waited}))
+    plan = SimpleNamespace(budget_bytes=GB, disk_bytes_per_second=1e9)
+    start = Sample(0.0, Facts())
+    run: Any = SimpleNamespace(start=start, first=first, last=last, sample=lambda: last, tokens=[1, 2], plan=plan)
+    found = dict(filled(RUN, report._disk_numbers(run)))
+    assert found["Time"].startswith(f"reading 90%, computing {1 - waited / 4:.0%}, waiting {waited / 4:.0%}")
+    assert found["Time"].endswith(f"limited by: {limit}")
 
 
 def test_reading_takes_no_less_time_than_waiting_for_it() -> None:

@@ -37,6 +37,13 @@ HINTS = re.compile(
 )
 """Fields that do not change the answer, in any part of a request."""
 
+NEEDED = re.compile(
+    r"background|chat_template|conversation|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images"
+    r"|n|prompt|regex|response_format|structured_outputs"
+)
+"""Fields that would change the answer unseen where a dialect has none of this name: texts, pictures, and forms of
+answers, as other servers take them."""
+
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list of which only the first wrong item is reported."""
@@ -142,32 +149,35 @@ def checked(value: dict[str, Any], kind: type[Checked], *, is_strict: bool = Fal
         parts = (str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
         field = ".".join(part for part in parts if part not in _UNIONS and not part[0].isupper())
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", 400, field or None) from None
-    for name, is_unknown in _without_effect(value, found):
-        if is_strict and is_unknown:
+    for name, is_harmless in _without_effect(value, found, is_strict=is_strict):
+        if not is_harmless:
             raise RefusedError(f"{name}: this field is not known or not supported", 400, name)
         found.ignore(name)
     return found
 
 
-def _without_effect(value: Any, found: Any, place: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield the names of fields that have no effect, and whether a strict server refuses them.
+def _without_effect(value: Any, found: Any, place: str = "", *, is_strict: bool) -> Iterator[tuple[str, bool]]:
+    """Yield the names of fields that have no effect, and whether the answer is the same without them.
 
     Args:
         value: JSON of a request, or of a part of it.
         found: the same, checked.
         place: name of the part, with a dot behind it.
+        is_strict: every unknown field may change the answer.
     """
     if isinstance(found, list):
         for part, checked_part in zip(value, found, strict=True):
             if isinstance(checked_part, Body | list):
-                yield from _without_effect(part, checked_part, place)
+                yield from _without_effect(part, checked_part, place, is_strict=is_strict)
     elif isinstance(found, Body) and isinstance(value, dict):
         fields = {field.alias or name: name for name, field in type(found).model_fields.items()}
         for name, given in value.items():
             if name in fields:
-                yield from _without_effect(given, getattr(found, fields[name]), f"{place}{name}.")
-            elif given is not None or not isinstance(found, Lenient):
-                yield place + name, not (isinstance(found, Lenient) or HINTS.fullmatch(name))
+                yield from _without_effect(given, getattr(found, fields[name]), f"{place}{name}.", is_strict=is_strict)
+            elif given is not None:
+                is_needed = bool(given) and (given is True or given != 1) and NEEDED.fullmatch(place + name)
+                is_known = not is_strict or isinstance(found, Lenient) or HINTS.fullmatch(name)
+                yield place + name, bool(is_known and not is_needed)
 
 
 def _accepted(error: Any) -> tuple[int, bool, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mlx_flash.compat.compiler import explained
-from mlx_flash.errors import FlashError, RefusedError
+from mlx_flash.errors import CheckpointError, FlashError, RefusedError
 
 _log = logging.getLogger("mlx_flash")
 
@@ -53,6 +53,7 @@ def refusal_of(error: Exception) -> RefusedError:
     is_ours = isinstance(error, FlashError)
     _log.error("a request failed: %s", error if is_ours else type(error).__name__)
     _log.debug("its origin:", exc_info=error)
-    refused = RefusedError(str(error) if is_ours else f"{type(error).__name__}: {error}", 500)
+    status = 400 if isinstance(error, CheckpointError) else 500  # of a model that the request names
+    refused = RefusedError(str(error) if is_ours else f"{type(error).__name__}: {error}", status)
     refused.__cause__ = error.with_traceback(None)  # whose frames hold the caches of the request
     return refused

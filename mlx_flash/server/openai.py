@@ -105,20 +105,8 @@ class SamplingFields(Asking):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     adapters: str | None = None
-    chat_template: None = None  # it would let a client run a program of its own
     draft_model: Literal["default_model"] | None = None
     response_format: ResponseFormat | None = None
-    # forms of answers, and texts, as other servers take them
-    guided_json: None = None
-    guided_regex: None = None
-    guided_choice: None = None
-    guided_grammar: None = None
-    structured_outputs: None = None
-    json_schema: None = None
-    grammar: None = None
-    regex: None = None
-    ebnf: None = None
-    documents: None = None
 
 
 class StreamOptions(Body):
@@ -137,7 +125,6 @@ class Message(Lenient):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None  # of Ollama's messages: here they are parts
 
 
 class ImageUrl(Body):
@@ -326,7 +313,6 @@ class ChatRequest(SamplingFields):
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: None = None  # of an API before tools, whose replies have another form
     function_call: Literal["none", "auto"] | None = None
     reasoning_effort: Effort | None = None
     reasoning: Thinking | None = None

@@ -250,6 +250,11 @@ def test_what_cannot_be_read_is_refused(model: str, tmp_path: Path) -> None:
         status, reply = served.post("/v1/embeddings", {"input": "a"})
         assert status == 400 and "hidden states of all tokens" in reply["error"]["message"]
         assert served.post("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1})[0] == 200
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with live(model, str(path)) as served:
+        status, reply = served.post("/v1/embeddings", {"model": str(path), "input": "a"})
+        assert status == 400 and "Model type bert not supported" in reply["error"]["message"]
     with live(model, options=BatchOptions(kv_bits=8)) as served:
         status, reply = served.post("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1})
         assert status == 400 and "quantized keys" in reply["error"]["message"]

@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_loaded_fails_alone(models: list[str], tmp_path: 
         expected = server.say("Hi")
         for _ in range(2):
             status, reply = server.post("/v1/chat/completions", named(str(broken)))
-            assert status == 500 and "safetensors" in reply["error"]["message"]
+            assert status == 400 and "safetensors" in reply["error"]["message"]
             assert server.say("Hi") == expected
         assert server.get("/health")[0] == 200
 

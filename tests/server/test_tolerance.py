@@ -201,7 +201,8 @@ RESPONSES_KINDS: list[dict[str, Any]] = [
     {"tools": [{"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}}]},
     {"text": {"format": {"type": "text"}, "verbosity": "high"}, "truncation": "disabled"},
     {"input": [*HELLO, {"type": "web_search_call", "id": "w", "status": "completed"}, *HELLO]},
-    {"prompt_cache_key": "x", "safety_identifier": "y", "service_tier": "flex", "max_tool_calls": 3},
+    {"prompt_cache_key": "x", "safety_identifier": "y", "service_tier": "flex", "max_tool_calls": 3, "n": 1},
+    {"conversation": None, "prompt": None, "background": False, "response_format": None},
     {"parallel_tool_calls": False, "stream_options": {"include_obfuscation": False}, "background": False},
 ]  # fmt: skip
 """Fields that clients of responses send."""
@@ -220,7 +221,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages.0.content.0.type"),
     (CHAT, {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "https://host/x.png"}}]}]}, "messages.0.content.0.image_url.url"),
-    (CHAT, {"messages": [{**HELLO[0], "images": ["x"]}]}, "messages.0.images"),
+    (CHAT, {"messages": [{**HELLO[0], "images": ["x"]}]}, "messages.images"),
     (CHAT, {"messages": HELLO, "guided_json": SCHEMA}, "guided_json"),
     (CHAT, {"messages": HELLO, "grammar": "root ::= [0-9]"}, "grammar"),
     (TEXT, {"prompt": "x", "structured_outputs": {"regex": "[0-9]"}}, "structured_outputs"),
@@ -232,9 +233,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "x", "background": True}, "background"),
     (RESPONSES, {"input": "x", "conversation": "conv_1"}, "conversation"),
     (RESPONSES, {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+    (RESPONSES, {"input": "x", "n": 2}, "n"),
+    (RESPONSES, {"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
      "input.0.content.0.type"),
     (MESSAGES, {"messages": HELLO, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    (MESSAGES, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ("/api/chat", {"messages": HELLO, "n": 3}, "n"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "container_upload", "file_id": "x"}]}]},
      "messages.0"),
 ]  # fmt: skip

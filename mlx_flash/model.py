@@ -24,7 +24,6 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.wrapped import prepare_loaded
@@ -32,6 +31,7 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.kv.base import arrays_of
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import room_bytes, rows_bytes
@@ -131,7 +131,6 @@ class FlashLLM(ModelFacade):
         if (output := self._life.compute(args, kwargs)) is not None:
             return output
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        settle(call.cache)
 
         def compute(passes: Passes) -> Any:
             try:
@@ -154,7 +153,7 @@ class FlashLLM(ModelFacade):
         ends: Sequence[int] = (),
         segment_left: int = 0,
         num_guesses: int = 0,
-        owed: Pending | None = None,
+        owed: Owed | None = None,
         reads: Reads | None = None,
     ) -> Row:
         """Return new tokens of a prompt cache, to be computed by :meth:`advance`.
@@ -169,20 +168,19 @@ class FlashLLM(ModelFacade):
             segment_left: tokens of the last segment that will come later.
             num_guesses: the last tokens that are guesses. Then each token is computed alone, with its logits, as far as
                 memory has room for them, and :meth:`Row.keep` takes tokens back.
-            owed: what the first token makes up for, if the caller has computed it for a cache that lacks it.
+            owed: what the caller has the cache say between two tokens. The first token is the one that is owed.
             reads: returns what is kept of the hidden states of each part, ``(1, length, dimensions)``, in
                 ``Row.outputs``; None computes no more than the prompt cache needs. The part with logits has none.
         """
         self._life.start()
         if num_guesses:
-            if owed is None:
-                settle(cache)
             whole = token_call(tokens, cache)
             whole.checkpoints = Checkpoints()  # of all its parts
             return Row(whole, whole.parts(1), owed)
         given, before = tokens, 0
         if owed is None and (owed := owed_token(cache)) is not None:
-            given, before = mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1), 1
+            assert owed.debt is not None
+            given, before = mx.concatenate([mx.array([[owed.debt.token]], tokens.dtype), tokens], axis=1), 1
         if given.shape[1] == 1 and wants_logits:
             return Row(call := token_call(given, cache), [call], owed)
         whole = token_call(given, cache, wants_logits=False)

@@ -77,14 +77,8 @@ def is_for_a_draft() -> bool:
 
 def calling_modules() -> Iterator[str]:
     """Yield the modules of the functions on the stack. A module that runs as a program has its name in its spec."""
-    for frame in frames():
-        spec = frame.f_globals.get("__spec__")
-        yield getattr(spec, "name", None) or frame.f_globals.get("__name__", "")
-
-
-def frames() -> Iterator[FrameType]:
-    """Yield the frames of the stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        spec = frame.f_globals.get("__spec__")
+        yield getattr(spec, "name", None) or frame.f_globals.get("__name__", "")
         frame = frame.f_back

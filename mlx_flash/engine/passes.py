@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +26,7 @@ from mlx_flash.errors import FlashError
 from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import CacheGroup
+from mlx_flash.kv.owed import Owed, owed_to
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.prefixcache import PrefixCache
@@ -74,16 +74,15 @@ class Passes:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
-        for row in rows:
-            row.error = row.error or broken(row.whole.cache)
-        waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
         lending = self._session.engine.lending if lends() else None
-        owed = [row.pending for row in waiting if row.pending is not None]
-        if self._kv is not None:  # parked between two tokens, a row would be copied for each of them
-            self._kv.in_turns = _groups_of(waiting) if self.is_in_memory and len(waiting) > 1 else frozenset()
+        lifted = list[Owed]()
         try:
-            for pending in owed:
-                pending.lift()
+            for row in rows:
+                row.error = row.error or broken(row.whole.cache) or _unpaid(row)
+                lifted += [row.owed] if row.owed is not None and row.error is None else []
+            waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
+            if self._kv is not None:  # parked between two tokens, a row would be copied for each of them
+                self._kv.in_turns = _groups_of(waiting) if self.is_in_memory and len(waiting) > 1 else frozenset()
             while waiting := self._without_cached(plan, waiting, lending):
                 enginethread.check()
                 lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
@@ -99,11 +98,9 @@ class Passes:
                 waiting = waiting[max(1, len(lanes)) :]
                 for row in waiting:
                     row.was_sought = False  # this pass may have computed the prefix
-            for pending in filter(attrgetter("is_settled"), owed):
-                pending.lift()  # its mark, too
         finally:
-            for pending in owed:
-                pending.put()  # if its token was not computed
+            for each in lifted:
+                each.put()  # if its token was not computed, or guesses were
 
     def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
         """Note the outputs of the next calls of a row, or why there are none."""
@@ -235,6 +232,19 @@ class Passes:
         if len(lanes) == 1 and self._meter is not None:
             self._meter.end(num_tokens, num_sequences, num_guesses)
         return output
+
+
+def _unpaid(row: Row) -> FlashError | None:
+    """Make a prompt cache hold what it says, but for what the row makes up for. Return why it does not."""
+    try:
+        for owed in owed_to(row.whole.cache):
+            if owed is not row.owed:
+                owed.settle()
+        if row.owed is not None:
+            row.owed.lift()
+    except FlashError as error:
+        return error
+    return None
 
 
 def _groups_of(rows: Iterable[Row]) -> frozenset[CacheGroup]:

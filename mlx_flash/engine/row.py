@@ -15,8 +15,8 @@ from mlx_flash import enginethread
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.undo import breaks, undo_of
+from mlx_flash.kv.owed import Debt, Owed
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +26,7 @@ class Row:
     Args:
         whole: all of it as one call.
         parts: the calls that it consists of; more than at first, once they are cut.
-        pending: what the first part makes up for; None where the prompt cache holds what it says.
+        owed: what the prompt cache says, if it is watched between two tokens. The first part makes up for a token.
         num_extra: tokens before those that the caller has given: an owed one.
         joins: whether the logits of all parts become one array. Then the one of each part is dropped.
 
@@ -43,7 +43,7 @@ class Row:
 
     whole: ForwardCall
     parts: Sequence[ForwardCall]
-    pending: Pending | None = None
+    owed: Owed | None = None
     num_extra: int = 0
     joins: bool = False
     report: Progress | None = None
@@ -130,12 +130,12 @@ class Row:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""
         left, num_outputs, num_restored, error = deque(self.left), len(self.outputs), self.num_restored, self.error
         self.put_back = put_back = undo_of(calls)
-        difference = 0 if self.pending is None else self.pending.difference
+        debt = None if self.owed is None else self.owed.debt
 
         def undo() -> None:
             put_back()
-            if self.pending is not None:
-                self.pending.difference = difference
+            if self.owed is not None:
+                self.owed.debt, self.owed.found = debt, None
             self.left, self.num_restored, self.error = deque(left), num_restored, error
             del self.outputs[num_outputs:]
 
@@ -143,9 +143,16 @@ class Row:
 
     def keep(self, number: int) -> None:
         """Keep the first tokens of a row that ends with guesses, and take the others back. Harmless when repeated."""
+        enginethread.run(partial(self._keep, number))  # which no interrupt cuts in two
+
+    def _keep(self, number: int) -> None:
         checkpoints = self.parts[0].checkpoints
         assert checkpoints is not None
-        enginethread.run(partial(checkpoints.take_back, number))  # which no interrupt cuts in two
+        if self.owed is not None:
+            self.owed.lift()
+            self.owed.debt = None
+        checkpoints.take_back(number)
+        del self.outputs[number:]
 
     @property
     def can_be_put_back(self) -> bool:
@@ -166,14 +173,20 @@ class Row:
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""
         for call, output in zip(calls, outputs, strict=True):
-            if self.pending is not None:
-                self.pending.difference = 0
             first = self.left.popleft()
             assert first is call
             if self.joins and len(self.parts) > 1:
                 self._join(call, output)
             elif call.wants_output or len(self.parts) == 1:
                 self.outputs.append(output)
+        if self.owed is not None:
+            self.owed.debt, self.owed.found = self.guessed(1), self
+
+    def guessed(self, number: int) -> Debt | None:
+        """Return what a prompt cache has too much whose caller knows the first tokens; None if it has no guesses."""
+        num_more = len(self.outputs) - number
+        is_guessed = self.parts[0].checkpoints is not None and num_more > 0
+        return Debt(-num_more, partial(self.keep, number)) if is_guessed else None
 
     def _join(self, call: ForwardCall, logits: mx.array) -> None:
         """Write the logits of a part into the array with those of all parts."""

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.kv.checkpoints import trimmable
+from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
 
@@ -51,6 +51,7 @@ class GeneratedSequence:
         tokens: those in the cache.
         report: called with (tokens done, tokens to do) of the prompt, if given. What it raises ends the pass.
         reads: as of :meth:`FlashLLM.row`, for the prompt.
+        is_seen: whether the caller sees in the cache every token that was handed out, as with mlx-lm.
 
     Attributes:
         model, cache, chooser, max_tokens, reads: as given.
@@ -79,6 +80,7 @@ class GeneratedSequence:
         tokens: Sequence[int] = (),
         report: Progress | None = None,
         reads: Reads | None = None,
+        is_seen: bool = False,
     ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.chooser = chooser
@@ -94,7 +96,7 @@ class GeneratedSequence:
         self._at = -1  # number of the logits to choose from
         self._token: mx.array | None = None
         self._logprobs = mx.array([])
-        self._owed: Pending | None = None
+        self._owed = Owed(cache) if is_seen else None
         self._reason: str | None = None
 
     def begin(self, num_others: int = 0, *, most: int | None = None) -> Row:
@@ -104,6 +106,8 @@ class GeneratedSequence:
             num_others: rows of others.
             most: the most tokens of a prompt, at least a step; None for as many as memory allows.
         """
+        if self.row is None and self._owed is not None and self._owed.found is not None:  # somebody looked
+            self.row, self._new, self._at, self._num_guesses = self._owed.found, [self.last], -1, 0
         if self.row is not None:
             return self.row
         self._num_guesses, self._at, self.num_rows = 0, -1, int(self._token is not None)
@@ -198,6 +202,8 @@ class GeneratedSequence:
                 self.take_back()
                 self.row, self._at = None, -1
         self.num_taken = self.num_tokens
+        if self._owed is not None:
+            self._owed.owe(self._token_owed(self._owed) if self.row is None else self.row.guessed(1 + self._at))
         return Token(number, self._logprobs.squeeze(0), is_right)
 
     @property
@@ -206,7 +212,7 @@ class GeneratedSequence:
         return [] if self.row is None else self._new[1 : len(self.row.outputs)]
 
     def take_back(self) -> None:
-        """Take tokens from the cache that were only guessed. Harmless when repeated, and after an interrupt."""
+        """Take tokens from the cache that were only guessed. Harmless when repeated."""
         if self._num_guesses and self.row is not None and self.row.outputs:
             num_tried, num_right = len(self._guessed), self._at
             self.row.keep(1 + num_right)
@@ -230,37 +236,26 @@ class GeneratedSequence:
             self.row, self._at = None, -1
         self.guesses = None
 
-    def owe(self) -> Pending:
-        """Return the difference between the cache, and that of mlx-lm, which holds the token that was chosen last."""
-        if self.row is not None:
-            return Pending(self.cache, self._at - len(self._guessed), self.take_back)
+    def _token_owed(self, owed: Owed) -> Debt:
+        """Return what the cache lacks of mlx-lm's, which holds the token that was handed out last."""
         cache, step, number, model_of = self.cache, self._step, self.last, weakref.ref(self.model)
 
-        def settle() -> Row:
+        def settle() -> None:
             model = model_of()
             try:
                 if model is None:
                     raise ClosedError("the model was freed")
-                row = model.row(mx.array([[number]]), cache, step, owed=pending)
+                row = model.row(mx.array([[number]]), cache, step, owed=owed)
                 model.advance([row])
                 if row.error is not None:
                     raise row.error
-                return row
             except ClosedError as error:
                 raise CacheError(
                     f"a prompt cache lacks its last token ({number}): its generator was closed before it was computed, "
                     "and then the model. Hint: use the cache, or let the generator end, before you close the model."
                 ) from error
 
-        pending = Pending(cache, 1, settle, number)
-        return pending
-
-    def go_on(self, pending: Pending) -> None:
-        """Go on from the state that a cache had between two tokens: what is still owed shares a pass with guesses."""
-        pending.lift()
-        self._owed = pending if pending.is_owed else None
-        if isinstance(pending.found, Row):
-            self.row, self._new, self._at, self._num_guesses = pending.found, [pending.token or 0], -1, 0
+        return Debt(1, settle, number)
 
 
 def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None) -> tuple[list[list[int]], bool]:

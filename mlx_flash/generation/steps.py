@@ -26,7 +26,6 @@ from mlx_flash.compat.generation import (
     with_names,
 )
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.pending import Pending
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence, Token, compute
 from mlx_flash.kv.views import can_be_viewed
@@ -142,8 +141,8 @@ def _generate(
         max_tokens=max_tokens,
         guesses=Guesses(*sources, most=most),
         report=prompt_progress_callback,
+        is_seen=prompt_cache is not None,
     )
-    pending = None
     try:
         _compute(sequence, stream)
         if not max_tokens and sequence.row is not None:  # mlx-lm chooses one, and drops it
@@ -155,29 +154,17 @@ def _generate(
                 sequence.choose()
                 token = sequence.take()
                 sequence.chooser.draw_ahead()
-            pending = None
-            if prompt_cache is not None:  # the caller sees every token that was handed out in it
-                pending = sequence.owe()
-                pending.put()
             yield token
-            if pending is not None:
-                sequence.go_on(pending)
             if sequence.num_tokens % _CLEAR_EVERY == 0:
                 mx.clear_cache()
         if prompt_cache is not None and sequence.num_tokens:
             _compute(sequence, stream)
             with mx.stream(stream):
                 sources[-1].end()
-    except BaseException:  # no pass begins now: the last token stays owed
-        if prompt_cache is not None and sequence.num_tokens:
-            Pending(sources[-1].cache, sources[-1].leave(), sources[-1].end).put()
-        if pending is not None and pending.is_owed:
-            pending.put()
-        elif pending is not None:
-            pending.settle()  # the guesses go now
-        raise
-    finally:
+    finally:  # where the caller has stopped, no pass begins: the last token stays owed
         sequence.take_back()
+        if prompt_cache is not None and sequence.num_tokens:
+            sources[-1].leave()
 
 
 def _compute(sequence: GeneratedSequence, stream: Any) -> None:

@@ -35,10 +35,6 @@ def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
     return found
 
 
-PENDING = "pending"
-"""Attribute of an entry of a cache that lacks a token, or has guesses. :mod:`mlx_flash.engine.pending` sets it."""
-
-
 class PooledCache:
     """A cache of one layer, plain or quantized, whose rows belong to a pool.
 
@@ -80,7 +76,7 @@ class PooledCache:
 
     def size(self) -> int:
         """Return the number of tokens that are kept."""
-        return self.rows.length
+        return self.offset - self.num_forgotten
 
     def empty(self) -> bool:
         """Return whether the cache never held a token."""
@@ -156,8 +152,6 @@ class PooledCache:
         for name in self._form:
             setattr(other, name, getattr(self, name))
         pass_on(self, other)
-        if PENDING in vars(self):  # the copy is not right either, and the mark has it refused
-            vars(other)[PENDING] = vars(self)[PENDING]
         return other
 
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.base import PENDING, PooledCache
+from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.memory import MemoryRows, shortened
 from mlx_flash.layout.reachable import arrays_in
 
@@ -59,11 +59,10 @@ def checkpoint(entry: Any, found: Any = None) -> PutBack:
 
         return trim
     attributes = {name: _kept(value) for name, value in vars(entry if found is None else found).items()}
-    attributes.pop(PENDING, None)  # a mark is about the entry of now
     rewrite = _overwritten(entry) if isinstance(entry, RotatingKVCache) else None
 
     def put_back() -> None:
-        entry.__dict__ = attributes | {name: value for name, value in vars(entry).items() if name == PENDING}
+        entry.__dict__ = attributes
         if rewrite is not None:
             rewrite()
 

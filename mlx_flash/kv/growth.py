@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_flash.compat.caches import is_window, token_fits
-from mlx_flash.kv.base import PENDING, PooledCache
+from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.owed import OWED
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
 _EXAMPLE_WIDTH = 512
@@ -35,7 +36,7 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
 
     Not for a sequence that shares pages with another one: a pass copies these to buffers of its own first.
     """
-    if not cache or PENDING in vars(cache[0]) or PENDING in vars(cache[-1]):
+    if not cache or OWED in vars(cache[0]) or OWED in vars(cache[-1]):
         return False
     for entry in cache:
         if not isinstance(entry, PooledCache):

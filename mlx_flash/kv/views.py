@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.growth import example_update
+from mlx_flash.kv.owed import own_kind
 from mlx_flash.layout.reachable import Opaque, arrays_in
 
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
@@ -179,7 +180,8 @@ def _passes_states(entry: Any) -> bool:
 
 def can_be_viewed(cache: Sequence[Any]) -> bool:
     """Return whether views of all entries exist: they are mlx-lm's caches of one sequence, or of a pool."""
-    return all(issubclass(kind, PooledCache) or kind in _KINDS for kind in set(map(type, entries_of(cache))))
+    kinds = {own_kind(type(entry)) for entry in entries_of(cache)}
+    return all(issubclass(kind, PooledCache) or kind in _KINDS for kind in kinds)
 
 
 def _same_structure(cache: Sequence[Any], parts: Iterator[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvfiles import Stored, StoredRows
 from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.owed import own_kind
 from mlx_flash.kv.pages import Component, Page, dtype_name, num_tokens
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
@@ -51,7 +52,7 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
 
 def has_state(entry: Any) -> bool:
     """Return whether an entry has a window or a state, whose content between two calls is gone after the second."""
-    return type(entry) in _STATES
+    return own_kind(type(entry)) in _STATES
 
 
 def are_windows(entries: Iterable[Any]) -> bool:

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
+from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.layout.reachable import arrays_in
 
 _KEEPS = 0.8
@@ -32,7 +33,7 @@ class Draft:
     def __init__(self, model: Any, cache: list[Any], tokens: Sequence[int], step: int) -> None:
         self.guess_seconds = 0.0
         self._model = model
-        self.cache = cache
+        self._cache = cache
         self._step = step
         self._coming = list(tokens)
         self._guessed: list[tuple[int, list[PutBack]]] = []
@@ -50,20 +51,27 @@ class Draft:
         token = self._catch_up()
         found = [token]
         while len(found) < number:
-            self._guessed.append((token, [checkpoint(entry) for entry in entries_of(self.cache)]))
+            self._guessed.append((token, [checkpoint(entry) for entry in entries_of(self._cache)]))
             token = self._next([token])
             found.append(token)
         return found
 
     def end(self) -> None:
         """Leave the cache with the text and nothing else."""
-        if self.leave():
+        self._take_back()
+        if self._coming:
             self._catch_up()
 
-    def leave(self) -> int:
-        """Take guesses back. Return the number of tokens that :meth:`end` adds."""
+    def leave(self) -> None:
+        """Have the cache say the text, and compute what it lacks when somebody looks."""
         self._take_back()
-        return len(self._coming)
+        owed = Owed(self._cache)
+
+        def settle() -> None:
+            owed.lift()
+            self._catch_up()
+
+        owed.owe(Debt(len(self._coming), settle) if self._coming else None)
 
     def _take_back(self) -> None:
         """Take back what was guessed wrong; what was right need not be computed again."""
@@ -86,9 +94,9 @@ class Draft:
     def _next(self, tokens: Sequence[int]) -> int:
         """Add tokens to the cache. Return the likeliest next one."""
         began = time.perf_counter()
-        output = self._model(mx.array([tokens]), cache=self.cache)
+        output = self._model(mx.array([tokens]), cache=self._cache)
         token = mx.argmax(output[0, -1])
-        mx.eval(token, arrays_in(self.cache))
+        mx.eval(token, arrays_in(self._cache))
         if len(tokens) <= 2:  # those that one guess needs
             seconds = time.perf_counter() - began
             self.guess_seconds += (1 - _KEEPS if self.guess_seconds else 1) * (seconds - self.guess_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlx_flash.speculation.worth import Acceptance, Times, Worth, worth_guessing
 
@@ -17,12 +17,10 @@ class Source(Protocol):
     Attributes:
         guess_seconds: time that it takes to guess a token.
         expected: the share of right guesses of each quality, before any is known.
-        cache: the prompt cache of its own; empty if it has none.
     """
 
     guess_seconds: float
     expected: Mapping[int, float]
-    cache: list[Any]
 
     def add(self, token: int) -> None:
         """Add the next token of the text."""
@@ -36,8 +34,8 @@ class Source(Protocol):
     def end(self) -> None:
         """Leave a prompt cache of the caller's with the text and nothing else."""
 
-    def leave(self) -> int:
-        """Take guesses back. Return the number of tokens that :meth:`end` adds."""
+    def leave(self) -> None:
+        """Have a prompt cache of the caller's say the text, and compute what it lacks when somebody looks."""
 
 
 class Guesses:

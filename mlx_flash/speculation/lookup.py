@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from struct import pack
-from typing import Any
 
 MAX_MATCH = 4
 """Longest match that is compared: longer ones count as equal."""
@@ -27,7 +26,6 @@ class Lookup:
     expected: Mapping[int, float] = _EXPECTED
 
     def __init__(self, tokens: Iterable[int]) -> None:
-        self.cache: list[Any] = []
         self._added = list(tokens)  # the last ones, which join the text when it is searched: often it never is
         self._text = bytearray()
         self._at: int | None = None
@@ -56,9 +54,8 @@ class Lookup:
     def end(self) -> None:
         """Do nothing: there is no cache."""
 
-    def leave(self) -> int:
+    def leave(self) -> None:
         """Do nothing: there is no cache."""
-        return 0
 
     def _find(self, length: int) -> int | None:
         """Return the byte after the latest earlier occurrence of the last ``length`` tokens."""

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -50,7 +49,6 @@ class Oracle:
     def __init__(self, text: list[int]) -> None:
         self._text = [token if i % 3 else token ^ 1 for i, token in enumerate(text)]
         self._num_seen = 0
-        self.cache: list[Any] = []
 
     def add(self, token: int) -> None:
         self._num_seen += 1
@@ -64,5 +62,5 @@ class Oracle:
     def end(self) -> None:
         pass
 
-    def leave(self) -> int:
-        return 0
+    def leave(self) -> None:
+        pass

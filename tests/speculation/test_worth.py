@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -142,7 +141,6 @@ class Fixed:
     def __init__(self, text: list[int], *, is_right: bool, guess_seconds: float = 0.0) -> None:
         self.guess_seconds = guess_seconds
         self.expected: dict[int, float] = {}
-        self.cache: list[Any] = []
         self.num_asked = 0
         self._text, self._at, self._wrong = text, 0, int(not is_right)
 
@@ -159,8 +157,8 @@ class Fixed:
     def end(self) -> None:
         pass
 
-    def leave(self) -> int:
-        return 0
+    def leave(self) -> None:
+        pass
 
 
 def passes_of(text: list[int], guesses: Guesses, times: Times) -> int:

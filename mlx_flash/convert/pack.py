@@ -26,21 +26,20 @@ from typing import Any, NoReturn
 
 from mlx_flash.convert.rewrite import (
     STATE_NAME,
-    NewFile,
     Pieces,
-    PlannedFile,
     Progress,
     Rewrite,
     ShardPlan,
     TensorSpec,
     copy_buffer,
+    new_file,
     plan_shards,
     read_pieces,
     write_errors,
     write_text,
 )
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError, HeaderError, WriteError
-from mlx_flash.files import free_bytes
+from mlx_flash.files import free_bytes, write_at
 from mlx_flash.layout.fingerprint import state_of
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit
@@ -208,31 +207,14 @@ def sampled_ratio(record: TensorRecord) -> float:
 
 
 @dataclass(frozen=True)
-class CompressedPlan:
-    """A file of compressed tensors to be written, with the interface of :class:`ShardPlan`.
+class CompressedPlan(ShardPlan):
+    """A file of compressed tensors to be written; ``nbytes`` are those of the tensors, and the file takes less.
 
     Attributes:
-        logical: the safetensors file with the same tensors.
         tables: names of embedding tables.
     """
 
-    logical: ShardPlan
     tables: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-        return self.logical.name
-
-    @property
-    def tensors(self) -> Sequence[TensorSpec]:
-        """Its tensors in order."""
-        return self.logical.tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors; the file takes less."""
-        return self.logical.nbytes
 
     @cached_property
     def _sizes(self) -> dict[str, tuple[int, int]]:
@@ -241,7 +223,7 @@ class CompressedPlan:
 
     @cached_property
     def _header(self) -> dict[str, Any]:
-        return {"header": self.logical.header, "blocks": {name: list(sizes) for name, sizes in self._sizes.items()}}
+        return {"header": self.header, "blocks": {name: list(sizes) for name, sizes in self._sizes.items()}}
 
     def _runs(self, tensor: TensorSpec, start: int) -> Iterator[Run]:
         return runs_of(start, tensor.nbytes, DTYPE_SIZES[tensor.dtype], *self._sizes[tensor.name])
@@ -267,14 +249,14 @@ class CompressedPlan:
     ) -> None:
         """Write the file, on all cores. Arguments and errors are those of :meth:`ShardPlan.write`."""
         text, data_start = make_head(self._header, self._num_blocks)
-        with NewFile(folder / self.name, check) as file:
+        with new_file(folder / self.name, check) as file:
             file.write(bytes(data_start))
             sizes = array("I")
             for coded, nbytes in self._coded(pieces):
                 file.write(coded)
                 sizes.append(len(coded))
                 progress(nbytes)
-            file.write_head(join_head(text, sizes, data_start))
+            write_at(file.fd, join_head(text, sizes, data_start), 0)
 
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each coded block, and the bytes of its contents."""
@@ -335,14 +317,17 @@ def worth_compressing(layout: ModelLayout, checkpoint: Checkpoint) -> dict[str, 
 
 def plan_files(
     groups: Sequence[Sequence[TensorSpec]], shrinking: Collection[str], layout: ModelLayout, shard_bytes: int
-) -> list[CompressedPlan | ShardPlan]:
+) -> list[ShardPlan]:
     """Divide tensors among the files of a compressed copy: what shrinks, and the rest, which mlx-lm may read."""
     metadata = {"format": "mlx"}
     small = [[tensor for tensor in group if tensor.name in shrinking] for group in groups]
     rest = [[tensor for tensor in group if tensor.name not in shrinking] for group in groups]
     tables = frozenset(record.name for unit in layout.embeddings for p in unit.large for record in p.records)
     coded = plan_shards(small, shard_bytes, metadata, COMPRESSED_NAME)
-    return [*(CompressedPlan(plan, tables) for plan in coded), *plan_shards(rest, shard_bytes, metadata, PLAIN_NAME)]
+    return [
+        *(CompressedPlan(plan.name, plan.tensors, metadata, tables=tables) for plan in coded),
+        *plan_shards(rest, shard_bytes, metadata, PLAIN_NAME),
+    ]
 
 
 SHARD_BYTES = 5 * 10**9
@@ -406,7 +391,7 @@ def pack(
         saved = sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items())
         if ratios and compress(1 - saved / checkpoint.nbytes):
             ratio = 1 - saved / checkpoint.nbytes
-            files = [*plan_files(_groups(units, checkpoint), ratios, layout, shard_bytes)]
+            files = plan_files(_groups(units, checkpoint), ratios, layout, shard_bytes)
     rewrite = Rewrite(target, files, checkpoint, state)
     with rewrite.locked(lambda: _refuse(rewrite.partial)):
         _check_unused(rewrite.partial)
@@ -462,11 +447,11 @@ def _groups(units: Sequence[UnitTensors], checkpoint: Checkpoint) -> list[list[T
     return [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
 
 
-def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[PlannedFile]:
+def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[ShardPlan]:
     groups = _groups(units, checkpoint)
     metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
     shards = plan_shards(groups, shard_bytes, metadata or None, "model-{number:05}-of-{count:05}.safetensors")
-    return [*shards] if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
+    return shards if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
 
 
 # --- the files -------------------------------------------------------------------------------------------------------

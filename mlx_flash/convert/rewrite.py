@@ -14,14 +14,14 @@ import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile, open_locked, rename_durably, write_at, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile, open_locked, rename_durably, write_atomically
 from mlx_flash.layout.fingerprint import State, state_of
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
@@ -69,7 +69,7 @@ def aligned_order(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
     return whole + sorted(odd, key=lambda tensor: DTYPE_SIZES[tensor.dtype], reverse=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardPlan:
     """A safetensors file to be written: its tensors in order, and the header's ``__metadata__``."""
 
@@ -142,7 +142,7 @@ class ShardPlan:
             WriteError: the system could not write it.
         """
         end = len(head := self.head)
-        with NewFile(folder / self.name, check) as file:
+        with new_file(folder / self.name, check) as file:
             file.write(head)
             for tensor in self.tensors:
                 for piece in pieces(tensor):
@@ -205,40 +205,22 @@ def _decoded_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memory
             yield piece
 
 
-class NewFile(AtomicFile):
-    """A file of a copy, which replaces an older one at the end of a block. An error leaves that, and nothing else.
+@contextmanager
+def new_file(path: Path, check: Callable[[], object]) -> Iterator[AtomicFile]:
+    """Yield a file of a copy, which replaces an older one at the end of a block. An error leaves that alone.
 
     Args:
         path: the file.
         check: called before the file gets its name.
 
     Raises:
-        WriteError: the system could not write it; every method raises it.
+        WriteError: the system could not write it.
     """
-
-    def __init__(self, path: Path, check: Callable[[], object]) -> None:
-        self._check = check
-        self._failure = f"cannot write {path}{PARTIAL_SUFFIX}"
-        with write_errors(self._failure):
-            super().__init__(path, mode=0o666, durable=True)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        with write_errors(self._failure):
-            super().write(data)
-
-    def write_head(self, head: bytes) -> None:
-        """Replace the first bytes."""
-        with write_errors(self._failure):
-            write_at(self.fd, head, 0)
-
-    def commit(self) -> None:
-        """Replace the old file by the new one."""
-        self._check()
-        with write_errors(self._failure):
-            os.fsync(self.fd)
-            drop_cached(self.fd, 0, self.nbytes)  # so that the next read comes from the disk
-            super().commit()
+    with write_errors(f"cannot write {path}{PARTIAL_SUFFIX}"), AtomicFile(path, mode=0o666, durable=True) as file:
+        yield file
+        check()
+        os.fsync(file.fd)
+        drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
 
 
 @contextmanager
@@ -246,6 +228,8 @@ def write_errors(what: str, otherwise: str = "then start it again") -> Iterator[
     """Turn the system's errors into a WriteError that begins with ``what``; ``otherwise`` ends its hint."""
     try:
         yield
+    except FlashError:
+        raise
     except OSError as error:
         hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check who may write there"
         raise WriteError(f"{what}: {error.strerror or error}. Hint: {hint}, {otherwise}.") from error
@@ -256,30 +240,6 @@ STATE_NAME = ".mlx-flash-pack.json"
 
 Progress = Callable[[int, int], object]
 """Called with (bytes done, bytes to do). Each byte counts twice: when it is written, and when it is read back."""
-
-
-class PlannedFile(Protocol):
-    """A file of a copy that is to be written, such as a :class:`ShardPlan`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-
-    @property
-    def tensors(self) -> Sequence[TensorSpec]:
-        """Its tensors in order."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-
-    def is_written(self, folder: Path) -> bool:
-        """Return True if the file is complete in a folder."""
-
-    def write(
-        self, folder: Path, pieces: Pieces, progress: Callable[[int], object], check: Callable[[], object]
-    ) -> None:
-        """Write the file, as :meth:`ShardPlan.write` does."""
 
 
 def plan_shards(
@@ -300,52 +260,6 @@ def plan_shards(
         size += nbytes
     names = (name.format(number=number, count=len(parts)) for number in range(1, len(parts) + 1))
     return [ShardPlan(name, aligned_order(part), metadata) for name, part in zip(names, parts, strict=True)]
-
-
-def _counting(total: int, progress: Progress | None) -> Callable[[int], None]:
-    """Return a function that counts bytes, and reports the sum of all calls."""
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    return count
-
-
-def check_written(
-    folder: Path, shards: Sequence[PlannedFile], checksums: Mapping[str, int], count: Callable[[int], object]
-) -> None:
-    """Open the files of a copy as those of a model, and compare all tensors with what was written.
-
-    A file that differs is removed, so that the next run writes it again.
-
-    Args:
-        folder: the copy.
-        shards: its files, and no others.
-        checksums: of the bytes of each tensor that were written, by name.
-        count: called with the bytes of each piece that was read.
-
-    Raises:
-        WriteError: there are other files, or a tensor has another name, type, shape, or other bytes.
-    """
-    found, planned = [path.name for path in weight_files(folder)], sorted(shard.name for shard in shards)
-    if found != planned:
-        raise WriteError(f"{folder} holds the weights {found}, but {planned} were written. Hint: start it again.")
-    for shard in shards:
-        path = folder / shard.name
-        written = {(tensor.name, tensor.dtype, tensor.shape, checksums[tensor.name]) for tensor in shard.tensors}
-        try:
-            if wrong := written ^ {*_read_back(path, count)}:
-                raise WriteError(
-                    f"{min(wrong)[0]!r} in {path} is not what was written. "
-                    "Hint: check disk and memory of this machine, then start it again."
-                )
-        except FlashError:
-            path.unlink(missing_ok=True)
-            raise
 
 
 def _read_back(path: Path, count: Callable[[int], object]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
@@ -374,7 +288,7 @@ class Rewrite:
     def __init__(
         self,
         target: Path,
-        shards: Sequence[PlannedFile],
+        shards: Sequence[ShardPlan],
         checkpoint: Checkpoint,
         state: State,
         mode: int = 0o777,
@@ -387,6 +301,8 @@ class Rewrite:
         self._checksums: dict[str, int] = {}
         self._mode, self._hint = mode, hint
         self._is_renamed = False
+        self._progress: Progress | None = None
+        self._done = 0
 
     @contextmanager
     def locked(self, busy: Callable[[], object]) -> Iterator[None]:
@@ -440,7 +356,7 @@ class Rewrite:
             write_atomically(note, text, mode=0o666, durable=True)
 
     @property
-    def missing(self) -> list[PlannedFile]:
+    def missing(self) -> list[ShardPlan]:
         """Shards that are not complete yet."""
         return [shard for shard in self.shards if not shard.is_written(self.partial)]
 
@@ -458,7 +374,7 @@ class Rewrite:
                 yield piece
                 del piece  # or its array stays while the next one is computed
 
-        self._count = _counting(2 * self.nbytes, progress)
+        self._progress, self._done = progress, 0
         self._count(self.nbytes - self.missing_bytes)
         for shard in self.missing:
             self._checksums.update((tensor.name, 0) for tensor in shard.tensors)
@@ -471,9 +387,36 @@ class Rewrite:
                 f"the files of {self._checkpoint.directory} changed while they were copied. Hint: start it again."
             )
 
+    def _count(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, 2 * self.nbytes)
+
     def finish(self) -> None:
-        """Check what was written, and give the folder its name."""
-        check_written(self.partial, self.shards, self._checksums, self._count)
+        """Check what was written, and give the folder its name.
+
+        A file that is read back otherwise is removed, so that the next run writes it again.
+
+        Raises:
+            WriteError: there are other files, or a tensor has another name, type, shape, or other bytes.
+        """
+        found, planned = [path.name for path in weight_files(self.partial)], sorted(shard.name for shard in self.shards)
+        if found != planned:
+            raise WriteError(
+                f"{self.partial} holds the weights {found}, but {planned} were written. Hint: start it again."
+            )
+        for shard in self.shards:
+            path = self.partial / shard.name
+            written = {(*tensor, self._checksums[tensor.name]) for tensor in shard.tensors}
+            try:
+                if wrong := written ^ {*_read_back(path, self._count)}:
+                    raise WriteError(
+                        f"{min(wrong)[0]!r} in {path} is not what was written. "
+                        "Hint: check disk and memory of this machine, then start it again."
+                    )
+            except FlashError:
+                path.unlink(missing_ok=True)
+                raise
         with write_errors(f"cannot rename {self.partial} to {self.target}", self._hint):
             rename_durably(self.partial, self.target)
             self._is_renamed = True

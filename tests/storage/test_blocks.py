@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fakedriver import FakeDriver
 from mlx_flash.convert.pack import CompressedPlan
-from mlx_flash.convert.rewrite import ShardPlan, TensorSpec, cut
+from mlx_flash.convert.rewrite import TensorSpec, cut
 from mlx_flash.errors import ConfigError, HeaderError, ReadError, TruncatedFileError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import codec
@@ -137,7 +137,7 @@ def contents() -> dict[str, bytes]:
 @pytest.fixture
 def shard(tmp_path: Path, contents: dict[str, bytes]) -> Shard:
     """Three tensors in a compressed file."""
-    plan = CompressedPlan(ShardPlan("compressed-00001-of-00001.flash", SPECS, {"format": "mlx"}))
+    plan = CompressedPlan("compressed-00001-of-00001.flash", SPECS, {"format": "mlx"})
     plan.write(tmp_path, lambda spec: cut(memoryview(contents[spec.name])))
     assert plan.is_written(tmp_path)
     return read_shard(tmp_path / plan.name)

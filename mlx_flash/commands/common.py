@@ -41,7 +41,6 @@ class Status:
     def __init__(self, words: str, is_shown: bool = True) -> None:
         self._words = self._activity = words
         self._began = time.monotonic()
-        self._is_stopping: Callable[[], bool] = lambda: False
         self._spinner = Spinner("line")
         console = Console(file=sys.stderr, highlight=False)
         options = {"refresh_per_second": 8, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
@@ -55,10 +54,6 @@ class Status:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def watch(self, is_stopping: Callable[[], bool]) -> None:
-        """Show that the activity is about to stop, once a function says so. A thread calls it."""
-        self._is_stopping = is_stopping
 
     def show_bytes(self, done: int, total: int) -> None:
         """Show how many bytes are done. A ``progress`` of ``load()``."""
@@ -83,7 +78,6 @@ class Status:
     def _render(self) -> RenderableType:
         seconds = time.monotonic() - self._began
         clock = f" ({seconds:.0f} s)" if seconds >= _SECONDS_BEFORE_CLOCK else ""
-        clock += "; stopping" if self._is_stopping() else ""
         self._spinner.update(text=Text(self._words + clock, no_wrap=True, overflow="ellipsis"))
         return self._spinner
 

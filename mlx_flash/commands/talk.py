@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -100,73 +99,37 @@ def alarm(seconds: float | None, action: Callable[[], None]) -> Iterator[None]:
 
 
 class AnswerStoppedError(Exception):
-    """The user stopped an answer before its first token."""
+    """The user stopped an answer."""
 
 
-class Interrupts:
-    """A context in which the first Ctrl-C only sets a flag, so that no forward pass breaks off halfway.
+@contextmanager
+def stoppable() -> Iterator[Callable[..., None]]:
+    """Let the first Ctrl-C in a block end an answer after the pass under way, and the second one the program.
 
-    Python calls a handler once for all signals that come during one operation of MLX. So signals are counted in a pipe
-    that they are written to as they come. A process that ignores SIGINT, as background jobs do, goes on ignoring it.
-
-    Attributes:
-        stopped: the user pressed Ctrl-C.
+    Yield a function that raises AnswerStoppedError once Ctrl-C was pressed. A process that ignores SIGINT, as
+    background jobs do, goes on ignoring it.
     """
+    pressed: list[int] = []
 
-    def __init__(self) -> None:
-        self.stopped = False
-        self._count = 0
-        self._old: Any = None
-        self._old_fd = -1
-        self._pipe: tuple[int, int] | None = None
-
-    def __enter__(self) -> Interrupts:
-        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if threading.current_thread() is threading.main_thread() and not is_ignored:
-            self._pipe = os.pipe()
-            for fd in self._pipe:
-                os.set_blocking(fd, False)
-            self._old_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._old = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pipe is not None:
-            signal.signal(signal.SIGINT, self._old)
-            signal.set_wakeup_fd(self._old_fd)
-            for fd in self._pipe:
-                os.close(fd)
-            self._pipe = None
-
-    @property
-    def is_pressed(self) -> bool:
-        """True once the user pressed Ctrl-C, even while an operation of MLX keeps Python from calling the handler."""
-        return self.stopped or (self._pipe is not None and bool(select.select([self._pipe[0]], [], [], 0)[0]))
-
-    def check(self, done: int, total: int) -> None:
-        """End the prompt's computation after Ctrl-C. A ``prompt_progress_callback`` of mlx-lm.
-
-        Raises:
-            AnswerStoppedError: the user pressed Ctrl-C.
-        """
-        if self.stopped:
-            raise AnswerStoppedError
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._count += self._num_written()
-        if self.stopped or self._count > 1:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if pressed:
             raise KeyboardInterrupt
-        self.stopped = True
+        pressed.append(number)
         os.write(_STDERR, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
 
-    def _num_written(self) -> int:
-        """Return how often SIGINT came since the last look."""
-        if self._pipe is None:
-            return 0
-        try:
-            return os.read(self._pipe[0], 4096).count(signal.SIGINT)
-        except BlockingIOError:
-            return 0
+    def check(*_: object) -> None:
+        if pressed:
+            raise AnswerStoppedError
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 INFO = """
@@ -418,14 +381,17 @@ class Talk:
         if self._conversation.model is None and self._reopen is not None:
             self._conversation.bind(*self._reopen())
         recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
-        with Interrupts() as interrupts, Status("computing the prompt", self._is_terminal) as status:
-            status.watch(lambda: interrupts.is_pressed)
+        with stoppable() as check, Status("computing the prompt", self._is_terminal) as status:
 
             def report(done: int, total: int) -> None:
-                interrupts.check(done, total)
+                check()
                 status.show(done, total)
 
-            pieces = self._conversation.answer(text, report, recorder.add, lambda: interrupts.stopped)
+            def add(response: Any) -> None:
+                recorder.add(response)
+                check()
+
+            pieces = self._conversation.answer(text, report, add)
             try:
                 with closing(pieces):
                     for piece in pieces:
@@ -433,7 +399,7 @@ class Talk:
                         shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
                         print(shown, end="", file=self._out, flush=True)
             except AnswerStoppedError:
-                pass  # stopped before the first token
+                pass  # what was said stays
         print(file=self._out, flush=True)
         if self._keeps:
             try:

@@ -24,7 +24,6 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
 Progress = Callable[[int, int], None]
 Listener = Callable[[Any], None]
-Question = Callable[[], bool]
 
 DEFAULT_REPEAT_LAST_N = 64
 """Ollama's."""
@@ -112,7 +111,6 @@ class Conversation:
         text: str,
         on_progress: Progress | None = None,
         on_response: Listener | None = None,
-        is_stopped: Question = lambda: False,
     ) -> Generator[str, None, None]:
         """Yield the model's answer to a message, piece by piece.
 
@@ -121,8 +119,7 @@ class Conversation:
         Args:
             text: the user's message.
             on_progress: called with the prompt tokens done and to do. What it raises ends the answer.
-            on_response: called with each response of ``mlx_lm.stream_generate``.
-            is_stopped: asked after each token; True ends the answer, and no further pass begins.
+            on_response: called with each response of ``mlx_lm.stream_generate``. What it raises ends the answer.
 
         Raises:
             ConfigError: the conversation has no tokens.
@@ -133,7 +130,7 @@ class Conversation:
             prompt = self._encode()
             rest = self._trim(prompt)
             self.num_new_tokens = len(rest)
-            pieces = self._generate(prompt, rest, on_progress, on_response, is_stopped)
+            pieces = self._generate(prompt, rest, on_progress, on_response)
             for piece in cut_at(pieces, self.modelfile.stop):
                 said += piece
                 yield piece
@@ -186,7 +183,6 @@ class Conversation:
         rest: list[int],
         on_progress: Progress | None,
         on_response: Listener | None,
-        is_stopped: Question,
     ) -> Iterator[str]:
         parameters = self.modelfile.parameters
         if parameters.seed is not None:
@@ -206,11 +202,9 @@ class Conversation:
             for response in responses:
                 self.finish_reason = response.finish_reason
                 self._cached.append(response.token)
+                yield response.text
                 if on_response is not None:
                     on_response(response)
-                yield response.text
-                if is_stopped():
-                    break
         finally:
             responses.close()
             self._agree_with_cache()

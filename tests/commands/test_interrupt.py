@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ import pytest
 
 from mlx_flash.commands import dispatch
 from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
-from mlx_flash.commands.talk import AnswerStoppedError, Interrupts
+from mlx_flash.commands.talk import AnswerStoppedError, stoppable
 from terminals import ROOT, Shell
 
 TINY = ROOT / "examples" / "pair" / "draft"
@@ -59,31 +58,14 @@ def _handled_sigint() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_handled_sigint")
 def test_the_first_ctrl_c_sets_a_flag_and_the_second_ends_the_program() -> None:
-    with Interrupts() as interrupts:
-        interrupts.check(0, 10)
+    with stoppable() as check:
+        check(0, 10)
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.stopped
         with pytest.raises(AnswerStoppedError):
-            interrupts.check(5, 10)
+            check(5, 10)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.usefixtures("_handled_sigint")
-def test_interrupts_during_one_operation_are_counted() -> None:
-    """Python calls a handler once for all signals that came meanwhile."""
-
-    def press_twice() -> None:
-        for _ in range(2):
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with Interrupts(), pytest.raises(KeyboardInterrupt):
-        fingers = threading.Thread(target=press_twice)
-        fingers.start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # longer than both
-        fingers.join()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.2, 0.4, 0.8])

@@ -189,15 +189,15 @@ def test_a_stopped_answer_begins_no_further_pass(model_dir: Path) -> None:
         (answer,) = ["".join(Conversation(model, tokenizer, described).answer("Hello"))]
         held = replace(described, stop=(answer[:3] + "never",))
         passes: list[int] = []
-        conversation = Conversation(model, tokenizer, held)
-        text = "".join(
-            conversation.answer(
-                "Hello",
-                on_response=lambda response: passes.append(model.counters.num_passes),
-                is_stopped=lambda: len(passes) == 1,
-            )
-        )
-        assert len(passes) == 1 and answer.startswith(text)
+
+        def stop(response: object) -> None:
+            passes.append(model.counters.num_passes)
+            raise AnswerStoppedError
+
+        conversation, said = Conversation(model, tokenizer, held), list[str]()
+        with pytest.raises(AnswerStoppedError):
+            said.extend(conversation.answer("Hello", on_response=stop))
+        assert len(passes) == 1 and answer.startswith("".join(said))
         assert model.counters.num_passes == passes[0]
 
 

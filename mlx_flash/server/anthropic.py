@@ -362,6 +362,10 @@ async def count_tokens(service: Service, request: Request, body: CountRequest) -
     return JSONResponse({"input_tokens": whole.end.num_prompt})
 
 
+SIGNATURE = "unsigned"
+"""The signature of reasoning. Clients send back only reasoning that has one."""
+
+
 def _head(body: MessagesRequest) -> dict[str, Any]:
     return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
 
@@ -369,7 +373,7 @@ def _head(body: MessagesRequest) -> dict[str, Any]:
 def _blocks(whole: Whole) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if whole.reasoning:
-        found.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
+        found.append({"type": "thinking", "thinking": whole.reasoning, "signature": SIGNATURE})
     if whole.text:
         found.append({"type": "text", "text": whole.text})
     return found + [{**_call(call), "input": call.arguments} for call in whole.calls]
@@ -457,7 +461,9 @@ class _Writer(Writer):
         return sent({"type": "content_block_delta", "index": self._number, "delta": delta})
 
     def _stop(self) -> Iterator[bytes]:
-        """Yield the event that ends the last block, if it is open."""
+        """Yield the events that end the last block, if it is open."""
+        if self._kind == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         if self._kind is not None:
             yield sent({"type": "content_block_stop", "index": self._number})
             self._number += 1

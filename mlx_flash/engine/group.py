@@ -15,7 +15,7 @@ from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import snapshot, trimmable
+from mlx_flash.kv.checkpoints import snapshot
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.ranks import Chain, is_elsewhere
@@ -36,18 +36,16 @@ class _LaneRun:
         observer: gets the entries of the cache between the calls.
 
     Attributes:
-        can_undo, can_repeat: whether the cache can be put back after calls in order, and after any others.
+        can_repeat: whether the cache can be put back after calls that were in no order.
     """
 
     def __init__(self, calls: Sequence[ForwardCall], is_proven: bool, observer: Observer | None) -> None:
         self.cache = calls[0].cache or ()
-        self.can_undo = trimmable(self.cache) is not None
         self.can_repeat = False
         self.views = None
         self.calls = list(calls)
         if len(calls) > 1:
             lengths, checkpoints = [call.length for call in calls], calls[0].checkpoints
-            self.can_undo |= checkpoints is not None
             self.can_repeat = checkpoints is not None or (not is_proven and snapshot(self.cache) is not None)
             self.views = CacheViews(self.cache, lengths, observer if checkpoints is None else checkpoints)
             self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
@@ -125,8 +123,6 @@ class CallGroup:
         """Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
 
         ``compute`` has what computes the calls of each lane, ``observers`` what gets its cache between them.
-        Progress is told if all caches can be put back. What it raises ends the pass.
-
         Raises:
             ReadError: weights could not be read. The caller puts the caches back.
             PeerError: the ranks were called differently, or one was lost.
@@ -147,12 +143,11 @@ class CallGroup:
         made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
         places = [(lane, index) for lane in made for index in range(len(lane.calls))]
         num_units = max(1, len(self._engine.stream.units))
-        can_undo = all(lane.can_undo for lane in made)
         lockstep = Lockstep(
             self._engine.stream,
             before=lambda number: self._before(*places[number]),
             after=lambda number: _after(*places[number]),
-            progress=lambda done: progress(min(1.0, done / num_units)) if can_undo else None,
+            progress=lambda done: progress(min(1.0, done / num_units)),
             agree=self._agree,
             num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
         )

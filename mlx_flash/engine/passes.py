@@ -21,7 +21,6 @@ from mlx_flash.engine.row import Row, teller
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.engine.undo import broken
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
@@ -78,7 +77,7 @@ class Passes:
         lifted = list[Owed]()
         try:
             for row in rows:
-                row.error = row.error or broken(row.whole.cache) or _unpaid(row)
+                row.error = row.error or _unpaid(row)
                 lifted += [row.owed] if row.owed is not None and row.error is None else []
             waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
             if self._kv is not None:  # parked between two tokens, a row would be copied for each of them
@@ -139,7 +138,7 @@ class Passes:
         """Undo the rows of a pass after an exception. Where that cannot be, an interrupt does not end the pass."""
         self._undo = undo
         try:
-            with nullcontext() if all(row.can_be_put_back for row in undo) else enginethread.whole():
+            with nullcontext() if all(row.put_back is not None for row in undo) else enginethread.whole():
                 yield
         except BaseException:
             for each in self._undo.values():

@@ -15,7 +15,8 @@ from mlx_flash import enginethread
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.undo import breaks, undo_of
+from mlx_flash.engine.undo import break_cache, undo_of
+from mlx_flash.kv.checkpoints import PutBack
 from mlx_flash.kv.owed import Debt, Owed
 
 
@@ -32,11 +33,11 @@ class Row:
 
     Attributes:
         report: called with (tokens done, tokens to do), if given, in the thread that waits for the pass; during a pass
-            if the row is alone in it, and the cache can be put back. What it raises ends the pass.
+            if the row is alone in it. What it raises ends the pass, where the cache can be put back.
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
-        put_back: makes the prompt cache as it was before the last pass.
+        put_back: makes the prompt cache as it was before the last pass; None if nothing can.
         was_sought: whether the prefix cache was asked for the parts that are left.
         num_restored: tokens that came from it.
     """
@@ -50,7 +51,7 @@ class Row:
     left: deque[ForwardCall] = field(init=False)
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    put_back: Callable[[], None] = lambda: None
+    put_back: PutBack | None = None
     was_sought: bool = False
     num_restored: int = 0
 
@@ -133,7 +134,7 @@ class Row:
         debt = None if self.owed is None else self.owed.debt
 
         def undo() -> None:
-            put_back()
+            put_back() if put_back is not None else break_cache(self.whole.cache or ())
             if self.owed is not None:
                 self.owed.debt, self.owed.found = debt, None
             self.left, self.num_restored, self.error = deque(left), num_restored, error
@@ -153,11 +154,6 @@ class Row:
             self.owed.debt = None
         checkpoints.take_back(number)
         del self.outputs[number:]
-
-    @property
-    def can_be_put_back(self) -> bool:
-        """False if an error in the pass would make the prompt cache refuse every use."""
-        return not breaks(self.put_back)
 
     @property
     def num_left(self) -> int:

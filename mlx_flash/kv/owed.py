@@ -34,7 +34,7 @@ class Debt(NamedTuple):
 
     Attributes:
         difference: tokens that it lacks; negative if it has guesses that nobody has asked for.
-        settle: has a pass compute them, or takes the guesses back.
+        settle: has a pass compute them, takes the guesses back, or raises why that cannot be.
         token: the token that it lacks, if a call of the model may begin with it.
     """
 
@@ -76,8 +76,10 @@ class Owed(Opaque):
 
     def _put(self) -> None:
         for entry in self._entries:
-            vars(entry)[OWED] = self
-            entry.__class__ = _saying(cast(Hashable, own_kind(type(entry))))
+            other = _owed_of(entry)
+            if other is None or other.debt is None:  # else it refuses every use
+                vars(entry)[OWED] = self
+                entry.__class__ = _saying(cast(Hashable, own_kind(type(entry))))
 
     def lift(self) -> None:
         """Give the entries their own classes, for the pass that makes them right.

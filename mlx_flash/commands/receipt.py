@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,16 +17,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.commands.report import Json
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
+from mlx_flash.convert.rewrite import copy_buffer, read_pieces
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import CheckpointError, ReadError
-from mlx_flash.layout.parts import ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import own_class
-from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.model import FlashLLM
-from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import DecodedFile
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 
 _CHUNK_BYTES = 4 << 20
 
@@ -46,8 +44,7 @@ class ByteCheck:
     def __init__(self) -> None:
         self.nbytes = 0
         self.wrong: dict[str, str] = {}
-        self._fds: dict[Path, int] = {}
-        self._decoded: dict[Path, DecodedFile] = {}
+        self._buffer = copy_buffer()
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
@@ -76,15 +73,6 @@ class ByteCheck:
             for expert in np.flatnonzero(pool.ready(number)):
                 self.segments(*pool.reads((number, int(expert))))
 
-    def close(self) -> None:
-        """Close the files."""
-        for fd in self._fds.values():
-            os.close(fd)
-        for file in self._decoded.values():
-            file.close()
-        self._fds.clear()
-        self._decoded.clear()
-
     def segments(self, segments: Sequence[Segment], memory: memoryview) -> None:
         """Compare a buffer with the parts of files that were read into it."""
         for segment in segments:
@@ -102,43 +90,26 @@ class ByteCheck:
             start += record.nbytes
 
     def _compare(self, name: str, path: Path, offset: int, memory: memoryview) -> None:
-        for start in range(0, len(memory), _CHUNK_BYTES):
-            part = np.frombuffer(memory[start : start + _CHUNK_BYTES], np.uint8)
-            expected = np.frombuffer(self._read(name, path, offset + start, len(part)), np.uint8)
-            if not np.array_equal(part, expected):
-                at = int(np.flatnonzero(part != expected)[0]) if len(part) == len(expected) else len(expected)
-                self.wrong.setdefault(name, f"byte {start + at} of '{name}' in {path.name}")
+        record = TensorRecord(name, "U8", (len(memory),), Extent(path, offset, len(memory)))
+        start = 0
+        for piece in read_pieces(record, self._buffer):
+            found, expected = (
+                np.frombuffer(bytes_, np.uint8) for bytes_ in (memory[start : start + len(piece)], piece)
+            )
+            if not np.array_equal(found, expected):
+                at = start + int(np.flatnonzero(found != expected)[0])
+                self.wrong.setdefault(name, f"byte {at} of '{name}' in {path.name}")
+            start += len(piece)
         self.nbytes += len(memory)
-
-    def _read(self, name: str, path: Path, offset: int, nbytes: int) -> bytes | bytearray:
-        """Read some bytes of a tensor again."""
-        if path.suffix == COMPRESSED_SUFFIX:
-            if path not in self._decoded:
-                self._decoded[path] = DecodedFile(path)
-            found = bytearray(nbytes)
-            self._decoded[path].read(name, offset, memoryview(found))
-            return found
-        fd = self._fds.get(path)
-        if fd is None:
-            fd = self._fds[path] = open_buffered(path)
-        try:
-            return os.pread(fd, nbytes, offset)
-        except OSError as error:
-            raise ReadError(
-                f"cannot read '{name}' again at offset {offset} of {path}: {error.strerror}. Hint: check the disk."
-            ) from error
-        finally:
-            drop_cached(fd, offset, nbytes)
 
 
 @contextmanager
 def checked_bytes(engine: Engine, layout: ModelLayout) -> Iterator[tuple[ByteCheck, Json]]:
     """Compare the weights that a model computes with in a block. Yield the check, and what it counts, at the end."""
     check, numbers = ByteCheck(), Json()
-    with closing(check):
-        with check.watching(engine):
-            yield check, numbers
-        check.resident(engine, layout)
+    with check.watching(engine):
+        yield check, numbers
+    check.resident(engine, layout)
     numbers["bytes_read"] = engine.reader.stats.nbytes
     numbers["bytes_compared"] = check.nbytes
     numbers["wrong_bytes"] = list(check.wrong.values())
@@ -167,47 +138,25 @@ class Call:
     layers: dict[str, str]
 
 
-@dataclass(slots=True)
-class Trace:
-    """The calls of one generation.
+def call_of(
+    model: Any, tokens: list[int], cache: list[Any], layers: dict[str, nn.Module], then: Notice, *, is_prompt: bool
+) -> tuple[Call, int]:
+    """Call a model. Return the digests, and the most likely token after it; of a part of a prompt, 0.
 
-    Attributes:
-        calls: in order.
-        next_token: the most likely token after the last one.
+    Args:
+        model: what to call.
+        tokens: for the call.
+        cache: the prompt cache.
+        layers: modules whose outputs get a digest, by name.
+        then: called after each of them.
+        is_prompt: drop the logits.
     """
-
-    calls: list[Call] = field(default_factory=list)
-    next_token: int = 0
-
-    def add(
-        self,
-        model: Any,
-        tokens: list[int],
-        cache: list[Any],
-        layers: dict[str, nn.Module],
-        then: Notice,
-        *,
-        is_prompt: bool,
-    ) -> None:
-        """Call a model, and add the digests.
-
-        Args:
-            model: what to call.
-            tokens: for the call.
-            cache: the prompt cache.
-            layers: modules whose outputs get a digest, by name.
-            then: called after each of them.
-            is_prompt: drop the logits.
-        """
-        logits_digest = ""
-        with digests_of(layers, then) as digests:
-            if is_prompt:
-                model(mx.array([tokens]), cache=cache)
-            else:
-                logits = model(mx.array([tokens]), cache=cache)
-                logits_digest, self.next_token = digest_of(logits), cast(int, mx.argmax(logits[0, -1]).item())
-            mx.eval(arrays_in(cache))
-        self.calls.append(Call(tokens, logits_digest, digests))
+    with digests_of(layers, then) as digests:
+        logits = model(mx.array([tokens]), cache=cache)
+        digest, token = ("", 0) if is_prompt else (digest_of(logits), cast(int, mx.argmax(logits[0, -1]).item()))
+        del logits  # of a prompt they are never computed
+        mx.eval(arrays_in(cache))
+    return Call(tokens, digest, digests), token
 
 
 @contextmanager
@@ -279,7 +228,7 @@ def digest_of(*arrays: mx.array, before: str = "") -> str:
     return found.hexdigest()[:32]
 
 
-def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, report: Report) -> Trace:
+def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, report: Report) -> list[Call]:
     """Compute a prompt and further tokens, streamed.
 
     Args:
@@ -290,58 +239,76 @@ def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, repo
     """
     model.start()
     layers = {unit.name: unit.module for unit in model.layout.layers}
-    step = model.plan.prefill_step_size
-    head = prompt[:-1]
+    step, head, token = model.plan.prefill_step_size, prompt[:-1], prompt[-1]
     chunks = [list(head[i : i + step]) for i in range(0, len(head), step)]
-    cache, found, total = make_prompt_cache(model), Trace(next_token=prompt[-1]), len(chunks) + num_tokens
+    cache, calls, total = make_prompt_cache(model), list[Call](), len(chunks) + num_tokens
     for i in range(total):
         is_prompt = i < len(chunks)
-        tokens = chunks[i] if is_prompt else [found.next_token]
-        found.add(model, tokens, cache, layers, lambda *_: None, is_prompt=is_prompt)
+        tokens = chunks[i] if is_prompt else [token]
+        call, following = call_of(model, tokens, cache, layers, keep, is_prompt=is_prompt)
+        token = token if is_prompt else following
+        calls.append(call)
         report(i + 1, total)
-    return found
+    return calls
 
 
-def reference_trace(path: Path, layout: ModelLayout, calls: Sequence[Call], *, resident: bool, report: Report) -> Trace:
+def reference_trace(
+    path: Path, layout: ModelLayout, calls: Sequence[Call], *, resident: bool, report: Report
+) -> list[Call]:
     """Repeat calls by mlx-lm alone, which reads the weights itself.
 
     Args:
         path: the model directory.
         layout: of the streamed model, for the names of its layers.
         calls: to repeat, with their tokens.
-        resident: keep the whole model in memory. Otherwise each layer is loaded when it is called and dropped after it.
+        resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
         report: progress.
     """
-    found, cache, model = Trace(), None, None
+    reference, found = Reference(lambda lazy: current_load_model()(path, lazy=lazy)[0], layout.layers, resident), []
+    cache = make_prompt_cache(reference.model)
     for i, call in enumerate(calls):
-        if model is None or not resident:
-            model = None  # before the next one is made
-            model = current_load_model()(path, lazy=not resident)[0]
-        cache = make_prompt_cache(model) if cache is None else cache
-        modules = dict(model.named_modules())
-        layers = {unit.name: modules[unit.name] for unit in layout.layers}
-        then = (lambda *_: None) if resident else _dropper(model, layers, layout.layers)
-        found.add(model, call.tokens, cache, layers, then, is_prompt=not call.logits)
+        is_prompt = not call.logits
+        again, _ = call_of(reference.model, call.tokens, cache, reference.layers, reference.then, is_prompt=is_prompt)
+        found.append(again)
         report(i + 1, len(calls))
     return found
 
 
-def _dropper(model: nn.Module, layers: dict[str, nn.Module], units: Sequence[Unit]) -> Notice:
-    """Return what frees a layer's weights after its call. A layer that the model has several times keeps them."""
-    times = Counter(id(layer) for layer in model.layers)
-    large = {id(layers[unit.name]): {parameter.name for parameter in unit.large} for unit in units}
-    names = {id(layers[unit.name]): unit.name for unit in units}
+def keep(module: nn.Module, result: Any) -> None:
+    """Leave a layer as it is."""
 
-    def drop(module: nn.Module, _: Any) -> None:
-        if times[id(module)] > 1:
-            return
-        for name, part in module.named_modules():
-            prefix = ".".join(filter(None, (names[id(module)], name)))
-            for key in [key for key in part if f"{prefix}.{key}" in large[id(module)]]:
-                dict.__setitem__(part, key, mx.zeros((0,)))  # another use of it fails
+
+class Reference:
+    """A model of mlx-lm or mlx-vlm alone, whole in memory or with one layer at a time.
+
+    Args:
+        load: loads it, lazily or not.
+        units: the layers of the streamed model.
+        resident: keep all weights. Otherwise those of a layer are loaded again after each call, lazily, so that those
+            in memory leave.
+
+    Attributes:
+        model: the model.
+        layers: its layers, by name.
+        then: to be called after each call of a layer.
+    """
+
+    def __init__(self, load: Callable[[bool], nn.Module], units: Sequence[Unit], resident: bool) -> None:
+        self._load = load
+        self.model = load(not resident)
+        self._modules = dict(self.model.named_modules())
+        self.layers = {unit.name: self._modules[unit.name] for unit in units}
+        self._units = {id(self.layers[unit.name]): unit for unit in units}
+        self._fresh: dict[str, nn.Module] = {}
+        self.then: Notice = keep if resident else self._renew
+
+    def _renew(self, module: nn.Module, result: Any) -> None:
+        for parameter in self._units[id(module)].large:
+            name, _, key = parameter.name.rpartition(".")
+            if key not in self._fresh.get(name, {}):  # taken before
+                self._fresh = dict(self._load(True).named_modules())
+            bind(self._modules[name], key, dict.pop(self._fresh[name], key))
         mx.clear_cache()
-
-    return drop
 
 
 def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | None:

@@ -8,15 +8,14 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.commands.common import Status
-from mlx_flash.commands.receipt import Call, Notice, Report, checked_bytes, digest_of, digests_of
+from mlx_flash.commands.receipt import Call, Notice, Reference, Report, checked_bytes, digest_of, digests_of, keep
 from mlx_flash.commands.report import Json
 from mlx_flash.commands.vision import seeing
 from mlx_flash.compat.vlm import current_vlm_load_model
-from mlx_flash.layout.parts import ModelLayout, Unit, bind
+from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.vision.flashvlm import FlashVLM
 from mlx_flash.vision.pictures import PicturePrompt, make_prompt, sample_picture, steps
@@ -42,7 +41,7 @@ def stream_seeing(
         model.start()
         layers = {unit.name: unit.module for unit in _watched(model.layout)}
         with checked_bytes(model.engine, model.layout) as (check, numbers), model.towers.before_release(check.segments):
-            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, _keep, status.show)
+            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, keep, status.show)
         return model.plan, model.layout, calls, numbers, prompt
 
 
@@ -67,19 +66,12 @@ def reference_seeing(
         resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
         report: progress.
     """
-    model = current_vlm_load_model()(path, lazy=not resident)
-    modules = dict(model.named_modules())
-    layers = {unit.name: modules[unit.name] for unit in _watched(layout)}
-    then = _keep if resident else _Renewed(path, modules, _watched(layout)).renew
-    return _trace(model, prompt, len(calls), step, layers, then, report)
+    reference = Reference(lambda lazy: current_vlm_load_model()(path, lazy=lazy), _watched(layout), resident)
+    return _trace(reference.model, prompt, len(calls), step, reference.layers, reference.then, report)
 
 
 def _watched(layout: ModelLayout) -> list[Unit]:
     return [*layout.towers, *layout.layers]
-
-
-def _keep(module: nn.Module, result: Any) -> None:
-    """Leave a layer as it is."""
 
 
 def _trace(
@@ -110,31 +102,6 @@ def _trace(
             given = [token]
             report(len(calls), num_tokens)
     return calls
-
-
-class _Renewed:
-    """Layers whose weights are loaded again after each call, lazily, so that those in memory leave.
-
-    Args:
-        path: the model directory.
-        modules: of the model, by name.
-        units: the layers.
-    """
-
-    def __init__(self, path: Path, modules: dict[str, nn.Module], units: Sequence[Unit]) -> None:
-        self._path = path
-        self._modules = modules
-        self._units = {id(modules[unit.name]): unit for unit in units}
-        self._fresh: dict[str, nn.Module] = {}
-
-    def renew(self, module: nn.Module, result: Any) -> None:
-        """Load the weights of a layer again after its call."""
-        for parameter in self._units[id(module)].large:
-            name, _, key = parameter.name.rpartition(".")
-            if key not in self._fresh.get(name, {}):  # taken before
-                self._fresh = dict(current_vlm_load_model()(self._path, lazy=True).named_modules())
-            bind(self._modules[name], key, dict.pop(self._fresh[name], key))
-        mx.clear_cache()
 
 
 def tokens_after(model: FlashVLM, prompt: PicturePrompt, num_tokens: int) -> Iterator[int]:

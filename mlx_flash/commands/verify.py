@@ -85,7 +85,7 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     with _stock_copy(path) as stock, Status(library, args.verbose) as status:
         again: dict[str, Any] = {"resident": resident, "report": status.show}
         if prompt is None:
-            expected = reference_trace(stock, layout, calls, **again).calls
+            expected = reference_trace(stock, layout, calls, **again)
         else:
             expected = reference_seeing(stock, layout, prompt, calls, plan.prefill_step_size, **again)
     if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
@@ -131,7 +131,7 @@ def _stream(
         assert model.engine is not None
         with checked_bytes(model.engine, model.layout) as (_, numbers):
             found = streamed_trace(model, prompt, args.max_tokens, status.show)
-        return model.plan, model.layout, found.calls, numbers
+        return model.plan, model.layout, found, numbers
 
 
 def differences(earlier: Json, receipt: Json, path: Path) -> list[str]:
@@ -197,16 +197,8 @@ def _check_place(path: Path) -> None:
     Raises:
         WriteError: no file can be written there.
     """
-    folder = path.parent
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not folder.is_dir():
-        reason = f"{folder} is no folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"no files can be made in {folder}"
-    else:
-        return
-    raise WriteError(f"cannot write the receipt {path}: {reason}. Hint: --json prints it; set another file.")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        raise WriteError(f"cannot write the receipt {path}: its folder takes no such file. Hint: set another file.")
 
 
 def save_receipt(path: Path, receipt: Json) -> None:

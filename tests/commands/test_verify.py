@@ -19,6 +19,7 @@ from mlx_flash.commands import verify as command
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.receipt import Call, file_digests, reference_trace, watching
 from mlx_flash.commands.verify import EXIT_DIFFERS, verify
+from mlx_flash.convert import rewrite
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.streaming import layers
@@ -211,9 +212,9 @@ def test_files_that_cannot_be_read_again_are_named(
     def broken(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(rewrite, "open_buffered", broken)
     with pytest.raises(
-        ReadError, match=r"'model\..*' again at offset \d+ of .*safetensors: Input/output error\. Hint: "
+        ReadError, match=r"'model\..*' \(\d+ bytes at offset \d+\) in .*safetensors: Input/output error\. Hint: "
     ):
         verified(folder("llama"))
     real = Path.open

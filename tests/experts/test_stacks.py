@@ -86,7 +86,6 @@ def test_bytes_of_stacks_are_compared_with_the_files(quantized: Path) -> None:
         segments, memory = pool.reads((1, expert))
         memory[segments[0].pieces[0].buffer_offset] ^= 1
         check.resident(model.engine, model.layout)
-        check.close()
         assert list(check.wrong) == [segments[0].pieces[0].name]
 
 

@@ -9,6 +9,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from children import ROOT
+from mlx_flash.commands.arguments import COMMANDS
+from mlx_flash.commands.dispatch import PLACES
 
 PACKAGE = ROOT / "mlx_flash"
 
@@ -97,6 +99,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_every_module_is_used() -> None:
     used = set().union(*(imports(path) for path in PACKAGE.rglob("*.py")))
+    used |= {f"commands.{PLACES.get(name, name).partition('.')[0]}" for name in COMMANDS}
     assert set(modules()) - used <= {"cli", "disk_kv_cache", "integration.lmstudio"}  # what users name
 
 

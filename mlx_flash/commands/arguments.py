@@ -474,10 +474,13 @@ COMMANDS = {
         model="[[NAME=]MODEL ...]",
     ),
     "plan": Command("[flags]", "show what stays in memory, and the expected speed", flags.PLAN, model="MODEL"),
-    "bench": Command("[flags]", "measure a model against its plan", flags.BENCH, model="MODEL"),
+    "bench": Command("[flags]", "measure a model against its plan", flags.measured(64, 16), model="MODEL"),
     "verify": Command("[flags]", "compare streamed output with mlx-lm's, bit for bit", flags.VERIFY, model="MODEL"),
     "doctor": Command(
-        "[flags]", "look at machine, disk and MLX, and compare budgets of a model", flags.DOCTOR, model="[MODEL]"
+        "[flags]",
+        "look at machine, disk and MLX, and compare budgets of a model",
+        flags.measured(16, 12),
+        model="[MODEL]",
     ),
     "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", flags.LIST),
     "pull": Command("[flags]", "download a model, after showing its plan", flags.PULL, model="REPOSITORY"),

@@ -17,7 +17,9 @@ import termios
 import threading
 import time
 import traceback
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
@@ -70,8 +72,22 @@ EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 
 
 TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
 
-_REPEAT_SECONDS = 0.01
+_REPEAT_SECONDS = 0.1
 _CLEAR_LINE = "\r\x1b[K"
+
+PLACES = {
+    "chat": "run.run",
+    "exec": "programs.execute",
+    "completion": "dispatch.completion",
+    "list": "models.list_",
+    "pull": "models.pull",
+    "show": "models.show",
+    "create": "models.create",
+    "rm": "models.remove",
+    "ps": "engines.ps",
+    "stop": "engines.stop",
+}
+"""Module and function of the commands that have no module of their name."""
 
 Run = Callable[[argparse.Namespace, TextIO], int]
 
@@ -114,48 +130,9 @@ def end_silently() -> None:
 
 def _load_command(name: str) -> Run:
     """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``stop`` and ``completion`` do not."""
-    if name in ("ps", "stop"):
-        from mlx_flash.commands.engines import ps, stop
-
-        return {"ps": ps, "stop": stop}[name]
-    if name == "serve":  # an extra
-        from mlx_flash.commands.serve import serve
-
-        return serve
-    return completion if name == "completion" else _load_commands_of_models()[name]
-
-
-def _load_commands_of_models() -> dict[str, Run]:
-    from mlx_flash.commands import (
-        bench,
-        cache,
-        doctor,
-        generate,
-        models,
-        pack,
-        plan,
-        programs,
-        run,
-        verify,
-    )
-
-    return {
-        "generate": generate.generate,
-        "run": run.run,
-        "chat": run.run,
-        "exec": programs.execute,
-        "plan": plan.plan,
-        "bench": bench.bench,
-        "verify": verify.verify,
-        "doctor": doctor.doctor,
-        "list": models.list_,
-        "pull": models.pull,
-        "pack": pack.pack,
-        "cache": cache.cache,
-        "show": models.show,
-        "create": models.create,
-        "rm": models.remove,
-    }
+    module, _, function = PLACES.get(name, f"{name}.{name}").partition(".")
+    found: Run = getattr(import_module(f"mlx_flash.commands.{module}"), function)
+    return found
 
 
 def _set_loudness(args: argparse.Namespace) -> None:
@@ -272,11 +249,14 @@ def _interrupts_repeated() -> Iterator[None]:
 
     def repeat(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, _TerminatedError):
-            _repeat(found.exc_value.number, _terminate)
+            number = found.exc_value.number
+            signal.signal(number, _terminate)
         elif isinstance(found.exc_value, KeyboardInterrupt):
-            _repeat(signal.SIGINT, signal.getsignal(signal.SIGINT))
+            number = signal.SIGINT
         else:
             report(found)
+            return
+        start_new_thread(_send, (number,))
 
     sys.unraisablehook = repeat
     try:
@@ -285,33 +265,10 @@ def _interrupts_repeated() -> Iterator[None]:
         sys.unraisablehook = report
 
 
-def _repeat(number: int, handler: Any) -> None:
-    """Send a signal to the main thread until its handler runs. One that comes just before a wait would not end it."""
-    seen: list[int] = []  # no lock: a signal may interrupt the handler of the one before
-    caller = sys._getframe()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if caller in _callers(frame):
-            return  # Python would drop what is raised in a hook of its own
-        seen.append(number)
-        signal.signal(number, handler)
-        handler(number, frame)
-
-    def send() -> None:
-        while not seen:
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
-            time.sleep(_REPEAT_SECONDS)
-            if signal.getsignal(number) is not handle:
-                return  # another handler took its place, and got the signal
-
-    signal.signal(number, handle)
-    threading.Timer(_REPEAT_SECONDS, send).start()
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _send(number: int) -> None:
+    """Send a signal to the main thread, once it is out of the hook, where Python would drop its exception again."""
+    time.sleep(_REPEAT_SECONDS)
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _report(error: Exception, with_traceback: bool) -> int:

@@ -216,43 +216,24 @@ PLAN = (
     flag("--ranks", type=ranks, default=1, metavar="N", help="show the layers of each of N machines like this one"),
     flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
 )
-BENCH = (
-    flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt"),
-    flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate"),
-    VISION,
-    JSON,
-)
+
+
+def measured(prompt_length: int, num_tokens: int) -> tuple[Flag, ...]:
+    """Return the flags of commands that measure a run, with the defaults of its lengths."""
+    return (
+        flag("--prompt-tokens", type=prompt_tokens, default=prompt_length, metavar="N", help="length of the prompt"),
+        flag("--max-tokens", "-m", type=count, default=num_tokens, metavar="N", help="tokens to generate"),
+        VISION,
+        JSON,
+    )
+
+
+_WHOLE = "mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows"
 VERIFY = (
-    flag("--prompt-tokens", type=prompt_tokens, default=16, metavar="N", help="length of the prompt"),
-    flag("--max-tokens", "-m", type=count, default=4, metavar="N", help="tokens after it"),
-    flag(
-        "--reference",
-        choices=("resident", "layers"),
-        help="mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows",
-    ),
+    flag("--reference", choices=("resident", "layers"), help=_WHOLE),
     flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
     flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
-    VISION,
-    JSON,
-)
-DOCTOR = (
-    flag(
-        "--prompt-tokens",
-        type=prompt_tokens,
-        default=16,
-        metavar="N",
-        help="prompt of the measured run",
-    ),
-    flag(
-        "--max-tokens",
-        "-m",
-        type=count,
-        default=12,
-        metavar="N",
-        help="tokens of the measured run",
-    ),
-    VISION,
-    JSON,
+    *measured(16, 4),
 )
 EXEC = (flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
 PACK = (

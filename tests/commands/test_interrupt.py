@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mlx_flash.commands import dispatch
 from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 from mlx_flash.commands.talk import AnswerStoppedError, stoppable
 from terminals import ROOT, Shell
@@ -91,23 +89,6 @@ def test_a_signal_that_python_drops_in_a_finalizer_is_repeated(name: str, status
     shell.wait_for("dropped")
     assert shell.end(20) == status
     assert "Traceback" not in shell.text
-
-
-def test_a_signal_is_not_repeated_while_python_would_drop_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dropped:
-        def __del__(self) -> None:
-            raise KeyboardInterrupt
-
-    class Slow(threading.Timer):
-        def start(self) -> None:
-            super().start()
-            time.sleep(0.2)  # the hook is busy when the signal comes
-
-    monkeypatch.setattr(dispatch, "_REPEAT_SECONDS", 0.01)
-    monkeypatch.setattr(threading, "Timer", Slow)
-    with dispatch._interrupts_repeated(), pytest.raises(KeyboardInterrupt):
-        Dropped()
-        time.sleep(20)
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4])

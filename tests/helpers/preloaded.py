@@ -18,7 +18,8 @@ for name in (
     "transformers.models.qwen3_moe.configuration_qwen3_moe",
 ):
     import_module(name)
-dispatch._load_commands_of_models()
+for name in ("generate", "run", "plan", "bench", "verify", "doctor", "exec", "list", "pack", "cache"):
+    dispatch._load_command(name)
 for command in ("generate", "serve"):
     arguments.make_parser(command)  # the flags of mlx-lm's programs are read from their source
 shutil.disk_usage = roomy.disk_usage

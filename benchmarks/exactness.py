@@ -126,7 +126,7 @@ def in_process(job: Job, limit: int | None = None) -> Run:
 
 
 def _server(job: Job) -> list[object]:
-    words = ["mlx_flash", "serve", job.model, "--batching", "exact", "--kv-prefixes", "off", "--prefill-step-size"]
+    words = ["mlx_flash", "serve", job.model, "--kv-prefixes", "off", "--prefill-step-size"]
     return [*words, job.step, "--context-length", job.length, "--ram-budget-gb", job.budget]
 
 
@@ -143,7 +143,7 @@ def serve(job: Job, limit: int | None) -> Run:
     with tempfile.TemporaryDirectory() as folder, serving(_server(job), Path(folder) / "log", under) as server:
 
         def ask(prompt: str) -> Run:
-            body = {"prompt": prompt, "max_tokens": job.tokens, "temperature": 0}
+            body = {"prompt": prompt, "max_tokens": job.tokens, "temperature": 0, "seed": 0}
             return {"text": json.loads(_reply(server.port, "/v1/completions", body))["choices"][0]["text"]}
 
         try:

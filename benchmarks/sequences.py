@@ -6,7 +6,6 @@ Each way decodes the same prompts of 16 tokens and more, greedily, by turns in o
 
 * ``mlx-lm``: its ``BatchGenerator``.
 * ``server``: what ``mlx-flash serve`` computes answers with, with default settings.
-* ``exact``: the same with ``--batching exact``, which takes much longer: only with ``--exact``.
 * ``batch_generate``: of mlx-flash, with default settings; ``mlx-lm batch_generate`` beside it.
 
 A round gives the time to the first token, and tokens a second after that; of ``batch_generate``, all tokens in all the
@@ -35,7 +34,6 @@ from rich.table import Table
 
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
-from mlx_flash.config import Batching
 from mlx_flash.loading import load_model
 from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.job import Jobs
@@ -93,22 +91,14 @@ def whole(generate: Callable[..., Any], model: Any, prompts: Prompts, num_tokens
 def compare(model_dir: Path, options: argparse.Namespace, say: Callable[[Table], None]) -> list[dict[str, Any]]:
     """Measure each number of sequences. Return the numbers of all rounds."""
 
-    def load(batching: Batching) -> FlashLLM:
-        config = FlashConfig(ram_budget_gb=options.budget, batching=batching)
-        model, _ = load_model(model_dir, config)
-        model.start()
-        return model
-
-    plain, model = load_stock_model(model_dir)[0], load("auto")
+    plain, model = load_stock_model(model_dir)[0], load_model(model_dir, FlashConfig(ram_budget_gb=options.budget))[0]
+    model.start()
     ways: dict[str, Callable[[Prompts], Round]] = {
         "mlx-lm": lambda prompts: stock(plain, prompts, options.tokens),
         "server": lambda prompts: served(model, prompts, options.tokens),
         "mlx-lm batch_generate": lambda prompts: whole(mlx_lm.batch_generate, plain, prompts, options.tokens),
         "batch_generate": lambda prompts: whole(mlx_flash.batch_generate, model, prompts, options.tokens),
     }
-    if options.exact:
-        exact = load("exact")
-        ways["exact"] = lambda prompts: served(exact, prompts, options.tokens)
     results = []
     for number in options.sequences:
         prompts = [[7 + (13 * i + 5 * k) % 211 for i in range(16 + k)] for k in range(number)]
@@ -154,7 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 8], help="numbers of sequences")
     parser.add_argument("--tokens", type=int, default=100, help="of each answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--exact", action="store_true", help="also --batching exact")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     options = parser.parse_args(arguments)
     results = compare(options.model, options, Console().print)

@@ -29,7 +29,7 @@ Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "auto", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "disk"]
-Batching = Literal["auto", "exact", "stock"]
+Batching = Literal["auto", "stock"]
 PrefixMode = Literal["off", "exact", "longest"]
 
 _BUDGET_WORDS = ("min", "auto", *get_args(Profile))
@@ -83,9 +83,9 @@ class FlashConfig:
             None is 20, or a tenth of the free disk if that is less. A tenth of the disk stays free in any case.
         ssd_write_gb_per_day: limit of what all processes write to the prefix cache in a day, in GB. A KV cache on disk
             counts too, but goes on beyond the limit. 0 writes neither. None is 20.
-        batching: way of computing several requests or prompts at once. ``"exact"`` computes each as if it were alone,
-            bit for bit. ``"stock"`` computes mlx-lm's padded batches, where the last bits depend on the others.
-            ``"auto"`` is ``"stock"`` where all weights are in memory, and ``"exact"`` otherwise.
+        batching: way of computing several requests or prompts at once. ``"auto"`` computes each as if it were alone,
+            bit for bit, where weights are streamed. Where all are in memory it computes mlx-lm's padded batches, in
+            which the last bits depend on the others. ``"stock"`` computes mlx-lm's always.
         lend_reserves: keep more weights in memory while the context is short and no large prompt is computed. They are
             dropped as keys, values and intermediate results need their memory.
         speculation: guess tokens from earlier text, and check several in one pass where computing them costs no time.

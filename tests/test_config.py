@@ -369,7 +369,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_prefix_tenant": (None, "alice"),
     "kv_prefix_gb": (None, 0, 12.5),
     "ssd_write_gb_per_day": (None, 0, 12.5),
-    "batching": ("auto", "exact", "stock"),
+    "batching": ("auto", "stock"),
     "lend_reserves": (True, False),
     "speculation": (True, False),
     "num_slots": (None, 1, 3),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dis
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
-
-import mlx.core as mx
 
 from mlx_flash.compat.require import require, require_that
 
@@ -18,23 +16,11 @@ StockBatchGenerator: Any = require(_module, "BatchGenerator")
 Progress: Any = require(_module, "PromptProcessingBatch").Response
 """Tokens done and tokens to do of a prompt: (uid, progress, end_of_segment, end_of_prompt)."""
 
-Response: Any = require(_module, "GenerationBatch").Response
-"""A token: (uid, token, logprobs, finish_reason, prompt_cache, all_tokens)."""
+_generation_batch: Any = require(_module, "GenerationBatch")
+require(_generation_batch, "extend", "batch")
 
-GenerationBatch: Any = require(
-    _module,
-    "GenerationBatch",
-    "uids",
-    "inputs",
-    "prompt_cache",
-    "tokens",
-    "samplers",
-    "fallback_sampler",
-    "logits_processors",
-    "stop_sequences",
-    "max_tokens",
-)
-"""Answers with a row each in one array, padded to the longest."""
+Response: Any = _generation_batch.Response
+"""A token: (uid, token, logprobs, finish_reason, prompt_cache, all_tokens)."""
 
 merge_caches: Callable[[list[list[Any]]], list[Any]] = require(_module, "_merge_caches", "caches")
 
@@ -143,10 +129,6 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         """Return the sequence that waits longest, and let go of it."""
         return Waiting(*self._unprocessed_sequences.popleft())
 
-    def put_back(self, waiting: Sequence[Waiting]) -> None:
-        """Let sequences wait again, before the others."""
-        self._unprocessed_sequences.extendleft(map(tuple, reversed(waiting)))
-
     def forget(self, uids: set[int]) -> None:
         """Let go of sequences that wait."""
         super().remove(uids & {sequence[0] for sequence in self._unprocessed_sequences})
@@ -170,83 +152,50 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         return self.advance()
 
 
-class JoinedBatch(StockBatchGenerator):  # type: ignore[misc]
-    """mlx-lm's, for sequences of another generator, which keep their numbers."""
+class Group(StockBatchGenerator):  # type: ignore[misc]
+    """mlx-lm's, for sequences of another generator, which keep their numbers.
+
+    Args:
+        model: the model.
+        sequences: as they were inserted. Several have as many segments, none longer than a step: so their prompts end
+            in the same call.
+        changed: the fields of each that are others in mlx-lm's batch.
+        options: as mlx-lm's generator takes them.
+
+    Attributes:
+        uids: numbers of the sequences.
+        sequences: as given, if there are several, until their prompts are computed.
+        num_restored: tokens that came from the prefix cache.
+    """
 
     _generation_batch: Any
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    def __init__(
+        self, model: Any, sequences: Sequence[Waiting], changed: Sequence[Mapping[str, Any]], **options: Any
+    ) -> None:
         super().__init__(model, **options)
         self._old_wired_limit = None  # the other generator sets Metal's limit, and puts it back
-        self._added: dict[int, Waiting] = {}
+        self.uids = [each.uid for each in sequences]
+        self.sequences = sequences if len(sequences) > 1 else ()  # a lone one's cache is not needed any more
+        self.num_restored = 0
+        for each, other in zip(sequences, changed, strict=True):
+            copied = each._replace(segments=[*each.segments], tokens=[*each.tokens], **other)
+            self._unprocessed_sequences.append(tuple(copied))
 
     def __len__(self) -> int:
         return self.num_prompts + len(self._generation_batch)
-
-    @property
-    def answers(self) -> list[int]:
-        """Numbers of the sequences whose answers have begun, the newest last."""
-        return list(self._generation_batch.uids)
 
     @property
     def num_prompts(self) -> int:
         """Number of sequences whose prompts are not computed yet."""
         return len(self._unprocessed_sequences) + len(self._prompt_batch)
 
-    def add(self, waiting: Waiting, **changed: Any) -> None:
-        """Add a sequence whose prompt is to be computed. In the batch, some fields of it are others."""
-        self._added[waiting.uid] = waiting
-        copies = waiting._replace(segments=[*waiting.segments], tokens=[*waiting.tokens], **changed)
-        self._unprocessed_sequences.append(tuple(copies))
+    @property
+    def newest(self) -> int | None:
+        """Number of the sequence whose answer began last; None while prompts are computed."""
+        uids = self._generation_batch.uids
+        return uids[-1] if uids else None
 
-    def next_answers(self) -> list[Any]:
-        """Compute a token of each answer. Return the tokens before them."""
-        with mx.stream(self.stream):
-            found: list[Any] = self._generation_batch.next()
-        return found
-
-    def next_prompts(self) -> list[Any]:
-        """Compute a part of each prompt, or its last token, which makes it an answer. Return how far they are.
-
-        Answers that had begun are as they were, whatever is raised.
-        """
-        answers, self._generation_batch = self._generation_batch, GenerationBatch.empty(self.model, self.sampler)
-        try:
-            prompts: list[Any] = self.next()[0]
-        finally:
-            if len(self._generation_batch):
-                answers.extend(self._generation_batch)
-            self._generation_batch = answers
-        for response in prompts:
-            if response.end_of_prompt:
-                self._added.pop(response.uid, None)
-        return prompts
-
-    def take_begun(self) -> list[Any]:
-        """Return the progress of prompts whose answers began in a call of :meth:`next_prompts` that raised."""
-        begun = {uid: self._added.pop(uid) for uid in self.answers if uid in self._added}
-        lengths = {uid: sum(map(len, waiting.segments)) for uid, waiting in begun.items()}
-        return [Progress(uid, (total, total), True, True) for uid, total in lengths.items()]
-
-    def take_prompts(self) -> list[Waiting]:
-        """Return the sequences whose prompts are not computed, as they were added, and let go of them."""
-        found = [*self._added.values()]
-        self.remove([each.uid for each in found])
-        return found
-
-    def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
-        """Let go of sequences. Return their caches, if wanted, and the tokens in them."""
-        for uid in (gone := [*uids]):
-            self._added.pop(uid, None)
-        found: dict[int, Any] = super().remove(gone, return_prompt_caches)
-        return found
-
-    def add_answers(self, batch: Any) -> None:
-        """Add answers that have begun, which are a `GenerationBatch`."""
-        self._generation_batch.extend(batch)
-
-    def forget_last(self) -> None:
-        """Let go of the probabilities of the last tokens, once all answers have ended."""
-        batch = self._generation_batch
-        if not len(batch) and batch._current_tokens is not None:
-            self._generation_batch = GenerationBatch.empty(self.model, self.sampler)
+    def take(self, other: Group) -> None:
+        """Take the answers of another group."""
+        self._generation_batch.extend(other._generation_batch)

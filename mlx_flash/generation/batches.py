@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -25,7 +24,6 @@ from mlx_flash.compat.batchgenerator import (
     wanted_of,
 )
 from mlx_flash.compat.generation import with_names
-from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.member import Member, Reading
 from mlx_flash.generation.sequence import compute
@@ -215,24 +213,25 @@ class RowGenerator(BatchGenerator):
 def computes_rows(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:
     """Return whether sequences are rows, each computed as if it were alone. If not, they are batches of mlx-lm's.
 
-    With ``batching="auto"`` rows are computed where weights are streamed, and where mlx-lm's batches, which are padded,
-    have no room or do not keep to the settings, and for caches that they cannot merge.
+    They are rows, too, where mlx-lm's batches, which are padded, have no room.
 
     Args:
-        model: the model, which is started if the answer depends on its plan.
+        model: the model, which is started.
         lengths: the most tokens of each sequence, prompt and answer.
         caches: those to go on from, if there are any.
 
     Raises:
         BudgetError: the budget cannot hold the plan.
     """
-    if model.batching != "auto":
-        return model.batching == "exact"
-    return not may_pad(model, caches) or together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
+    if not may_batch(model, caches):
+        return True
+    return model.batching != "stock" and together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
 
 
-def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
-    """Return whether all weights are in memory, and mlx-lm's batches keep to the settings and can merge the caches.
+def may_batch(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
+    """Return whether sequences go to mlx-lm's batches: all weights are in memory, or the settings want it.
+
+    These batches must keep to the settings, and have to be able to merge the caches.
 
     Args:
         model: the model. It is started.
@@ -241,26 +240,10 @@ def may_pad(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
     Raises:
         BudgetError: the budget cannot hold the plan.
     """
-    model.start()
-    if not model.is_in_memory or not model.is_batchable:
+    if (not model.is_in_memory and model.batching != "stock") or not model.is_batchable:
         return False
-    if caches:
-        return _can_merge(caches)
-    assert model.engine is not None
-    if model.engine not in _merges:  # it makes the same ones each time, and making them takes as long as a layer
-        new = {type(entry): entry for entry in make_prompt_cache(cast(nn.Module, model))}
-        _merges[model.engine] = _can_merge([[*new.values()]])  # one of each class will do
-    return _merges[model.engine]
-
-
-_merges: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-"""Answers of :func:`_can_merge` for the new caches of models, by their weights."""
-
-
-def _can_merge(caches: Sequence[list[Any]]) -> bool:
-    """Return whether mlx-lm can merge prompt caches. Nothing is computed."""
     try:
-        merge_caches([*caches])
+        merge_caches([*caches] or [make_prompt_cache(cast(nn.Module, model))])  # nothing is computed
     except (AttributeError, FlashError, TypeError, ValueError):
         return False
     return True

@@ -14,9 +14,8 @@ from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.server.job import Jobs
-from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.lone import LoneRows
-from mlx_flash.server.rows import ServedRows, StockRows
+from mlx_flash.server.rows import ServedRows
 
 if TYPE_CHECKING:  # an extra
     from mlx_flash.server.seeing import Sight
@@ -54,7 +53,7 @@ def make_rows(
     *,
     is_shared: bool,
     sight: Sight | None = None,
-) -> ServedRows | StockRows | LoneRows:
+) -> ServedRows | LoneRows:
     """Return what computes the requests of a model.
 
     Args:
@@ -93,19 +92,16 @@ def make_rows(
         return LoneRows(partial(speculative_generate_step, **drafted), make_caches, step)
     if options.kv_bits is not None:
         return LoneRows(quantized_steps, make_caches, step)
-    limits = {
-        "completion_batch_size": options.decode_concurrency,
-        "prefill_batch_size": options.prompt_concurrency,
-        "prefill_step_size": step,
-        "stream": mx.default_stream(mx.default_device()),
-    }
-    if model.batching == "stock":
-        return StockRows(model, **limits)
     has_cheap_passes = not is_shared and not model.plan.read_bytes  # nothing is read for another pass
-    turns = {"takes_turns": True, "takes_turns_alone": has_cheap_passes}
-    hooks = (
-        {} if is_shared else {"on_prompt": jobs.note_prompt, "reading_of": jobs.reading_of}
-    )  # all ranks compute a pass to its end
-    if model.batching == "auto" and not is_shared:
-        return JoiningRows(model, is_apart=jobs.is_apart, **hooks, **turns, **limits)
-    return ServedRows(model, is_shared=is_shared, **hooks, **turns, **limits)
+    hooks: dict[str, Any] = {"on_prompt": jobs.note_prompt, "reading_of": jobs.reading_of, "is_apart": jobs.is_apart}
+    return ServedRows(
+        model,
+        is_shared=is_shared,
+        takes_turns=True,
+        takes_turns_alone=has_cheap_passes,
+        completion_batch_size=options.decode_concurrency,
+        prefill_batch_size=options.prompt_concurrency,
+        prefill_step_size=step,
+        stream=mx.default_stream(mx.default_device()),
+        **({} if is_shared else hooks),  # all ranks compute a pass to its end
+    )

@@ -219,7 +219,7 @@ class LoadedModel:
         if not isinstance(self._rows, ServedRows) or self._ranks is not None:
             raise RefusedError(
                 "this server gives no vectors and no log probabilities of prompts. Hint: start it without a draft "
-                "model, quantized keys and values, --vision, --batching stock and further ranks.",
+                "model, quantized keys and values, --vision and further ranks.",
                 400,
             )
         return reading_for(job, self.model, self._rows.prefill_step_size)
@@ -361,15 +361,13 @@ class LoadedModel:
         Raises:
             RefusedError: the budget has no room for it even when nothing else runs.
         """
-        model = self.model
-        may_batch = not isinstance(self._rows, LoneRows) and (self._rows.batching == "exact" or model.is_batchable)
         wish = partial(
             decide,
             self._plan_for(job),
             num_prompt,
             job.max_tokens,
             running,
-            may_batch=may_batch,
+            may_batch=not isinstance(self._rows, LoneRows),
             batching=self._rows.batching,
         )
         return wish() if self._ranks is None else self._ranks.agree(wish)
@@ -379,7 +377,8 @@ class LoadedModel:
         assert job.prompt is not None
         done, total = (job.num_cached + number for number in response.progress)
         job.send(Progress("prompt", done, total))
-        is_segment = response.end_of_segment and not response.end_of_prompt and job.reading is None
+        is_last = done >= len(job.prompt.tokens) - 1  # the cache at the end of the answer has it
+        is_segment = response.end_of_segment and not is_last and job.reading is None
         is_shared = response.end_of_prompt and self.jobs.is_awaited(job)
         job.is_prompt_done = response.end_of_prompt
         if response.end_of_prompt:

@@ -1,4 +1,4 @@
-"""Answers of a model in memory go on in one array, as in mlx-lm's server."""
+"""Requests of a model in memory are in mlx-lm's batches, as in its server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from conversations import LONG, model, turn
 from mlx_flash import FlashConfig
@@ -23,12 +23,12 @@ from mlx_flash.engine import sharing
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
-from mlx_flash.server import joined, loaded
+from mlx_flash.server import loaded, rows
 from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.job import Jobs
-from mlx_flash.server.joined import JoiningRows
 from mlx_flash.server.request import GenerationRequest, Sampling
+from mlx_flash.server.rows import ServedRows
 from models import make_random_model
 from served import Served, every, serving, text_of
 from zoo import configuration
@@ -72,13 +72,13 @@ def expected_of(served: Served, *asked: GenerationRequest) -> list[str]:
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of answers that were computed in one array, of each call."""
     found: list[int] = []
-    step = joined.GenerationBatch._step
+    step = GenerationBatch._step
 
     def counted(self: Any) -> Any:
         found.append(len(self.uids))
         return step(self)
 
-    monkeypatch.setattr(joined.GenerationBatch, "_step", counted)
+    monkeypatch.setattr(GenerationBatch, "_step", counted)
     return found
 
 
@@ -99,8 +99,8 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.fixture(params=["apart", "together"])
 def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Prompts are rows, or all in one array, however long they are."""
-    monkeypatch.setattr(joined, "padded_length", lambda num: 10**9 if request.param == "apart" else 8)
+    """Prompts are computed apart, or all in one array, however long they are."""
+    monkeypatch.setattr(rows, "padded_length", lambda num: 10**9 if request.param == "apart" else 512)
     return str(request.param)
 
 
@@ -123,14 +123,15 @@ def test_answers_share_calls(served: Served, sizes: list[int], sampling: dict[st
     assert all(isinstance(end, End) and end.num_tokens == NUM_TOKENS for end in ends)
 
 
-def test_the_prompt_of_one_answer_is_a_row(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
-    assert alone(served, request("Hi")) and {*sizes} == {1} and not prompts
+def test_one_request(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
+    assert alone(served, request("Hi")) and {*sizes} == {1} and {*map(len, prompts)} == {1}
 
 
 def test_prompts_share_calls(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
     asked = [request(text) for text in ALIKE]
     expected = expected_of(served, *asked)
     sizes.clear()
+    prompts.clear()
     before = served.model.counters.num_passes
     answers = served.events_together(*asked)
     assert list(map(text_of, answers)) == expected
@@ -147,36 +148,44 @@ def test_prompts_share_calls(served: Served, sizes: list[int], prompts: list[lis
 
 def test_prompts_of_other_lengths_are_not_padded(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
     served.events_together(*[request(text) for text in (LONG, "Hi", "Ha")])
-    assert max(sizes) == 3 and prompts and all(max(lengths) <= 64 and len(lengths) == 2 for lengths in prompts)
+    assert max(sizes) == 3
+    assert all(len(lengths) == (2 if max(lengths) <= 64 else 1) for lengths in prompts) and max(map(max, prompts)) > 64
 
 
 def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> None:
     with serving(model, options=BatchOptions(prefill_step_size=128)) as running:
         asked = [request(text) for text in ALIKE]
-        assert alone(running, *asked) == list(map(text_of, running.events_together(*asked)))
+        expected = alone(running, *asked)
+        prompts.clear()
+        assert expected == list(map(text_of, running.events_together(*asked)))
     assert prompts and {*map(len, prompts)} == {2}
 
 
-def test_prompts_that_come_later_are_not_padded(model: str, prompts: list[list[int]]) -> None:
-    """Short ones are half done when some come that are longer, and others that are as short."""
+@pytest.fixture
+def made(model: str) -> Iterator[ServedRows]:
     with load_model(model, FlashConfig(ram_budget_gb=1.0, telemetry=False))[0] as loaded_model:
         loaded_model.start()
-        rows = make_rows(loaded_model, None, BatchOptions(), Jobs(), is_shared=False)
-        assert isinstance(rows, JoiningRows) and rows.admit(loaded_model.plan, [200] * 8) == "stock"
+        found = make_rows(loaded_model, None, BatchOptions(prompt_concurrency=2), Jobs(), is_shared=False)
+        assert isinstance(found, ServedRows) and found.admit(loaded_model.plan, [200] * 8) == "stock"
+        yield found
+        found.close()
 
-        def insert(*lengths: int) -> None:
-            for length in lengths:
-                rows.insert_segments([[[5] * length, [6] * 10]], max_tokens=[2])
 
-        insert(20, 20)
-        rows.next()
-        insert(100, 100, 30)
-        answered = set()
-        for _ in range(12):
-            answered.update(response.uid for response in rows.next()[1])
-        assert answered == {0, 1, 2, 3, 4}
-        assert [sorted(lengths) for lengths in prompts] == [[20, 20], [9, 9, 30], [9]]
-        rows.close()
+def insert(made: ServedRows, *lengths: int, max_tokens: int = 2, **options: Any) -> None:
+    for length in lengths:
+        made.insert_segments([[[5] * length, [6] * 10]], max_tokens=[max_tokens], **options)
+
+
+def test_prompts_that_come_later(made: ServedRows, prompts: list[list[int]]) -> None:
+    """Those that are alike share calls. No more than two are computed at once, the others wait."""
+    insert(made, 20, 20)
+    made.next()
+    insert(made, 100, 100, 30)
+    answered = set()
+    for _ in range(20):
+        answered.update(response.uid for response in made.next()[1])
+    assert answered == {0, 1, 2, 3, 4}
+    assert prompts == [[20, 20], [9, 9], [100, 100], [9, 9], [30], [9]]
 
 
 def test_metals_wired_limit_is_put_back(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +209,7 @@ def test_metals_wired_limit_is_put_back(model: str, monkeypatch: pytest.MonkeyPa
 def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: list[list[int]]) -> None:
     asked = [request(text) for text in ALIKE]
     expected = expected_of(served, *asked)
+    prompts.clear()
 
     async def collect() -> list[list[Event]]:
         first, *others = served.room.submit(*asked)
@@ -210,8 +220,7 @@ def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: lis
         return await asyncio.gather(*map(every, others))
 
     assert list(map(text_of, served.run(collect()))) == expected[1:] and len(prompts[0]) == 4
-    rows = next(iter(served.room.models))._rows
-    assert not len(rows._batch)
+    assert not next(iter(served.room.models))._rows._groups
 
 
 def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,88 +251,31 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
     monkeypatch.setattr("mlx_flash.engine.lifecycle.tokens_fit", lambda _: False)
 
 
-@pytest.mark.usefixtures("grouping")
-def test_without_room_for_an_array_requests_are_rows(
-    served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their prompts, or their answers when they would move."""
-    asked = [request(text) for text in TEXTS]
-    expected = alone(served, *asked)
-    limit_rows(monkeypatch, repeat(1))
-    assert list(map(text_of, served.events_together(*asked))) == expected
-    assert sum(size > 1 for size in sizes) <= 2  # once each, and not again before there is another request
-
-
-@pytest.fixture
-def rows(model: str) -> Iterator[JoiningRows]:
-    with load_model(model, FlashConfig(ram_budget_gb=1.0, telemetry=False))[0] as loaded_model:
-        loaded_model.start()
-        made = make_rows(loaded_model, None, BatchOptions(), Jobs(), is_shared=False)
-        assert isinstance(made, JoiningRows) and made.admit(loaded_model.plan, [200] * 8) == "stock"
-        yield made
-        made.close()
-
-
-@pytest.mark.usefixtures("grouping")
-def test_tokens_are_those_in_the_cache_when_answers_cannot_join(
-    rows: JoiningRows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Caches are kept by them."""
-    uids = [rows.insert_segments([[[5] * 20]], max_tokens=[9])[0] for _ in range(2)]
-    limit_rows(monkeypatch, repeat(1))
-    for _ in range(5):
-        rows.next()
-    for cache, tokens in rows.extract_cache(uids).values():
-        assert len(tokens) == cache[0].offset > 20
-
-
-def test_processors_see_each_token_once_when_later_prompts_have_no_room(
-    rows: JoiningRows, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_processors_see_each_token_once_when_prompts_have_no_room_together(
+    made: ServedRows, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Grammars go on with each token."""
     lengths: list[int] = []
-    compute = joined.JoinedBatch.next_prompts
-
-    def fails(self: Any) -> list[Any]:
-        with monkeypatch.context() as broken:
-            limit_rows(broken, chain([2], repeat(0)))
-            return compute(self)
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         lengths.append(tokens.size)
         return logits
 
-    def insert() -> None:
-        for _ in range(2):
-            rows.insert_segments([[[5] * 20]], max_tokens=[3], logits_processors=[[process]])
-
-    insert()
-    rows.next()
-    insert()
-    monkeypatch.setattr(joined.JoinedBatch, "next_prompts", fails)
-    progress, _ = rows.next()
-    assert [(each.uid, each.progress, each.end_of_prompt) for each in progress[:2]] == [
-        (uid, (20, 20), True) for uid in (0, 1)
-    ]
-    for _ in range(5):
-        rows.next()
-    assert prompts == [[19, 19], [19, 19]] and [lengths.count(number) for number in (20, 21, 22)] == [4, 4, 4]
+    limit_rows(monkeypatch, chain([2, 2, 1], repeat(9)))
+    insert(made, 10, 10, logits_processors=[[process]])
+    for _ in range(8):
+        made.next()
+    assert prompts == [[10, 10], [9, 9], [10], [10], [9], [9]] and sorted(lengths) == [20, 20, 21, 21, 22, 22]
 
 
-@pytest.mark.parametrize("num_before", [0, 5])
 def test_answers_keep_their_tokens_when_prompts_have_no_room(
-    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_before: int
+    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that run, while others come."""
+    """Those that run, while others come, which are computed one by one."""
     early, late = [request(text, max_tokens=40) for text in ALIKE[:2]], [request(text) for text in ALIKE[2:]]
     expected = alone(served, *early, *late)
-    compute = joined.JoinedBatch.next_prompts
-
-    def fails(self: Any) -> list[Any]:
-        with monkeypatch.context() as broken:
-            if len(self.answers):
-                limit_rows(broken, chain(repeat(9, num_before), repeat(0)))
-            return compute(self)
+    prompts.clear()
+    compute = PromptProcessingBatch.prompt
 
     async def collect() -> list[list[Event]]:
         first, second = served.room.submit(*early)
@@ -332,11 +284,36 @@ def test_answers_keep_their_tokens_when_prompts_have_no_room(
             head.append(event)
             if len(head) == 8:
                 break
+        monkeypatch.setattr(PromptProcessingBatch, "prompt", fails)
         rest = await asyncio.gather(every(first), every(second), *map(every, served.room.submit(*late)))
         return [head + rest[0], *rest[1:]]
 
-    monkeypatch.setattr(joined.JoinedBatch, "next_prompts", fails)
-    assert list(map(text_of, served.run(collect()))) == expected and len(prompts) > 1
+    def fails(self: Any, tokens: list[list[int]]) -> None:
+        if len(tokens) > 1:
+            raise BudgetError("no room", 0)
+        compute(self, tokens)
+
+    assert list(map(text_of, served.run(collect()))) == expected and {*map(len, prompts)} == {1, 2}
+
+
+def test_a_prompt_without_room_fails_alone(
+    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [request(text) for text in TEXTS]
+    expected = expected_of(served, *asked)
+    compute = PromptProcessingBatch.prompt
+
+    def fails(self: Any, tokens: list[list[int]]) -> None:
+        if max(map(len, tokens), default=0) > 64:
+            raise BudgetError("no room", 0)
+        compute(self, tokens)
+
+    monkeypatch.setattr(PromptProcessingBatch, "prompt", fails)
+    answers = served.events_together(*asked)
+    found = [None if isinstance(events[-1], Failed) else text_of(events) for events in answers]
+    assert found == [
+        text if len(asked.messages[-1]["content"]) < 40 else None for text, asked in zip(expected, asked, strict=True)
+    ]
 
 
 def test_the_newest_answers_end_when_memory_gets_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,12 +328,13 @@ def test_the_newest_answers_end_when_memory_gets_short(served: Served, monkeypat
     assert alone(served, *asked[:1]) == expected[:1]
 
 
-def test_requests_with_a_seed_stay_rows(served: Served, sizes: list[int]) -> None:
+def test_requests_with_a_seed_stay_alone(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
     asked = [
         request(text, seed=3, temperature=temperature) for text, temperature in zip(TEXTS, (0.0, 0.9) * 2, strict=True)
     ]
     expected = expected_of(served, *asked)
-    assert list(map(text_of, served.events_together(*asked))) == expected and not sizes
+    assert list(map(text_of, served.events_together(*asked))) == expected
+    assert {*sizes} == {1} and {*map(len, prompts)} == {1}
     first, *_, other = served.events_together(asked[1], request("Hi"), request("You"), request("Me"))
     assert text_of(first) == expected[1] and max(sizes) == 3 and text_of(other)
 
@@ -392,25 +370,13 @@ def test_a_cache_is_kept_for_the_next_turn(served: Served, sizes: list[int]) -> 
     served.prompt_cache.trim_to(n_sequences=0)
 
 
-def test_rows_that_have_joined_leave_their_caches(
-    served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join, alive, counts = JoiningRows._join_batch, [], []
-
-    def joined_and_noted(self: JoiningRows, members: Any) -> None:
-        alive.extend(weakref.ref(member.sequence) for member in members)
-        join(self, members)
-
-    def counted(self: JoiningRows) -> Any:
-        counts.append(sum(ref() is not None for ref in alive))
-        return advance(self)
-
-    advance = JoiningRows.advance
-    monkeypatch.setattr(JoiningRows, "_join_batch", joined_and_noted)
-    monkeypatch.setattr(JoiningRows, "advance", counted)
-    monkeypatch.setattr(joined, "padded_length", lambda num: 10**9)
-    served.events_together(*[request(text, temperature=1.0, repetition_penalty=1.2) for text in TEXTS])
-    assert len(alive) == max(sizes) == 4 and not any(counts)
+def test_groups_that_have_joined_leave_their_caches(made: ServedRows, sizes: list[int]) -> None:
+    insert(made, 300, 100, 300, max_tokens=9)
+    alive: list[weakref.ref[Any]] = []
+    for _ in range(9):
+        made.next()
+        alive += [weakref.ref(group) for group in made._groups if all(ref() is not group for ref in alive)]
+    assert max(sizes) == 3 and len(alive) == 2 and sum(ref() is not None for ref in alive) <= 1
 
 
 @pytest.mark.usefixtures("grouping")
@@ -459,8 +425,8 @@ def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: p
     expected = expected_of(served, *asked)
     monkeypatch.setattr(loaded, "processors_of", limited)
     assert list(map(text_of, served.events_together(*asked))) == expected
-    rows = next(iter(served.room.models))._rows
-    assert not rows._errors and not len(rows._batch) and not rows._batch._generation_batch._current_logprobs
+    found = next(iter(served.room.models))._rows
+    assert not found._errors and not found._groups
 
 
 @pytest.mark.usefixtures("grouping")
@@ -491,18 +457,16 @@ def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
     served.prompt_cache.trim_to(n_sequences=0)
 
 
-@pytest.mark.parametrize("settings", [{"batching": "exact"}, {"ram_budget_gb": "min"}, {"kv_prefixes": "longest"}])
-def test_other_settings_keep_rows(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"ram_budget_gb": "min"}, {"kv_prefixes": "longest"}])
+def test_other_settings_compute_rows(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
     with serving(model, **{"context_length": 8192, **settings}) as running:
         asked = [request(text) for text in TEXTS]
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and not sizes
 
 
-def test_without_room_for_padding_rows_stay(model: str, sizes: list[int]) -> None:
+def test_without_room_for_padding_requests_wait(model: str, sizes: list[int]) -> None:
     """One long prompt, whose length the others would be padded to."""
     with serving(model, ram_budget_gb=1.0, context_length=2048) as running:
-        rows = next(iter(running.room.models))._rows
-        assert isinstance(rows, JoiningRows)
         plan = running.model.plan
         most = next(n for n in range(1000, 10**6, 500) if together_bytes(plan, [n] * 2, "stock") > room_bytes(plan))
         asked = [request(text, max_tokens=5) for text in TEXTS]
@@ -521,7 +485,7 @@ def test_caches_of_every_kind(tmp_path: Path, sizes: list[int], name: str) -> No
     config = tmp_path / "config.json"
     config.write_text(json.dumps(configuration(name)))
     folder = make_random_model(tmp_path / "model", "--config", str(config), "--dtype", "float32")
-    with serving(str(folder), options=BatchOptions(prefill_step_size=64)) as running:
+    with serving(str(folder)) as running:
         asked = [request(text) for text in TEXTS]
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and max(sizes) == 4
 

@@ -7,11 +7,9 @@ from functools import cached_property
 
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv, of_several_pools
-from mlx_flash.kv.admit import Adding, Bound, admit, admit_surely, bound_of, is_surely_within, ledger_of, way_within
 from mlx_flash.kv.kvledger import KVLedger
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import Adding
 from mlx_flash.kv.layerrows import LayerRows
-from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import NUM_SLOTS
 from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.residency.plan import ResidencyPlan
@@ -34,79 +32,60 @@ class OwnCaches:
 
     def _tokens(self) -> Adding:
         """Return the tokens that the calls add."""
-        rows, step = self._plan.kv.rows, 0
-        layers, num_new, row_bytes = list[LayerRows](), list[int](), list[int]()
+        rows, step, tokens = self._plan.kv.rows, 0, dict[LayerRows, tuple[int, int]]()
         for lane in self._lanes:
             new, num_layers = lane.tokens, len(lane.own)
-            step = max(step, new.num_at_once // new.batch_size)
+            num_new, batch_size = new.num_tokens // new.batch_size, new.batch_size
+            step = max(step, new.num_at_once // batch_size)
             known = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
-            layers += [entry.rows for entry in lane.own]
-            num_new += [new.num_tokens // new.batch_size] * num_layers
-            row_bytes += known if new.batch_size == 1 else [each * new.batch_size for each in known]
-        return Adding(layers, num_new, step, row_bytes)
-
-    @cached_property
-    def _bound(self) -> Bound | None:
-        """Bytes that surely suffice for the tokens; None where none are known to, or there are no layers."""
-        if self._pool is None or len({rows.pool for rows in self._adding.layers}) > 1:
-            return None
-        return bound_of(self._pool, self._adding)
+            tokens |= {
+                entry.rows: (num_new, batch_size * nbytes) for entry, nbytes in zip(lane.own, known, strict=True)
+            }
+        return Adding(tokens, step)
 
     @property
     def are_on_disk(self) -> bool:
         """True if layers are on disk."""
-        return self._pool is not None and self._pool.layers.is_on_disk
+        return self._pool is not None and self._ledger.is_on_disk
 
     @property
     def replaced_bytes(self) -> int:
         """The most bytes of a layer's buffers that are in memory, and have no room for the tokens."""
-        layers, num_new, *_ = self._adding
-        stores = [(rows.store, number) for rows, number in zip(layers, num_new, strict=True)]
-        grows = [each for each, number in stores if isinstance(each, MemoryRows) and each.takes_more(number)]
-        return max([each.buffers.nbytes for each in grows], default=0)
+        return 0 if self._pool is None else self._ledger.replaced
 
     @property
     def growth(self) -> int:
         """The bytes that a pass adds to caches in memory, as far as the plan lets them grow."""
-        if self._pool is None or (self._bound is not None and not self._bound.growth):
+        if self._pool is None:
             return 0
-        growth, limit = self._ledger.growth, self._plan.kv.limit
-        growth = growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
-        return max(growth, self.growth_on_disk(NUM_SLOTS)) if self._pool.layers.is_on_disk else growth
+        ledger, limit = self._ledger, self._plan.kv.limit
+        growth = ledger.growth if limit is None else min(ledger.growth, max(0, limit - ledger.now))
+        return max(growth, self.growth_on_disk(NUM_SLOTS)) if ledger.is_on_disk else growth
 
     def growth_on_disk(self, num_slots: int = 1) -> int:
         """Return the bytes that a pass adds with every layer on disk."""
-        return 0 if self._pool is None else max(0, self._ledger.least_with(num_slots) - self._pool.memory_bytes)
+        return 0 if self._pool is None else max(0, self._ledger.least_with(num_slots) - self._ledger.now)
 
     def goes_to_disk(self, missing: int) -> bool:
         """Return whether some layers go to disk, or stay there, if so many bytes are missing for the pass."""
         pool = self._pool
         if pool is None or pool.options.budget_bytes is None:
             return False
-        way = self._ledger.way(self._rooms(pool, missing)[-1])
+        way = self._ledger.way(self._rooms(missing)[-1])
         return bool(way.num_slots) and not way.missing
-
-    def admit_surely(self, missing: int) -> bool:
-        """Prepare the pass if all layers surely stay in memory, with so many bytes missing. Return whether they do."""
-        pool = self._pool
-        if pool is None:
-            return missing <= 0
-        return self._bound is not None and admit_surely(pool, self._adding, self._bound, self._rooms(pool, missing)[0])
 
     def admit(self, missing: int) -> int:
         """Offload layers for the pass, if so many bytes are missing. Return the bytes that are still missing."""
         pool = self._pool
         if pool is None:
             return missing
-        if self.admit_surely(missing):
-            return 0
         while True:
-            held = self._slots_held if pool.layers.is_on_disk else 0
+            held = self._slots_held if self.are_on_disk else 0
             room, lacking = self.room(missing, held)
             if not lacking:
-                admit(pool, self._adding, room)
+                pool.admit(self._adding, room)
                 vars(self).pop("_ledger", None)  # layers may have moved
-            if lacking or held or not pool.layers.is_on_disk or not self._slots_held:
+            if lacking or held or not self.are_on_disk or not self._slots_held:
                 return lacking
 
     def room(self, missing: int, held: int = 0) -> tuple[int, int]:
@@ -121,20 +100,17 @@ class OwnCaches:
         plan, pool = self._plan, self._pool
         if pool is None:
             return 0, missing
-        rooms = self._rooms(pool, missing, held)
-        if self._bound is not None and is_surely_within(pool, self._bound, rooms[0]):
-            return rooms[0], 0
-        for room in rooms:
-            wanted = way_within(pool, self._ledger, room).missing
+        for room in self._rooms(missing, held):
+            wanted = pool.way(self._ledger, room).missing
             if not wanted:
                 break
         if wanted and plan.kv.is_fixed and room == plan.kv.limit:
             raise no_room_for_kv(plan, self._all, room + wanted)
         return room, wanted
 
-    def _rooms(self, pool: KVPool, missing: int, held: int = 0) -> list[int]:
+    def _rooms(self, missing: int, held: int = 0) -> list[int]:
         """Return limits for keys and values: the plan's, and then all that is free."""
-        kv, free = self._plan.kv, pool.memory_bytes - missing - held
+        kv, free = self._plan.kv, self._ledger.now - missing - held
         if kv.limit is None:
             return [free]
         return [min(free, kv.limit - held), *(() if kv.is_fixed else (free,))]
@@ -153,6 +129,6 @@ class OwnCaches:
     @cached_property
     def _ledger(self) -> KVLedger:
         assert self._pool is not None
-        if (num_pools := len({rows.pool for rows in self._adding.layers})) > 1:
+        if (num_pools := len({rows.pool for rows in self._adding.tokens})) > 1:
             raise of_several_pools(num_pools)
-        return ledger_of(self._pool, self._adding)
+        return self._pool.ledger(self._adding)

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions, slot_memory
@@ -48,6 +48,25 @@ class Coming(NamedTuple):
     held: int  # the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped
 
 
+class Kind(NamedTuple):
+    """Layers that are alike, and get the same tokens. Parked ones have a kind each: they differ in their pages."""
+
+    layer: Layer
+    coming: Coming | None = None
+    number: int = 1
+
+    @property
+    def longer(self) -> int:
+        """Tokens by which each layer gets longer."""
+        return 0 if self.coming is None else max(0, self.coming.held - self.layer.length)
+
+    @property
+    def after(self) -> tuple[int, int]:
+        """The bytes of a token in each layer, and its number of tokens, after those that come."""
+        layer, coming = self.layer, self.coming
+        return (layer.token_bytes, layer.length) if coming is None else (coming.nbytes, coming.held)
+
+
 class Way(NamedTuple):
     """A way for a call to stay within a limit."""
 
@@ -62,8 +81,7 @@ class KVLedger:
     """The layers of all caches of a model, and the tokens that a call adds to some. Shared rows count once."""
 
     options: KVOptions
-    layers: Mapping[Any, Layer]  # every layer of every cache
-    coming: Mapping[Any, Coming] = field(default_factory=dict)  # tokens of a call, or of several in lockstep
+    kinds: Sequence[Kind]  # every layer of every cache; tokens of a call, or of several in lockstep
     step: int = 1  # how many of them go through the model at a time
     slots_held: int = 0  # bytes of the slots of layers on disk
     num_slots: int = NUM_SLOTS
@@ -73,60 +91,69 @@ class KVLedger:
     @cached_property
     def now(self) -> int:
         """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
-        held = sum([layer.held for layer in self.layers.values()])
-        return held + _shared(self.layers.values()) + self._on_disk({})
+        return self.arrays + (self._on_disk(more=False) if self.is_on_disk else self.slots_held)
+
+    @cached_property
+    def arrays(self) -> int:
+        """Bytes of caches that MLX counts as active: without slots, and without layers on disk."""
+        held = sum([number * layer.capacity * sum(layer.widths) for layer, _, number in self.kinds])
+        return held + _shared([layer for layer, _, _ in self.kinds])
 
     @cached_property
     def peak(self) -> int:
         """The most bytes while the tokens come to one layer after another, with layers where they are."""
         needed = self._grown
-        for key, each in self.coming.items():
-            layer = self.layers[key]
-            if each.held < layer.length + each.num_new:  # a layer that drops tokens is copied
+        for layer, coming, _ in self.kinds:
+            if coming is not None and coming.held < layer.length + coming.num_new:  # one that drops tokens is copied
                 needed = max(needed, self.now + layer.held)
         return needed
 
     @property
     def growth(self) -> int:
         """Bytes that the call adds if no layer is offloaded."""
-        return max(0, self.peak + self.under_way_bytes * self._is_on_disk - self.now)
+        return max(0, self.peak + self.under_way_bytes * self.is_on_disk - self.now)
 
     @cached_property
-    def _is_on_disk(self) -> bool:
-        return any(layer.is_on_disk for layer in self.layers.values())
+    def is_on_disk(self) -> bool:
+        """True if a layer is on disk."""
+        return True in [layer.is_on_disk for layer, _, _ in self.kinds]
+
+    @cached_property
+    def replaced(self) -> int:
+        """The most bytes of buffers of a layer in memory that have no room for its tokens."""
+        growing = [kind.layer.held for kind in self.kinds if self._grows(kind)]
+        return max(growing, default=0)
+
+    def _grows(self, kind: Kind) -> bool:
+        return kind.coming is not None and not kind.layer.is_on_disk and kind.layer.takes_more(kind.longer)
 
     @cached_property
     def _grown(self) -> int:
-        growing, grown, moved = set[Any](), 0, 0
-        holders = Counter([page for layer in self.layers.values() for page, _ in layer.pages])
-        for key, each in self.coming.items():
-            layer = self.layers[key]
-            if layer.is_on_disk:
-                continue
-            num_new = self._num_new[key]
-            grown += each.nbytes * self.options.capacity_after(layer.length, layer.capacity, num_new)
-            if layer.takes_more(num_new):  # its old buffers, or the pages that nobody else holds, are there besides
-                growing.add(key)
+        nbytes, moved, shared = 0, 0, list[Layer]()
+        holders = Counter([page for layer, _, _ in self.kinds for page, _ in layer.pages])
+        for kind in self.kinds:
+            layer, coming, number = kind
+            if coming is None or layer.is_on_disk:
+                nbytes += number * layer.held
+            else:
+                room = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
+                nbytes += number * coming.nbytes * room
+            if self._grows(kind):  # its old buffers, or the pages that nobody else holds, are there besides
                 own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
                 moved = max(moved, layer.held + own)
-        others = sum([layer.held for key, layer in self.layers.items() if key not in self.coming])
-        shared = _shared([layer for key, layer in self.layers.items() if key not in growing])
-        return others + grown + moved + shared + self._on_disk(self._num_new)
+            else:
+                shared.append(layer)
+        return nbytes + moved + _shared(shared) + (self._on_disk(more=True) if self.is_on_disk else self.slots_held)
 
-    @cached_property
-    def _num_new(self) -> dict[Any, int]:
-        """The tokens by which each layer gets longer."""
-        return {key: max(0, each.held - self.layers[key].length) for key, each in self.coming.items()}
+    def _on_disk(self, *, more: bool) -> int:
+        """Return the memory of layers on disk, with or without more tokens: slots for the largest, all last tokens."""
+        tails = sum([kind.number * kind.layer.token_bytes for kind in self.kinds if kind.layer.is_on_disk])
+        return max(self.slots_needed(more=more), self.slots_held) + self.options.step * tails
 
-    def _on_disk(self, num_new: Mapping[Any, int]) -> int:
-        """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
-        tails = self.options.step * sum([layer.token_bytes for layer in self.layers.values() if layer.is_on_disk])
-        return max(self.slots_needed(num_new), self.slots_held) + tails
-
-    def slots_needed(self, num_new: Mapping[Any, int]) -> int:
-        """Return the bytes of all slots, for the largest layer on disk after new tokens came to some."""
-        layers = [(layer, num_new.get(key, 0)) for key, layer in self.layers.items() if layer.is_on_disk]
-        return self.num_slots * max([self._slot_bytes(layer, layer.length + more) for layer, more in layers], default=0)
+    def slots_needed(self, *, more: bool) -> int:
+        """Return the bytes of all slots, for the largest layer on disk, with or without the tokens that come."""
+        on_disk = [(kind.layer, kind.longer if more else 0) for kind in self.kinds if kind.layer.is_on_disk]
+        return self.num_slots * max([self._slot_bytes(layer, layer.length + new) for layer, new in on_disk], default=0)
 
     def _slot_bytes(self, layer: Layer, tokens: int) -> int:
         """Return the memory of a slot that holds so many tokens."""
@@ -137,48 +164,49 @@ class KVLedger:
 
     def way(self, limit: int) -> Way:
         """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""
-        options, sizes = self.options, [each.nbytes for each in self.coming.values()]
+        options, sizes = self.options, self._new_sizes
         needed = self.peak + (options.step * sum(sizes) if self._grows_several_times else 0)
         if options.budget_bytes is None:
             return Way(max(0, needed - limit))
         offload = options.offload_bytes(sizes)
-        if not self._is_on_disk and needed + offload <= limit:
+        if not self.is_on_disk and needed + offload <= limit:
             return Way(0, offload)
         for num_slots in (NUM_SLOTS, 1):
             least = self.least_with(num_slots)
             under_way = least - self.least(num_slots)
             if least <= limit:
-                fresh = [each.num_new * each.nbytes for key, each in self.coming.items() if self.layers[key].is_on_disk]
-                return Way(0, under_way, num_slots, sum(fresh) + max(0, needed + under_way - limit))
-        return Way(max(0, min(least, needed + under_way * self._is_on_disk) - limit))  # nothing can be offloaded
+                on_disk = [kind for kind in self.kinds if kind.coming is not None and kind.layer.is_on_disk]
+                fresh = sum([number * coming.num_new * coming.nbytes for _, coming, number in on_disk if coming])
+                return Way(0, under_way, num_slots, fresh + max(0, needed + under_way - limit))
+        return Way(max(0, min(least, needed + under_way * self.is_on_disk) - limit))  # nothing can be offloaded
 
     def least_with(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came, and what is under way then."""
-        sizes = [each.nbytes for each in self.coming.values()]
-        tokens = max([each.held for each in self.coming.values()], default=0)
-        return self.least(num_slots) + self.options.under_way_bytes(sizes, tokens, self.step, num_slots)
+        tokens = max([coming.held for _, coming, _ in self.kinds if coming is not None], default=0)
+        return self.least(num_slots) + self.options.under_way_bytes(self._new_sizes, tokens, self.step, num_slots)
+
+    @cached_property
+    def _new_sizes(self) -> list[int]:
+        """Bytes of a token in each layer that gets some."""
+        return [size for _, coming, number in self.kinds if coming is not None for size in [coming.nbytes] * number]
 
     @property
     def _grows_several_times(self) -> bool:
         """True if a cache grows more than once, by which it gets more room."""
-        for key, each in self.coming.items():
-            layer = self.layers[key]
+        for layer, coming, _ in self.kinds:
+            if coming is None:
+                continue
             in_memory = 0 if layer.is_on_disk else layer.length
-            first = self.options.capacity_after(in_memory, layer.capacity, min(self.step, each.num_new))
-            if first < layer.length + each.num_new:
+            first = self.options.capacity_after(in_memory, layer.capacity, min(self.step, coming.num_new))
+            if first < layer.length + coming.num_new:
                 return True
         return False
 
     def least(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came."""
-        sizes = {key: layer.token_bytes for key, layer in self.layers.items()}
-        sizes |= {key: each.nbytes for key, each in self.coming.items()}
-        lengths = {key: layer.length for key, layer in self.layers.items()}
-        lengths |= {key: each.held for key, each in self.coming.items()}
-        some = [key for key, nbytes in sizes.items() if nbytes]
-        return self.options.least_bytes(
-            [sizes[key] for key in some], [lengths[key] for key in some], num_slots, is_tight=self.commits_lazily
-        )
+        layers = [after for kind in self.kinds for after in [kind.after] * kind.number if after[0]]
+        sizes, lengths = [size for size, _ in layers], [length for _, length in layers]
+        return self.options.least_bytes(sizes, lengths, num_slots, is_tight=self.commits_lazily)
 
 
 def _shared(layers: Iterable[Layer]) -> int:

@@ -8,6 +8,7 @@ these tokens a second time, in buffers for attention. It is parked when another 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,19 +16,18 @@ from functools import partial
 from itertools import count
 from math import inf
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.kvfiles import KVFiles
-from mlx_flash.kv.kvledger import Coming, KVLedger, no_room
+from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer, Way, no_room
 from mlx_flash.kv.layerrows import (
     CacheGroup,
     LayerRows,
     Layers,
-    Sums,
     as_pages,
     copied_bytes,
     is_admitted,
@@ -56,10 +56,29 @@ class KVUsage:
     wait_seconds: float = 0.0
 
 
+class Adding(NamedTuple):
+    """Tokens that a call, or several in lockstep, add to layers of caches.
+
+    Attributes:
+        tokens: how many each sequence gets in a layer, and the bytes of one of all sequences; these are not used where
+            there are tokens already.
+        step: how many of them go through the model at a time.
+    """
+
+    tokens: Mapping[LayerRows, tuple[int, int]]
+    step: int = 1
+
+    @property
+    def in_parts(self) -> bool:
+        """True if the tokens come in parts."""
+        return max([num_new for num_new, _ in self.tokens.values()], default=0) > self.step
+
+
+NOTHING = Adding(MappingProxyType({}))
+
+
 class KVPool(Opaque):
     """The caches of a model, their budget, and the order in which they are used.
-
-    :mod:`mlx_flash.kv.admit` prepares calls.
 
     Args:
         options: how the caches are stored.
@@ -79,7 +98,6 @@ class KVPool(Opaque):
         self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self.layers = Layers(options.step)
-        self._noted: Sums | None = None  # those of the last :meth:`note`, while all is in memory
         self.no_rows = MemoryRows(options)  # in memory, of a layer on disk
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
@@ -103,49 +121,92 @@ class KVPool(Opaque):
         """Return empty rows for the layer at ``index`` of a list."""
         rows, number = LayerRows(self, group, index), next(self._numbers)
         self.layers.by_number[number] = rows
-        self.layers.newest = number
         return rows
 
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
-        sums = self.layers.sums
-        return self.ledger().now if sums.num_on_disk else sums.held + self.ring.held
+        return self.ledger().now
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that MLX counts as active for caches and slots."""
-        return self.layers.sums.held + self.ring.nbytes
+        return self.ledger().arrays + self.ring.nbytes
 
     @property
     def limit(self) -> float:
         """The most memory of all caches together, without reads and writes in flight."""
         return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
 
-    def ledger(self, coming: Mapping[LayerRows, Coming] = MappingProxyType({}), step: int = 1) -> KVLedger:
-        """Return the layers in numbers, and the tokens of a call, of which ``step`` go through the model at a time."""
-        layers = {rows: rows.store.in_numbers for rows in self.layers}
+    def ledger(self, adding: Adding = NOTHING) -> KVLedger:
+        """Return the layers of all caches in numbers, and the tokens that a call adds to some."""
+        alike, kinds, options, step = Counter[Any](), list[Kind](), self.options, adding.step
+        tokens_of = adding.tokens.get
+        for reference in self.layers.by_number.valuerefs():  # for each pass: no function is called for a layer
+            if (rows := reference()) is None:
+                continue
+            store, new = rows.store, tokens_of(rows)
+            if isinstance(store, MemoryRows) and not (buffers := store.buffers).pages:
+                widths = () if buffers.layout is None else buffers.layout.widths
+                alike[widths, store.num_rows, buffers.capacity, new] += 1
+            else:
+                layer = store.in_numbers
+                kinds.append(Kind(layer, new and _coming(layer, new, options, step)))
+        for (widths, length, capacity, new), number in alike.items():
+            layer = Layer(widths, length, capacity)
+            kinds.append(Kind(layer, new and _coming(layer, new, options, step), number))
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
-        return KVLedger(self.options, layers, coming, step, *slots)
+        return KVLedger(options, kinds, step, *slots)
 
     def note(self) -> KVUsage:
-        """Bring :attr:`usage` up to date, and return it. While all is in memory, and no layer changes, it is."""
-        sums = self.layers.sums
-        if sums is self._noted:
-            return self.usage
-        files, stats, slot_bytes = self.files, self.stats, self.ring.nbytes
-        files_used = {disk.file for disk in self.layers.on_disk.values()} if sums.num_on_disk else ()
+        """Bring :attr:`usage` up to date, and return it."""
+        ledger, files, stats = self.ledger(), self.files, self.stats
+        files_used = {disk.file for disk in self.layers.on_disk.values()} if ledger.is_on_disk else ()
         self.usage = KVUsage(
-            memory_bytes=self.memory_bytes if sums.num_on_disk or slot_bytes else sums.held,
+            memory_bytes=ledger.now,
             disk_bytes=sum([file.nbytes for file in files_used]) + files.draft_bytes,
-            reserved_bytes=sums.held + slot_bytes,
+            reserved_bytes=ledger.arrays + self.ring.nbytes,
             read_bytes=files.read_bytes,
             written_bytes=files.written_bytes,
             num_offloaded=stats.num_offloaded,
             wait_seconds=stats.wait_seconds,
         )
-        self._noted = None if sums.num_on_disk or slot_bytes else sums  # slots change without a layer
         return self.usage
+
+    def admit(self, adding: Adding, limit: int) -> int:
+        """Prepare a call, or several in lockstep: offload layers before it takes memory, and set what it may take.
+
+        ``limit`` is the most memory of all caches together, reads and writes in flight included. Return the bytes that
+        are missing: 0 when the call can begin. Raises: WriteError: there is no room on the disk.
+        """
+        self.begin({rows.group for rows in adding.tokens})
+        ledger, options = self.ledger(adding), self.options
+        way = self.way(ledger, limit)
+        if way.missing or options.budget_bytes is None:
+            return way.missing
+        self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
+        lengths = {rows: rows.store.length + num_new for rows, (num_new, _) in adding.tokens.items()}
+        if options.max_tokens is not None:
+            lengths = {rows: options.held_tokens(length, adding.step) for rows, length in lengths.items()}
+        in_parts = adding.in_parts
+        if way.num_slots:
+            for rows, length in lengths.items():
+                rows.expect(length if in_parts else 0)
+            self.ring.resize(way.num_slots)
+            self.files.limit_queue(way.num_slots)
+            with self.lock:
+                self.free(lambda: self.ledger(adding).peak, next(iter(adding.tokens)).group)
+        self.admission += 1
+        if not way.num_slots:
+            for rows, length in lengths.items():
+                rows.expected, rows.admitted = length if in_parts else 0, (self.admission, length)
+        return 0
+
+    def way(self, ledger: KVLedger, limit: int) -> Way:
+        """Return how a call stays within a limit. Raises: WriteError: there is no room on the disk."""
+        way = ledger.way(limit)
+        self.files.check_room(way.disk_bytes)
+        return way
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Offload layers to disk until the memory, with new tokens of one layer, fits the budget.
@@ -166,9 +227,8 @@ class KVPool(Opaque):
         num_new, store = new[0].shape[2], rows.store
         length = store.length + num_new
         if store.takes_more(num_new) and not is_admitted(rows, length):
-            nbytes = sum(store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
-            coming = {rows: Coming(nbytes, num_new, length)}
-            self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
+            adding = Adding({rows: (num_new, sum(array.nbytes for array in new) // num_new)}, num_new)
+            self._make_fit(lambda: self.ledger(adding).peak, rows.group, rows, new)
 
     def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
         """Return copies that share the pages: of a layer, and unless it ``is_alone`` of all others of its list.
@@ -233,7 +293,8 @@ class KVPool(Opaque):
             return
         self.free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
-        if needed() > self.limit and self.ring.held > self.ledger().slots_needed({rows: num_new}):
+        slots_needed = self.ledger(Adding({rows: (num_new, 0)}, num_new)).slots_needed(more=True)
+        if needed() > self.limit and self.ring.held > slots_needed:
             self.ring.release()  # it was larger for a longer context
         if needed() > self.limit:
             self.ring.resize(1)
@@ -253,7 +314,7 @@ class KVPool(Opaque):
         call.
         """
         while needed() > self.limit:
-            if self.ring.held and not self.layers.is_on_disk:
+            if self.ring.held and not self.layers.on_disk:
                 self.ring.release()
             elif (idle := self.layers.next_to_park(group)) is not None:
                 park(idle)
@@ -275,6 +336,11 @@ class KVPool(Opaque):
 def _with_copy(pool: KVPool, rows: LayerRows) -> int:
     """Return the bytes in memory with a copy of a layer."""
     return pool.memory_bytes + copied_bytes(rows)
+
+
+def _coming(layer: Layer, new: tuple[int, int], options: KVOptions, step: int) -> Coming:
+    num_new, nbytes = new
+    return Coming(layer.token_bytes or nbytes, num_new, options.held_tokens(layer.length + num_new, step))
 
 
 def _closed() -> ClosedError:

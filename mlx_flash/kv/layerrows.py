@@ -10,15 +10,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
 from mlx_flash.kv.kvfiles import KVFiles, Stored
-from mlx_flash.kv.memory import Changes, MemoryRows
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import MemoryPages, Page, cut, num_tokens, sizes
+from mlx_flash.kv.pages import MemoryPages, Page, cut, num_tokens
 from mlx_flash.kv.ring import KVStats, SlotRing
 
 
@@ -91,7 +91,6 @@ class LayerRows:
         """Hold other rows from now on."""
         if isinstance(store, DiskRows):
             store.expected = self.expected
-        Changes.note()
         self.store = store
 
     def expect(self, length: int) -> None:
@@ -193,14 +192,6 @@ def is_admitted(rows: LayerRows, length: int) -> bool:
     return (rows.pool.admission, length) <= rows.admitted
 
 
-class Sums(NamedTuple):
-    """Sums over layers, and the last change, the last new layer and the number of layers that they hold for."""
-
-    held: int = 0  # bytes of buffers, and of shared rows in memory
-    num_on_disk: int = 0
-    when: tuple[int, int, int] = (0, 0, 0)
-
-
 class Layers:
     """Every layer of every cache. A layer leaves with the last reference to it. Any thread may add some.
 
@@ -209,14 +200,11 @@ class Layers:
 
     Attributes:
         by_number: the layers; their numbers ascend.
-        newest: the largest number so far.
     """
 
     def __init__(self, step: int) -> None:
         self.by_number: weakref.WeakValueDictionary[int, LayerRows] = weakref.WeakValueDictionary()
-        self.newest = 0
         self._step = step
-        self._last_sums = Sums()
 
     def __iter__(self) -> Iterator[LayerRows]:
         """Iterate over the layers that there are now. Another thread may add some meanwhile."""
@@ -226,28 +214,6 @@ class Layers:
     def on_disk(self) -> dict[LayerRows, DiskRows]:
         """The layers whose rows are on disk."""
         return {rows: disk for rows in self if (disk := rows.disk) is not None}
-
-    @property
-    def is_on_disk(self) -> bool:
-        """True if the rows of a layer are on disk."""
-        return self.sums.num_on_disk > 0
-
-    @property
-    def sums(self) -> Sums:
-        """The sums over all layers, added up again if a layer has changed, came or went."""
-        when = Changes.last, self.newest, len(self.by_number)
-        if when != self._last_sums.when:
-            held, num_on_disk, parked = 0, 0, list[MemoryPages]()
-            for reference in self.by_number.valuerefs():  # as __iter__() does, for each new cache
-                store = None if (rows := reference()) is None else rows.store
-                if isinstance(store, MemoryRows):
-                    held += store.buffers.nbytes
-                    parked += [store.buffers.pages] if store.buffers.pages else ()
-                elif store is not None:
-                    num_on_disk += 1
-            held += sum(sizes(parked).values()) if parked else 0
-            self._last_sums = Sums(held, num_on_disk, when)
-        return self._last_sums
 
     def next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:
         """Return the layer to offload next: of the sequence used longest ago, and far from those that were offloaded.

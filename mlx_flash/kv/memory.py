@@ -12,27 +12,13 @@ decides how much of the buffers does. Each method changes these last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_flash.kv.kvledger import Layer
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import Component, InMemory, MemoryPages, Page, RowLayout, cut, num_tokens, slices
-
-_changes = count(1)
-
-
-class Changes:
-    """The number of the last change of any layer's memory. Sums over layers hold until there is another one."""
-
-    last: ClassVar[int] = 0
-
-    @classmethod
-    def note(cls) -> None:
-        """Note that a layer is about to change."""
-        cls.last = next(_changes)
 
 
 class Buffers(NamedTuple):
@@ -47,7 +33,6 @@ class Buffers(NamedTuple):
     @classmethod
     def of(cls, layout: RowLayout | None, arrays: Sequence[mx.array] = (), pages: MemoryPages = ()) -> Buffers:
         """Return buffers, or pages, with their sizes, to be a layer's memory."""
-        Changes.note()
         capacity = int(arrays[0].shape[2]) if arrays else 0
         return cls(list(arrays), pages, layout, capacity, sum([array.nbytes for array in arrays]))
 

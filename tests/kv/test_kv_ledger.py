@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FlashError
-from mlx_flash.kv.admit import Adding, admit, admit_surely, bound_of, ledger_of
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvledger import Coming, KVLedger, Layer
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
+from mlx_flash.kv.kvpool import Adding, KVPool
 from mlx_flash.kv.options import KVOptions
 
 LAYERS, HEADS = 3, 2
@@ -68,15 +67,13 @@ def test_ledger_counts_all_arrays_and_no_call_takes_more(
 def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: str, count: int) -> None:
     layers = [cache.rows for cache in caches]
     if name in ("feed", "call"):
-        adding = Adding(layers, [count] * LAYERS, count, sizes_of(layers))
-        limit, bound = pool.options.budget_bytes or 1 << 40, bound_of(pool, adding)
-        is_sure = name == "call" and bound is not None and admit_surely(pool, adding, bound, limit)
-        if name == "call" and not is_sure and admit(pool, adding, limit):
+        adding = Adding(tokens_of(layers, count), count)
+        if name == "call" and pool.admit(adding, pool.options.budget_bytes or 1 << 40):
             return
-        peak, num_offloaded = ledger_of(pool, adding).peak, pool.stats.num_offloaded
+        peak, num_offloaded = pool.ledger(adding).peak, pool.stats.num_offloaded
         for i, cache in enumerate(caches):
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
-            assert pool.memory_bytes <= peak or (pool.stats.num_offloaded > num_offloaded and not is_sure)
+            assert pool.memory_bytes <= peak or pool.stats.num_offloaded > num_offloaded
     elif name == "copy" and len(conversations) < 4:
         conversations.append(copy.deepcopy(caches))
     elif name == "drop" and len(conversations) > 1:
@@ -88,8 +85,8 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
         victim.offload(())
 
 
-def sizes_of(layers: list[Any]) -> list[int]:
-    return [2 * HEADS * WIDTHS[i % LAYERS] * 2 for i in range(len(layers))]
+def tokens_of(layers: list[Any], count: int) -> dict[Any, tuple[int, int]]:
+    return {rows: (count, 2 * HEADS * WIDTHS[i % LAYERS] * 2) for i, rows in enumerate(layers)}
 
 
 def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) -> None:
@@ -99,60 +96,50 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
     held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.layers.on_disk.values())
     assert pool.memory_bytes == pool.ledger().now >= held + tails + pool.ring.held
     assert pool.reserved_bytes == held + pool.ring.nbytes
-    assert pool.layers.is_on_disk == bool(pool.layers.on_disk)
+    assert pool.ledger().is_on_disk == bool(pool.layers.on_disk)
     if not pool.layers.on_disk:
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
     layers = [cache.rows for caches in together for cache in caches]
-    adding = Adding(layers, [count] * len(layers), max(1, count - which), sizes_of(layers))
-    ledger = ledger_of(pool, adding)
+    ledger = pool.ledger(Adding(tokens_of(layers, count), max(1, count - which)))
     assert ledger.peak >= ledger.now
     missing = [ledger.way(limit).missing for limit in (0, ledger.now, ledger.peak, ledger.peak + 50_000, 1 << 40)]
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0
-    if (bound := bound_of(pool, adding)) is not None:
-        assert bound.largest == max(each.nbytes for each in ledger.coming.values())
-        assert not pool.layers.on_disk and (bound.growth or ledger.peak == ledger.now)
-        offload = 0 if pool.options.budget_bytes is None else pool.options.offload_bytes([bound.largest])
-        way = ledger.way(pool.memory_bytes + bound.growth + offload)
-        assert (way.missing, way.num_slots, way.under_way_bytes) == (0, 0, offload)
 
 
 def test_now_is_a_sum_over_layers() -> None:
     """Shared rows count once; of a layer on disk the slots count, and the tokens of a page."""
     options = KVOptions(step=16)
-    layers = {
-        "in memory": Layer((100, 100), 10, 16),
-        "parked": Layer((100, 100), 10, pages=((1, 900), (2, 300))),
-        "its copy": Layer((100, 100), 5, pages=((1, 900),)),
-    }
+    layers = [
+        Kind(Layer((100, 100), 10, 16)),
+        Kind(Layer((100, 100), 10, pages=((1, 900), (2, 300)))),  # parked, and a copy of it
+        Kind(Layer((100, 100), 5, pages=((1, 900),))),
+    ]
     assert KVLedger(options, layers).now == 16 * 200 + 900 + 300
     assert KVLedger(options, layers, slots_held=7).now == 16 * 200 + 900 + 300 + 7
-    on_disk = layers | {"on disk": Layer((100, 100), 40, is_on_disk=True)}
+    on_disk = [*layers, Kind(Layer((100, 100), 40, is_on_disk=True))]
     assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * 2 * 8192
 
 
 def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
     """And the parts that nobody else holds: they are freed when the layer has its buffers."""
     options, new = KVOptions(step=16), Coming(200, 8, 18)
-    layers = {"a": Layer((100, 100), 10, 16), "b": Layer((100, 100), 10, 16)}
+    layer = Layer((100, 100), 10, 16)
     grown = 200 * (10 + 16)
-    assert KVLedger(options, layers, {"a": new}).peak == 200 * 16 + grown + 200 * 16
-    assert KVLedger(options, layers, {"a": new, "b": new}).peak == 2 * grown + 200 * 16
-    assert KVLedger(options, layers, {"a": Coming(200, 6, 16)}).peak == 2 * 200 * 16
-    parked = {
-        "c": Layer((100, 100), 10, pages=((1, 900), (2, 300))),
-        "its copy": Layer((100, 100), 5, pages=((1, 900),)),
-    }
-    assert KVLedger(options, parked, {"c": new}).peak == grown + 900 + 300
+    assert KVLedger(options, [Kind(layer, new), Kind(layer)]).peak == 200 * 16 + grown + 200 * 16
+    assert KVLedger(options, [Kind(layer, new, 2)]).peak == 2 * grown + 200 * 16
+    assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)]).peak == 2 * 200 * 16
+    parked, copy = Layer((100, 100), 10, pages=((1, 900), (2, 300))), Layer((100, 100), 5, pages=((1, 900),))
+    assert KVLedger(options, [Kind(parked, new), Kind(copy)]).peak == grown + 900 + 300
 
 
 def test_peak_counts_the_copy_of_a_layer_that_drops_tokens() -> None:
-    layers = {"a": Layer((100, 100), 60, 64), "b": Layer((100, 100), 60, 64)}
-    ledger = KVLedger(KVOptions(step=16, max_tokens=64), layers, {"a": Coming(200, 8, 64)})
+    layer = Layer((100, 100), 60, 64)
+    ledger = KVLedger(KVOptions(step=16, max_tokens=64), [Kind(layer, Coming(200, 8, 64)), Kind(layer)])
     assert ledger.peak == 3 * 200 * 64
 
 
 def test_slots_count_with_the_tokens_to_come() -> None:
-    layers = {"a": Layer((4096,), 16, is_on_disk=True)}
-    ledger = KVLedger(KVOptions(step=16), layers, {"a": Coming(4096, 1, 17)})
+    kind = Kind(Layer((4096,), 16, is_on_disk=True), Coming(4096, 1, 17))
+    ledger = KVLedger(KVOptions(step=16), [kind])
     assert (ledger.now, ledger.peak) == (4096 * (16 + 2 * 16), 4096 * (16 + 2 * 32))

@@ -15,10 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kv_rows import address, equal, offload_all, rows_of
-from mlx_flash.kv.admit import Adding, admit
 from mlx_flash.kv.diskcache import DiskKVCache, make_caches
-from mlx_flash.kv.kvledger import Coming
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import Adding, KVPool
 from mlx_flash.kv.options import KVOptions
 
 LAYERS = 4
@@ -269,13 +267,11 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
     if not is_shared:
         first.mine.clear()
         gc.collect()
-    layers = [entry.rows for entry in second.mine]
-    needed = admit(pool, Adding(layers, [16] * LAYERS, 16, [0] * LAYERS), limit=0)
+    needed = pool.admit(Adding({entry.rows: (16, 0) for entry in second.mine}, 16), limit=0)
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)
-        coming = {entry.rows: Coming(sum(entry.rows.store.in_numbers.widths), 16, entry.rows.length + 16)}
-        peak = max(peak, pool.ledger(coming).peak)
+        peak = max(peak, pool.ledger(Adding({entry.rows: (16, 0)}, 16)).peak)
         entry.update_and_fetch(rows, rows)
     assert peak == needed
     held = (600 + 1) * TOKEN_BYTES * LAYERS

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.admit import Adding, admit
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import Adding
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
 from mlx_flash.residency.sizes import ModelSizes, measure
@@ -143,8 +143,8 @@ def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
     pool = caches[0].pool
     for start in range(0, context, chunk):
         num_new = min(chunk, context - start)
-        adding = Adding([c.rows for c in caches], [num_new] * len(caches), num_new, share.rows)
-        missing = admit(pool, adding, share.limit)
+        tokens = {cache.rows: (num_new, nbytes) for cache, nbytes in zip(caches, share.rows, strict=True)}
+        missing = pool.admit(Adding(tokens, num_new), share.limit)
         assert missing == 0, f"{missing} bytes missing at {start} of {context} tokens"
         rows = mx.ones((1, HEADS, num_new, WIDTH), mx.float16)
         for cache in caches:

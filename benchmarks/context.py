@@ -35,8 +35,8 @@ from rich.table import Table
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import make_room, need
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
@@ -109,7 +109,7 @@ def fill(model: FlashLLM, cache: list[Any], options: argparse.Namespace) -> None
     for start in range(0, options.tokens, FILL_STEP):
         num_new = min(FILL_STEP, options.tokens - start)
         call = parse_call((mx.zeros((1, num_new), mx.int32), cache), {}, wants_logits=False)
-        check_headroom(model.plan, [Lane(call, options.prefill_step_size)])
+        make_room(need(model.plan, [Lane(call, options.prefill_step_size)]))
         for entry in cache:
             shape = (2, 1, args.num_key_value_heads, num_new, width)
             keys, values = mx.array(generator.standard_normal(shape, np.float32)).astype(dtype)

@@ -26,6 +26,7 @@ class Lane:
     Attributes:
         call, step, num_kept: as given.
         own: the caches that belong to a pool.
+        lengths: the tokens in each of these.
         others: mlx-lm's own caches on this machine, without the lists that hold some.
         tokens: the lane in numbers.
     """
@@ -40,7 +41,8 @@ class Lane:
             self.others = [entry for entry in others if not is_elsewhere(entry)]
         kinds = {*map(type, self.own), *map(type, self.others)}
         is_fused = not any(issubclass(kind, QuantizedKVCache) for kind in kinds)
-        lengths = [entry.rows.store.length if is_fused else entry.offset for entry in self.own]
+        self.lengths = [entry.rows.store.length for entry in self.own]
+        lengths = [*(self.lengths if is_fused else [entry.offset for entry in self.own])]
         lengths += map(_num_attended, self.others)
         batch_size, num_each = call.batch_size, call.length
         self.tokens = NewTokens(

@@ -14,9 +14,9 @@ from mlx_flash.compat.compiler import explained
 from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
+from mlx_flash.engine.need import make_room, need
 from mlx_flash.engine.row import Row, teller
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
@@ -175,7 +175,7 @@ class Passes:
             return
         call = row.left[0].with_tokens(cached.tokens[:, : cached.num_restored])
         try:
-            check_headroom(plan, [Lane(call, 1)], lending)
+            make_room(need(plan, [Lane(call, 1)]), lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
         with self._undoing({row: row.undo([call])}):

@@ -11,6 +11,7 @@ once memory is full: a pass over the weights costs more.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from math import inf
@@ -19,16 +20,9 @@ from typing import Any, NamedTuple
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.headroom import (
-    ahead_bytes,
-    check_headroom,
-    check_least,
-    goes_to_disk,
-    layers_at_once,
-    most_granted,
-)
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
+from mlx_flash.engine.need import Need, check_least, layers_at_once, make_room, need
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
@@ -57,11 +51,6 @@ class _Asked(NamedTuple):
     rows: Sequence[Row]
     more: Sequence[_More]
 
-    @property
-    def lanes(self) -> list[Lane]:
-        """The next parts of the rows."""
-        return [row.lane() for row in self.rows]
-
     def parts(self, number: int) -> dict[Row, list[ForwardCall]]:
         """Return the next part of each row, and so many more."""
         chosen = {row: [row.left[0]] for row in self.rows}
@@ -69,10 +58,27 @@ class _Asked(NamedTuple):
             chosen[row].append(part)
         return chosen
 
-    def prices(self, *, on_disk: bool = False) -> list[Price]:
-        """Return the bytes of as many more parts as may have room, and of one that may not."""
-        most = most_granted(self.plan, self.lanes, self.lending)
-        return prices_of(self.plan, list(self.parts(len(self.more)).values()), most, on_disk=on_disk)
+    def need(self, number: int = 0, waiting: int = 0) -> Need:
+        """Return what a pass with so many more parts needs, which take so many bytes while they wait."""
+        return need(self.plan, [row.lane(len(parts)) for row, parts in self.parts(number).items()], waiting)
+
+    @property
+    def lent(self) -> int:
+        """Bytes that weights have beyond the plan."""
+        return 0 if self.lending is None else max(0, self.lending.nbytes)
+
+    def fitting(self, *, offloads: bool) -> list[int]:
+        """Return the bytes of one, two and more parts while they wait, as many as there is room for.
+
+        Layers are where they are, or on disk. Raises: WriteError: they would have to go there, which has no room.
+        """
+        room, parts = self.lent - self.need().missing, [*self.parts(len(self.more)).values()]
+        waiting = waiting_bytes(self.plan, parts, room, on_disk=offloads)
+
+        def is_too_much(number: int) -> bool:
+            return not self.need(number, waiting[number - 1]).fits(self.lent, offloads=offloads)
+
+        return waiting[: bisect_left(range(1, len(waiting) + 1), True, key=is_too_much)]
 
 
 class Chosen(NamedTuple):
@@ -81,13 +87,6 @@ class Chosen(NamedTuple):
     lanes: dict[Row, list[ForwardCall]]  # the parts of each row
     layers_at_once: int | None = None  # as :func:`layers_at_once` returns it
     computes_ahead: bool = False  # as of :class:`WeightStream`
-
-
-class Price(NamedTuple):
-    """The bytes of a part and of those before it."""
-
-    waiting: int  # while another part computes
-    cost: int  # with their keys and values
 
 
 class Sharing:
@@ -114,14 +113,6 @@ class Sharing:
 
         If not even the first one fits, it gets the error, and nothing is returned.
         """
-        num_layers = len(self._session.engine.pinned.modules)
-        chosen = self._choose(plan, rows, lending)
-        if not chosen.lanes or not num_layers:
-            return chosen
-        calls = [Lane(call) for lane in chosen.lanes.values() for call in lane]
-        return chosen._replace(layers_at_once=layers_at_once(plan, calls, num_layers))
-
-    def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> Chosen:
         num_rows, step = len(rows) if self._group.can_share else 1, 0
         while True:
             chosen, can_cut = rows[:num_rows], False
@@ -132,16 +123,10 @@ class Sharing:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
                             check_least(plan, Lane(row.whole, num_kept=row.num_joined), lending)
                 can_cut = rows[0].length > 1
-                lanes, prices = asked.lanes, asked.prices() if asked.more else []
-                ahead = ahead_bytes(plan, lanes) if self._may_be_ahead and not prices else 0
-                wish = prices[-1].cost if prices else ahead
-                with self._all_have_room():
-                    may_shrink = can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen)
-                    granted = check_headroom(plan, lanes, lending, wish, may_shrink=may_shrink, is_ahead=bool(ahead))
-                parts = self._with_more(asked, prices, granted) if prices else asked.parts(0)
+                found = self._with_room(asked, can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen))
                 if step:
                     self._tell_step(rows[0], step)
-                return Chosen(parts, computes_ahead=not prices and bool(ahead) and granted == ahead)
+                return found
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
@@ -150,6 +135,32 @@ class Sharing:
                 else:
                     rows[0].error = error
                     return Chosen({})
+
+    def _with_room(self, asked: _Asked, may_shrink: bool) -> Chosen:
+        """Make room for the next part of each row, and for as many more as there is room for on every rank."""
+        fitting, offloads = list[int](), False  # bytes of one, two and more parts while they wait
+        if asked.more:
+            with self._all_have_room():
+                fitting = asked.fitting(offloads=False)
+                if len(fitting) < len(asked.more) and self._offloads(asked):
+                    others = asked.fitting(offloads=True)
+                    if len(others) > len(fitting):
+                        fitting, offloads = others, True
+        number = self._least(len(fitting)) if asked.more else 0
+        while True:
+            try:
+                with self._all_have_room():
+                    found = asked.need(number, fitting[number - 1] if number else 0)
+                    is_ahead = self._may_be_ahead and not asked.more and found.begin_ahead(asked.lent)
+                    found = make_room(found, asked.lending, may_shrink=may_shrink or number > 0, offloads=offloads)
+            except BudgetError:
+                if not number:
+                    raise
+                number, offloads = number // 2, offloads and number > 1
+                continue
+            num_layers = len(self._session.engine.pinned.modules)
+            at_once = layers_at_once(found, num_layers, len(asked.rows) + number) if num_layers else None
+            return Chosen(asked.parts(number), at_once, is_ahead)
 
     def _more(self, row: Row) -> list[_More]:
         """Return the parts of a row that may share a pass with the first one that is left."""
@@ -170,45 +181,12 @@ class Sharing:
             return "prompts are cached, with windows or states between two calls"
         return self._group.refusal(cache)
 
-    def _with_more(self, asked: _Asked, prices: Sequence[Price], granted: int) -> dict[Row, list[ForwardCall]]:
-        """Return the first part of each row, and as many more as memory allows on every rank."""
-        num_granted = self._least(sum(each.cost <= granted for each in prices))
-        offloads = num_granted < len(asked.more) and self._offloads(asked)
-        if offloads and (chosen := self._on_disk(asked, num_granted)) is not None:
-            return chosen
-        if (chosen := self._most(asked, prices, num_granted)) is not None:
-            return chosen
-        if num_granted or offloads:  # since it was checked with more of them
-            with self._all_have_room():
-                check_headroom(asked.plan, asked.lanes, asked.lending)
-        return asked.parts(0)
-
     def _offloads(self, asked: _Asked) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
         if self._session.chain is not None or not shares_on_disk(asked.plan.ledger):
             return False
-        return goes_to_disk(asked.plan, [row.lane(len(row.left)) for row in asked.rows], asked.lending)
-
-    def _on_disk(self, asked: _Asked, num_granted: int) -> dict[Row, list[ForwardCall]] | None:
-        """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
-        prices = asked.prices(on_disk=True)
-        try:
-            granted = check_headroom(asked.plan, asked.lanes, asked.lending, prices[-1].waiting, offloads=True)
-        except BudgetError:
-            return None
-        number = sum(each.cost <= granted for each in prices)
-        return self._most(asked, prices, number, offloads=True) if number > num_granted else None
-
-    def _most(
-        self, asked: _Asked, prices: Sequence[Price], number: int, *, offloads: bool = False
-    ) -> dict[Row, list[ForwardCall]] | None:
-        """Return the first parts, and so many more as fit: few less than it could be; None if not even one does."""
-        while number:
-            chosen = asked.parts(number)
-            if self._least(_fits(asked.plan, chosen, prices[number - 1].waiting, asked.lending, offloads=offloads)):
-                return chosen
-            number -= max(1, number // 8)
-        return None
+        whole = need(asked.plan, [row.lane(len(row.left)) for row in asked.rows])
+        return whole.goes_to_disk(0 if asked.lending is None else asked.lending.recallable)
 
     def _tell_step(self, row: Row, step: int) -> None:
         """Log that the parts of a row get smaller; warn once of each size."""
@@ -224,33 +202,23 @@ class Sharing:
         )
 
 
-def _fits(
-    plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], waiting: int, lending: Lending | None, *, offloads: bool
-) -> bool:
-    """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
-    lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
-    try:
-        return check_headroom(plan, lanes, lending, waiting, may_shrink=True, offloads=offloads) == waiting
-    except BudgetError:
-        return False
-
-
-def prices_of(
+def waiting_bytes(
     plan: ResidencyPlan, rows: Sequence[Sequence[ForwardCall]], most: float = inf, *, on_disk: bool = False
-) -> list[Price]:
-    """Return the bytes of parts after the first ones of the rows, up to the first number that costs more than ``most``.
+) -> list[int]:
+    """Return the bytes of one, two and more parts after the first ones of the rows while another part computes.
 
-    A prompt may have thousands of parts that are left, before each of many passes. Where keys and values are
-    ``on_disk``, the parts of a row use one slot, which counts with the layers on disk.
+    It ends with the first number of parts that take more than ``most`` with their keys and values: a prompt may have
+    thousands of parts that are left, before each of many passes. Where keys and values are ``on_disk``, the parts of a
+    row use one slot, which counts with the layers on disk.
     """
-    found, waiting, cost = list[Price](), 0, 0
+    found, waiting, cost = list[int](), 0, 0
     per_token = 0 if on_disk else plan.kv_bytes_per_token
     for parts in rows:
         for part, nbytes in _waiting(plan, parts, on_disk=on_disk):
             waiting, cost = waiting + nbytes, cost + max(1, nbytes + part.num_tokens * per_token)
-            found.append(Price(waiting, cost))
             if cost > most:
                 return found
+            found.append(waiting)
     return found
 
 

@@ -60,18 +60,18 @@ class Adding(NamedTuple):
     """Tokens that a call, or several in lockstep, add to layers of caches.
 
     Attributes:
-        tokens: how many each sequence gets in a layer, and the bytes of one of all sequences; these are not used where
-            there are tokens already.
+        tokens: how many each sequence gets in a layer, how many it has then, and the bytes of one of all sequences;
+            these are not used where there are tokens already.
         step: how many of them go through the model at a time.
     """
 
-    tokens: Mapping[LayerRows, tuple[int, int]]
+    tokens: Mapping[LayerRows, tuple[int, int, int]]
     step: int = 1
 
     @property
     def in_parts(self) -> bool:
         """True if the tokens come in parts."""
-        return max([num_new for num_new, _ in self.tokens.values()], default=0) > self.step
+        return max([num_new for num_new, _, _ in self.tokens.values()], default=0) > self.step
 
 
 NOTHING = Adding(MappingProxyType({}))
@@ -173,22 +173,24 @@ class KVPool(Opaque):
         )
         return self.usage
 
-    def admit(self, adding: Adding, limit: int) -> int:
+    def admit(self, adding: Adding, limit: int, way: Way | None = None) -> int:
         """Prepare a call, or several in lockstep: offload layers before it takes memory, and set what it may take.
 
-        ``limit`` is the most memory of all caches together, reads and writes in flight included. Return the bytes that
-        are missing: 0 when the call can begin. Raises: WriteError: there is no room on the disk.
+        ``limit`` is the most memory of all caches together, reads and writes in flight included; ``way`` is how they
+        stay within it, if that is known. Return the bytes that are missing: 0 when the call can begin.
+
+        Raises:
+            WriteError: there is no room on the disk.
         """
-        self.begin({rows.group for rows in adding.tokens})
-        ledger, options = self.ledger(adding), self.options
-        way = self.way(ledger, limit)
+        options = self.options
+        if self.begin({rows.group for rows in adding.tokens}) or way is None:
+            way = self.way(self.ledger(adding), limit)
         if way.missing or options.budget_bytes is None:
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
-        lengths = {rows: rows.store.length + num_new for rows, (num_new, _) in adding.tokens.items()}
+        in_parts, lengths = adding.in_parts, {rows: length for rows, (_, length, _) in adding.tokens.items()}
         if options.max_tokens is not None:
             lengths = {rows: options.held_tokens(length, adding.step) for rows, length in lengths.items()}
-        in_parts = adding.in_parts
         if way.num_slots:
             for rows, length in lengths.items():
                 rows.expect(length if in_parts else 0)
@@ -227,7 +229,7 @@ class KVPool(Opaque):
         num_new, store = new[0].shape[2], rows.store
         length = store.length + num_new
         if store.takes_more(num_new) and not is_admitted(rows, length):
-            adding = Adding({rows: (num_new, sum(array.nbytes for array in new) // num_new)}, num_new)
+            adding = Adding({rows: (num_new, length, sum(array.nbytes for array in new) // num_new)}, num_new)
             self._make_fit(lambda: self.ledger(adding).peak, rows.group, rows, new)
 
     def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
@@ -262,13 +264,16 @@ class KVPool(Opaque):
                 self._park_idle(rows)
             return copies
 
-    def begin(self, groups: Collection[CacheGroup]) -> None:
-        """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
+    def begin(self, groups: Collection[CacheGroup]) -> bool:
+        """Note which sequences are computed now, in lockstep if there are several, and park the previous ones.
+
+        Return whether some were parked.
+        """
         if self.is_closed:
             raise _closed()
         groups = self.in_turns if self.in_turns.issuperset(groups) else groups
         if groups == self.computed:
-            return
+            return False
         with self.lock:
             previous = {group for group in self.computed if group.has_copies}
             self.computed = frozenset(groups)
@@ -276,6 +281,8 @@ class KVPool(Opaque):
                 group.used_at = next(self._clock)
             if previous and sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
                 release_freed_memory()
+                return True
+        return False
 
     def _park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
@@ -293,7 +300,7 @@ class KVPool(Opaque):
             return
         self.free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
-        slots_needed = self.ledger(Adding({rows: (num_new, 0)}, num_new)).slots_needed(more=True)
+        slots_needed = self.ledger(Adding({rows: (num_new, rows.length + num_new, 0)}, num_new)).slots_needed(more=True)
         if needed() > self.limit and self.ring.held > slots_needed:
             self.ring.release()  # it was larger for a longer context
         if needed() > self.limit:
@@ -338,9 +345,9 @@ def _with_copy(pool: KVPool, rows: LayerRows) -> int:
     return pool.memory_bytes + copied_bytes(rows)
 
 
-def _coming(layer: Layer, new: tuple[int, int], options: KVOptions, step: int) -> Coming:
-    num_new, nbytes = new
-    return Coming(layer.token_bytes or nbytes, num_new, options.held_tokens(layer.length + num_new, step))
+def _coming(layer: Layer, new: tuple[int, int, int], options: KVOptions, step: int) -> Coming:
+    num_new, length, nbytes = new
+    return Coming(layer.token_bytes or nbytes, num_new, options.held_tokens(length, step))
 
 
 def _closed() -> ClosedError:

@@ -49,30 +49,6 @@ class NewTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """The memory of the process in a pass, in bytes.
-
-    Attributes:
-        process: the process itself without arrays, and buffers.
-        in_use: arrays now: weights, keys and values.
-        activations: intermediate results.
-        growth: what comes to caches of mlx-lm.
-        states: what recurrent states keep of a call.
-    """
-
-    process: int
-    in_use: int
-    activations: int
-    growth: int
-    states: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.process + self.in_use + self.activations + self.growth + self.states
-
-
-@dataclass(frozen=True, slots=True)
 class Ledger:
     """The prices of tokens with one model and its settings.
 

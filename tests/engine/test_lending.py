@@ -69,7 +69,7 @@ def test_a_pool_of_any_size_at_any_time_changes_no_bit(directory: Path, trunk: s
 def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short context leaves the memory of a long one to experts; a long prompt takes it back."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
-    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda: 100 * MB)
     settings: dict[str, Any] = {"context_length": 4096, "prefill_step_size": 256, "telemetry": False}
     read = {}
     gc.collect()  # arrays of earlier tests

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import layers_at_once, needed
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.owncaches import OwnCaches
+from mlx_flash.engine.need import layers_at_once, need
 from mlx_flash.memory.footprint import footprint
 from models import LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole
@@ -55,7 +54,7 @@ def test_layers_are_waited_for_where_results_of_all_do_not_fit(
     directory: Path, waits: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(stock(directory), PROMPT)
-    monkeypatch.setattr("mlx_flash.engine.headroom._LITTLE_BYTES", 0)
+    monkeypatch.setattr("mlx_flash.engine.need._LITTLE_BYTES", 0)
     with in_memory(directory) as model:
         model.start()
         plan = model.plan
@@ -63,11 +62,11 @@ def test_layers_are_waited_for_where_results_of_all_do_not_fit(
         for large, room, num_waits in ((1, 0, 0), (10**6, 0, NUM_LAYERS), (10**6, 1, 2), (10**6, 4, 0)):
             layers = replace(plan.activations, per_token=plan.activations.per_token * large)
             lane = Lane(parse_call((mx.array([PROMPT[0]]), make_prompt_cache(model)), {}))
-            need = needed(replace(plan, activations=layers), [lane]).total
+            total = need(replace(plan, activations=layers), [lane]).total
             more = 32 * layers.per_token + room * replace(plan.ledger, activations=layers).active(
                 lane.tokens
             )  # half a layer, and so many
-            model.plan = replace(plan, activations=layers, budget_bytes=max(need + more, plan.budget_bytes))
+            model.plan = replace(plan, activations=layers, budget_bytes=max(total + more, plan.budget_bytes))
             waits.clear()
             assert same_bits(run(model, PROMPT), expected)
             assert len(waits) == num_waits  # and not for the tokens after the prompt
@@ -98,16 +97,17 @@ def test_scores_count_for_single_tokens_that_have_no_kernel(directory: Path) -> 
         many = 10**9
         fused = replace(model.plan.activations, scores_per_pair=many, unfused_per_pair=2 * many)
         stored = replace(fused, unfused_per_pair=many)
-        assert layers_at_once(replace(model.plan, activations=fused), [lane], NUM_LAYERS) is None
-        assert layers_at_once(replace(model.plan, activations=stored), [lane], NUM_LAYERS) == 1
-        assert layers_at_once(replace(model.plan, activations=stored), [lane], 1) is None
-        assert layers_at_once(replace(model.plan, activations=fused), [lane] * 2, NUM_LAYERS) == 1
+        little, much = (need(replace(model.plan, activations=sizes), [lane]) for sizes in (fused, stored))
+        assert layers_at_once(little, NUM_LAYERS) is None
+        assert layers_at_once(much, NUM_LAYERS) == 1
+        assert layers_at_once(much, 1) is None
+        assert layers_at_once(little, NUM_LAYERS, num_calls=2) == 1
 
 
 @pytest.mark.parametrize("kv_cache", ["stock", None])
 def test_old_arrays_of_caches_that_grow_count(directory: Path, monkeypatch: pytest.MonkeyPatch, kv_cache: Any) -> None:
     """MLX lets go of them when their layer is computed. On a CPU that is before the next layer begins."""
-    monkeypatch.setattr("mlx_flash.engine.headroom._LITTLE_BYTES", 0)
+    monkeypatch.setattr("mlx_flash.engine.need._LITTLE_BYTES", 0)
     settings = FlashConfig(ram_budget_gb=footprint() / 1e9 + 1.5, kv_cache=kv_cache, telemetry=False)
     with load_model(directory, settings)[0] as model:
         cache = make_prompt_cache(model)
@@ -115,7 +115,8 @@ def test_old_arrays_of_caches_that_grow_count(directory: Path, monkeypatch: pyte
         for num_new, grows in ((1, False), (2, True)):
             lane = Lane(parse_call((mx.zeros((1, num_new), mx.int32), cache), {}))
             old = max(int(entry.nbytes) for entry in cache)
-            least = needed(model.plan, [lane]).total + OwnCaches(model.plan, [lane]).growth
+            needed = need(model.plan, [lane])
+            least = needed.total + needed.kv_growth
             each = model.plan.ledger.of_a_layer(lane.tokens)
             for room, expected in (
                 (0, 1),
@@ -124,4 +125,4 @@ def test_old_arrays_of_caches_that_grow_count(directory: Path, monkeypatch: pyte
                 (5 * (each + old), None),
             ):
                 plan = replace(model.plan, budget_bytes=least + room)
-                assert layers_at_once(plan, [lane], NUM_LAYERS) == expected
+                assert layers_at_once(need(plan, [lane]), NUM_LAYERS) == expected

@@ -11,10 +11,9 @@ import pytest
 
 from mlx_flash import BudgetError, ClosedError, ConfigError, FlashConfig, FlashLLM, load_model
 from mlx_flash.config import KVMode
-from mlx_flash.engine.headroom import needed
-from mlx_flash.engine.owncaches import OwnCaches
+from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.sharing import prices_of
+from mlx_flash.engine.sharing import waiting_bytes
 from models import LLAMA, save
 from streamed import streamed_whole
 from zoo import configuration
@@ -57,7 +56,7 @@ def peak_of_parts(model: FlashLLM) -> tuple[int, int, int]:
         model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])
         mx.eval([entry.state for entry in cache])  # it grows by a step now, and not while the peak is taken
         row = model.row(tokens, cache, STEP, wants_logits=False)
-        counted = prices_of(model.plan, [row.left])[-1].waiting + needed(model.plan, [row.lane()]).activations
+        counted = waiting_bytes(model.plan, [row.left])[-1] + need(model.plan, [row.lane()]).activations
         num_passes = model.counters.num_passes
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -94,15 +93,15 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         tokens = mx.arange(num_parts * 32)[None] % 300
         model.advance([model.row(tokens[:, :64], model.make_cache(), 32, wants_logits=False)])  # needs no order
         row = model.row(tokens, model.make_cache(), 32, wants_logits=False)
-        lane, waiting = row.lane(num_parts), prices_of(plan, [row.left])[-1].waiting
-        need, growth = needed(plan, [lane]), OwnCaches(plan, [lane]).growth
+        lane, waiting = row.lane(num_parts), waiting_bytes(plan, [row.left])[-1]
+        needed = need(plan, [lane])
         num_passes = model.counters.num_passes
         mx.synchronize()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         model.advance([row])
         assert row.error is None and model.counters.num_passes == num_passes + 1
-        assert mx.get_peak_memory() - before <= waiting + need.activations + need.growth + growth
+        assert mx.get_peak_memory() - before <= waiting + needed.activations + needed.growth + needed.kv_growth
         most = plan.activations.waiting_bytes((num_parts - 1) * 32)
         assert waiting < most or plan.activations.held.has_keys
 

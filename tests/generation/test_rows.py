@@ -17,7 +17,7 @@ import mlx_flash
 from batches import alone, by_generator, check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
-from mlx_flash.engine.headroom import needed
+from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation.batches import RowGenerator
@@ -279,7 +279,7 @@ def test_output_is_that_of_the_step_that_the_warning_names(
     with load_model(directory, config(ram_budget_gb=LARGE_GB))[0] as model:
         model.start()
         lane = model.row(mx.array([prompt]), make_prompt_cache(model), 8).lane()
-        needs = needed(model.plan, [lane]).total + model.plan.cache.nbytes(256)
+        needs = need(model.plan, [lane]).total + model.plan.cache.nbytes(256)
         model.plan = replace(model.plan, budget_bytes=needs + 100_000)
         found = list(mlx_flash.generate_step(mx.array(prompt), model, prefill_step_size=64, max_tokens=3))
     falls = [tuple(map(int, fall)) for fall in re.findall(r"from token (\d+) .*--prefill-step-size (\d+)", caplog.text)]

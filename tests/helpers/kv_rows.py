@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import Adding, KVPool
+from mlx_flash.kv.layerrows import LayerRows
 
 
 def offload_all(pool: KVPool) -> None:
@@ -36,3 +38,10 @@ def bits(array: mx.array) -> mx.array:
 
 def address(array: mx.array) -> int:
     return int(np.frombuffer(memoryview(array), np.uint8).ctypes.data)  # type: ignore[arg-type]
+
+
+def adding(layers: Iterable[LayerRows], num_new: int, step: int, nbytes: Sequence[int] | int = 0) -> Adding:
+    """Return so many tokens for each layer; ``nbytes`` are of a token, of all layers or of each."""
+    layers = list(layers)
+    sizes = [nbytes] * len(layers) if isinstance(nbytes, int) else nbytes
+    return Adding({r: (num_new, r.length + num_new, size) for r, size in zip(layers, sizes, strict=True)}, step)

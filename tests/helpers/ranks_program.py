@@ -37,11 +37,11 @@ def tokens_of(step: Any, model: Any) -> list[int]:
     return [token for token, _ in step(PROMPT, model, max_tokens=4)]
 
 
-def room_for_two_tokens(plan: Any, lanes: Any, *args: Any, **options: Any) -> int:
+def room_for_two_tokens(need: Any, *args: Any, **options: Any) -> Any:
     """Refuse what other ranks have room for."""
-    if lanes[0].tokens.num_at_once > 2:
+    if need.lanes[0].tokens.num_at_once > 2:
         raise BudgetError("there is room for two tokens", 0)
-    return 0
+    return need
 
 
 def main(root: str, names: list[str], fault: str = "") -> None:
@@ -65,7 +65,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 if fault == "dies" and group.rank() == 1:
                     sys.exit(3)
                 if fault == "less room" and group.rank() == 1:
-                    sharing.check_headroom = room_for_two_tokens
+                    sharing.make_room = room_for_two_tokens
                 if fault == "endless":
                     ranks.TICK_SECONDS, ranks.PATIENCE_SECONDS = 0.2, 2.0
                     print(json.dumps("ready"), flush=True)

@@ -160,7 +160,7 @@ def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.ar
 
 def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a GPU, where sequences that wait hold a slot for the longest each, however short they are."""
-    for module in ("kv.kvpool", "kv.ring", "engine.owncaches"):
+    for module in ("kv.kvpool", "kv.ring", "engine.need"):
         monkeypatch.setattr(f"mlx_flash.{module}.commits_lazily", lambda: False)
     options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 0.1, "context_length": 1500}
     with streamed_whole(wide, cut=2, prefill_step_size=STEP, **options) as model:

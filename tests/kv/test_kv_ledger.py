@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
+from kv_rows import adding
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
-from mlx_flash.kv.kvpool import Adding, KVPool
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 
 LAYERS, HEADS = 3, 2
@@ -67,10 +68,10 @@ def test_ledger_counts_all_arrays_and_no_call_takes_more(
 def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: str, count: int) -> None:
     layers = [cache.rows for cache in caches]
     if name in ("feed", "call"):
-        adding = Adding(tokens_of(layers, count), count)
-        if name == "call" and pool.admit(adding, pool.options.budget_bytes or 1 << 40):
+        tokens = adding(layers, count, count, sizes_of(layers))
+        if name == "call" and pool.admit(tokens, pool.options.budget_bytes or 1 << 40):
             return
-        peak, num_offloaded = pool.ledger(adding).peak, pool.stats.num_offloaded
+        peak, num_offloaded = pool.ledger(tokens).peak, pool.stats.num_offloaded
         for i, cache in enumerate(caches):
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
             assert pool.memory_bytes <= peak or pool.stats.num_offloaded > num_offloaded
@@ -85,8 +86,8 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
         victim.offload(())
 
 
-def tokens_of(layers: list[Any], count: int) -> dict[Any, tuple[int, int]]:
-    return {rows: (count, 2 * HEADS * WIDTHS[i % LAYERS] * 2) for i, rows in enumerate(layers)}
+def sizes_of(layers: list[Any]) -> list[int]:
+    return [2 * HEADS * WIDTHS[i % LAYERS] * 2 for i in range(len(layers))]
 
 
 def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) -> None:
@@ -101,7 +102,7 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
     layers = [cache.rows for caches in together for cache in caches]
-    ledger = pool.ledger(Adding(tokens_of(layers, count), max(1, count - which)))
+    ledger = pool.ledger(adding(layers, count, max(1, count - which), sizes_of(layers)))
     assert ledger.peak >= ledger.now
     missing = [ledger.way(limit).missing for limit in (0, ledger.now, ledger.peak, ledger.peak + 50_000, 1 << 40)]
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0

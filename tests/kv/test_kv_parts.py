@@ -17,8 +17,8 @@ import mlx_flash
 import zoo
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM
-from mlx_flash.engine.headroom import needed
-from mlx_flash.engine.sharing import prices_of
+from mlx_flash.engine.need import need
+from mlx_flash.engine.sharing import waiting_bytes
 from mlx_flash.residency.ledger import Ledger
 from models import saved_once, stock
 from streamed import streamed_whole
@@ -78,8 +78,8 @@ def test_waiting_parts_share_a_slot(directories: Callable[[str], Path], cut: int
         row = model.row(PROMPT[None, 4 * STEP :], cache, STEP, wants_logits=False)
         num_parts = len(row.left)
         counted = (
-            prices_of(model.plan, [row.left], on_disk=True)[-1].waiting
-            + needed(model.plan, [row.lane(num_parts)]).activations
+            waiting_bytes(model.plan, [row.left], on_disk=True)[-1]
+            + need(model.plan, [row.lane(num_parts)]).activations
         )
         counted += (model.plan.kv.limit or 0) - model.kv.memory_bytes
         num_passes, active = model.counters.num_passes, mx.get_active_memory()
@@ -106,9 +106,9 @@ def test_slots_of_short_sequences_are_as_short(directories: Callable[[str], Path
         long = model.row(PROMPT[None, 2 * STEP :], caches[0], STEP, wants_logits=False)
         rows = [long, *(model.row(PROMPT[None, :1], cache, STEP) for cache in caches[1:])]
         lanes = [row.lane(len(row.left)) for row in rows]
-        waits = prices_of(model.plan, [row.left for row in rows], on_disk=True)[-1].waiting
+        waits = waiting_bytes(model.plan, [row.left for row in rows], on_disk=True)[-1]
         held = model.plan.ledger.slots_held([lane.tokens for lane in lanes])
-        counted = waits + held + needed(model.plan, lanes).activations + (model.plan.kv.limit or 0)
+        counted = waits + held + need(model.plan, lanes).activations + (model.plan.kv.limit or 0)
         model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=10**9))
         num_passes, active = model.counters.num_passes, mx.get_active_memory() - model.kv.reserved_bytes
         mx.reset_peak_memory()
@@ -125,7 +125,7 @@ def test_as_many_parts_share_a_pass_as_memory_allows(
     with streamed(directory, 2) as model:
         row = model.row(PROMPT[None], model.make_cache(), STEP)
         ledger = model.plan.ledger
-        least = needed(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk(LENGTH, STEP, 1)
+        least = need(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk(LENGTH, STEP, 1)
         each = ledger.part_waiting(STEP, 1, LENGTH, on_disk=True)
         model.plan = replace(model.plan, budget_bytes=least + num_more * each)
         while not row.is_done:
@@ -142,7 +142,7 @@ def test_parts_are_priced_about_once(directories: Callable[[str], Path], monkeyp
     step, calls, price = 2, Counter[int](), Ledger.part_waiting
     with streamed(directories("llama"), 2) as model:
         row = model.row(PROMPT[None], model.make_cache(), step)
-        least = needed(model.plan, [row.lane(len(row.left))]).total + model.plan.ledger.on_disk(LENGTH, step, 1)
+        least = need(model.plan, [row.lane(len(row.left))]).total + model.plan.ledger.on_disk(LENGTH, step, 1)
         each = price(model.plan.ledger, step, 1, LENGTH, on_disk=True)
         model.plan = replace(model.plan, budget_bytes=least + 4 * each)
 
@@ -162,7 +162,7 @@ def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directori
     with streamed_whole(directories("llama"), cut=2, prefill_step_size=STEP, kv_step=16, context_length=STEP) as model:
         ledger, row = model.plan.ledger, model.row(PROMPT[None], model.make_cache(), STEP)
         each = ledger.part_waiting(STEP, 1, LENGTH, on_disk=True)
-        least = needed(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk(LENGTH, STEP, 1)
+        least = need(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk(LENGTH, STEP, 1)
         model.plan = replace(model.plan, budget_bytes=least + 9 * each)
         assert model.plan.kv.limit is None and model.kv is not None
         while not row.is_done:

@@ -14,9 +14,9 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kv_rows import address, equal, offload_all, rows_of
+from kv_rows import adding, address, equal, offload_all, rows_of
 from mlx_flash.kv.diskcache import DiskKVCache, make_caches
-from mlx_flash.kv.kvpool import Adding, KVPool
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 
 LAYERS = 4
@@ -267,11 +267,11 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
     if not is_shared:
         first.mine.clear()
         gc.collect()
-    needed = pool.admit(Adding({entry.rows: (16, 0) for entry in second.mine}, 16), limit=0)
+    needed = pool.admit(adding([entry.rows for entry in second.mine], 16, 16), limit=0)
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)
-        peak = max(peak, pool.ledger(Adding({entry.rows: (16, 0)}, 16)).peak)
+        peak = max(peak, pool.ledger(adding([entry.rows], 16, 16)).peak)
         entry.update_and_fetch(rows, rows)
     assert peak == needed
     held = (600 + 1) * TOKEN_BYTES * LAYERS

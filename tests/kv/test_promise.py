@@ -10,12 +10,12 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from benchmark_modules import load_benchmark
+from kv_rows import adding
 from mlx_flash import BudgetError, FlashConfig, load_model
-from mlx_flash.engine.headroom import check_least
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import check_least
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvpool import Adding
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save
@@ -78,7 +78,7 @@ def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
     seen: list[mx.array] = []
     for start in range(0, 512, 64):
         limit = two if start < 256 else one
-        assert pool.admit(Adding({cache.rows: (64, sizes[0]) for cache in caches}, 64), limit) == 0
+        assert pool.admit(adding([cache.rows for cache in caches], 64, 64, sizes), limit) == 0
         assert pool.memory_bytes + pool.under_way_bytes * bool(pool.layers.on_disk) <= limit
         rows = mx.random.normal((1, 2, 64, 32))
         seen.append(rows)

@@ -12,7 +12,7 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM
-from mlx_flash.engine.sharing import Sharing, prices_of
+from mlx_flash.engine.sharing import Sharing, waiting_bytes
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence, compute
 from mlx_flash.prefixes.folder import clear_prefixes
@@ -238,8 +238,8 @@ def test_only_windows_that_are_kept_are_counted(tmp_path: Path) -> None:
     with streamed(folder, "longest") as model:
         for ends, expected in (([], [1024, 1280]), ([SYSTEM], [512, 1024, 1280])):
             row = model.row(mx.array([LONG]), model.make_cache(), STEP, ends=ends)
-            prices = [prices_of(plan, [row.left]) for plan in (model.plan, replace(model.plan, kept_every=0))]
-            more = [known.waiting - unknown.waiting for known, unknown in zip(*prices, strict=True)]
+            waiting = [waiting_bytes(plan, [row.left]) for plan in (model.plan, replace(model.plan, kept_every=0))]
+            more = [known - unknown for known, unknown in zip(*waiting, strict=True)]
             counted = [before != after for before, after in pairwise([0, *more])]
             bounds = [*accumulate(part.num_tokens for part in row.left)]
             found = [bound // 256 * 256 for bound, is_counted in zip(bounds, counted, strict=False) if is_counted]

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache
 from local_ranks import run_ranks
 from mlx_flash import cli
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import check_least
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import check_least
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError
 from mlx_flash.layout.units import layers_of

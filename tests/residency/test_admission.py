@@ -25,10 +25,10 @@ from admission_plans import model as model  # a fixture
 from admission_plans import plan as plan  # a fixture
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.engine import headroom
+from mlx_flash.engine import need as need_module
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import make_room, need
 from mlx_flash.kv.growth import update_growth
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
@@ -62,12 +62,12 @@ def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> Non
     mx.eval([cache.state for cache in caches])
     rows = arrays_in(caches)[0].shape[0]
     call = parse_call((mx.zeros((rows, 512 // rows), mx.int32), caches), {})
-    check_headroom(plan, [Lane(call)])
+    make_room(need(plan, [Lane(call)]))
     growth = 5 * 256 * 2 * 4 * 32  # at least a byte for every number of a row
     in_use = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
     in_use += int(mx.get_active_memory()) + plan.activations.nbytes(512, 256 + 512 // rows, all_logits=True)
     with pytest.raises(BudgetError):
-        check_headroom(replace(plan, budget_bytes=in_use + growth), [Lane(call)])
+        make_room(need(replace(plan, budget_bytes=in_use + growth), [Lane(call)]))
 
 
 def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
@@ -238,10 +238,10 @@ def test_a_token_that_the_process_has_no_room_for_is_refused(model: FlashLLM) ->
     cache = make_prompt_cache(model)
     mx.eval(model(mx.arange(250)[None], cache=cache))
     call = parse_call((mx.array([[1]]), cache), {})
-    check_headroom(model.plan, [Lane(call)])
+    make_room(need(model.plan, [Lane(call)]))
     full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
     with pytest.raises(BudgetError):
-        check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])
+        make_room(need(replace(model.plan, budget_bytes=full), [Lane(call)]))
 
 
 @pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
@@ -253,7 +253,8 @@ def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
         cache = make_prompt_cache(model)
         mx.eval(model(mx.arange(20)[None], cache=cache))
         added_up = []
-        monkeypatch.setattr(headroom, "update_growth", lambda *args: (added_up.append(args), update_growth(*args))[1])
+        counted = lambda *args: (added_up.append(args), update_growth(*args))[1]  # noqa: E731
+        monkeypatch.setattr(need_module, "update_growth", counted)
         for i in range(5):
             mx.eval(model(mx.array([[i]]), cache=cache))
             if not i:
@@ -262,7 +263,7 @@ def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
         lane = Lane(parse_call((mx.array([[1]]), cache), {}))
         full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
         with pytest.raises(BudgetError):
-            check_headroom(replace(model.plan, budget_bytes=full), [lane])
+            make_room(need(replace(model.plan, budget_bytes=full), [lane]))
         assert added_up
 
 
@@ -279,8 +280,8 @@ def test_copy_of_a_layer_that_grows_is_within_the_budget(tmp_path: Path, make: C
     with load_model(tmp_path, settings)[0] as model:
         cache, tokens = [make() for _ in range(5)], mx.zeros((1, num_new), mx.int32)
         mx.eval(model(mx.zeros((1, 1024), mx.int32), cache=cache))
-        need = headroom.needed(model.plan, [Lane(parse_call((tokens, cache), {}))])
-        model.plan = replace(model.plan, budget_bytes=need.total)
+        needed = need(model.plan, [Lane(parse_call((tokens, cache), {}))])
+        model.plan = replace(model.plan, budget_bytes=needed.total)
         mx.reset_peak_memory()
         mx.eval(model(tokens, cache=cache))
-        assert need.process + mx.get_peak_memory() <= model.plan.budget_bytes
+        assert needed.process + mx.get_peak_memory() <= model.plan.budget_bytes

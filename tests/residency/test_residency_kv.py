@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
+from kv_rows import adding
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvpool import Adding
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
 from mlx_flash.residency.sizes import ModelSizes, measure
@@ -143,8 +143,7 @@ def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
     pool = caches[0].pool
     for start in range(0, context, chunk):
         num_new = min(chunk, context - start)
-        tokens = {cache.rows: (num_new, nbytes) for cache, nbytes in zip(caches, share.rows, strict=True)}
-        missing = pool.admit(Adding(tokens, num_new), share.limit)
+        missing = pool.admit(adding([cache.rows for cache in caches], num_new, num_new, share.rows), share.limit)
         assert missing == 0, f"{missing} bytes missing at {start} of {context} tokens"
         rows = mx.ones((1, HEADS, num_new, WIDTH), mx.float16)
         for cache in caches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import sharing
-from mlx_flash.engine.headroom import needed
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import Need
+from mlx_flash.engine.need import make_room as stock_make_room
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency import scores
 from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.scores import RESULTS, bytes_per_pair
 from mlx_flash.streaming.layers import PinnedLayers
 from models import save, stock
@@ -110,14 +109,13 @@ def test_a_token_with_many_quantized_keys_takes_no_more_than_counted(
     tmp_path: Path, bits: int | None, is_own: bool
 ) -> None:
     directory = save(tmp_path / "llama", configuration("llama"))
-    checked, stock_check = [0], sharing.check_headroom
+    checked = [0]
 
-    def check(plan: ResidencyPlan, lanes: Sequence[Lane], *options: Any, **flags: Any) -> int:
-        granted = stock_check(plan, lanes, *options, **flags)
-        checked.append(needed(plan, lanes).activations + granted)
-        return granted
+    def make_room(need: Need, *options: Any, **flags: Any) -> Need:
+        checked.append(need.activations + need.waiting)
+        return stock_make_room(need, *options, **flags)
 
-    with streamed_whole(directory, speculation=False) as model, patch.object(sharing, "check_headroom", check):
+    with streamed_whole(directory, speculation=False) as model, patch.object(sharing, "make_room", make_room):
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**10, prefill_step_size=512)
         cache = model.make_cache() if is_own else make_prompt_cache(stock(directory))

@@ -240,14 +240,14 @@ def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pyt
 
 def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
     """Let calls have room for so many rows, each for the next number."""
-    check = sharing.check_headroom
+    make_room = sharing.make_room
 
-    def checked(plan: Any, lanes: Any, *args: Any, **options: Any) -> int:
-        if lanes[0].call.batch_size > next(limits):
+    def checked(need: Any, *args: Any, **options: Any) -> Any:
+        if need.lanes[0].call.batch_size > next(limits):
             raise BudgetError("no room", 0)
-        return check(plan, lanes, *args, **options)
+        return make_room(need, *args, **options)
 
-    monkeypatch.setattr(sharing, "check_headroom", checked)
+    monkeypatch.setattr(sharing, "make_room", checked)
     monkeypatch.setattr("mlx_flash.engine.lifecycle.tokens_fit", lambda _: False)
 
 

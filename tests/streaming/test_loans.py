@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import TransformerBlock
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine import headroom
-from mlx_flash.engine.owncaches import OwnCaches
+from mlx_flash.engine import need as need_module
+from mlx_flash.engine.need import make_room, need
 from mlx_flash.residency.lent import TOKENS_AHEAD, unlent_bytes
 from mlx_flash.residency.plan import MB
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
@@ -158,25 +159,26 @@ def test_a_recall_ends_what_was_promised(directory: Path) -> None:
 
 
 def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "footprint", lambda: 100 * MB)
+    monkeypatch.setattr(need_module, "footprint", lambda: 100 * MB)
     with streamed_whole(directory) as model:
         lending = Lending()
-        headroom._settle(model.plan, lending, -50 * MB, 100 * MB)  # type: ignore[arg-type]
-        headroom._settle(model.plan, lending, -50 * MB, 90 * MB)  # type: ignore[arg-type]
+        for known in (100 * MB, 90 * MB):  # less than the footprint: what is not known is not lent
+            told = SimpleNamespace(plan=model.plan, missing=-50 * MB, process=known, in_use=0)
+            need_module._settle(told, lending, 0)  # type: ignore[arg-type]
         kept = unlent_bytes(model.plan)
         assert kept >= TOKENS_AHEAD * model.plan.kv_bytes_per_token > 0
         assert lending.lent == [50 * MB - kept, 40 * MB - kept]
 
 
 def test_room_that_keys_and_values_grow_into_is_not_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "footprint", lambda: 0)
+    monkeypatch.setattr(need_module, "footprint", lambda: 0)
     with streamed_whole(directory) as model:
         row, lending = model.row(mx.zeros((1, 200), mx.int32), make_prompt_cache(model), 200), Lending()
         plan, lane = model.plan, row.lane()
-        growth, need = OwnCaches(plan, [lane]).growth, headroom.needed(plan, [lane])
-        headroom.check_headroom(plan, [lane], lending)  # type: ignore[arg-type]
-        assert growth >= 200 * plan.kv_bytes_per_token
-        assert lending.lent == [plan.budget_bytes - need.total - growth - unlent_bytes(plan)]
+        needed = need(plan, [lane])
+        make_room(needed, lending)  # type: ignore[arg-type]
+        assert needed.kv_growth >= 200 * plan.kv_bytes_per_token
+        assert lending.lent == [-needed.missing - needed.kv_growth - unlent_bytes(plan)]
 
 
 class Lending:
@@ -207,7 +209,7 @@ def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
 def test_reserved_memory_is_lent_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short context leaves the memory of a long one to weights; a long prompt takes it back."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
-    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda: 100 * MB)
     shape = {"hidden_size": 128, "num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 128}
     saved = save(tmp_path, WIDE_LLAMA | shape, mx.float32)
     settings: dict[str, Any] = {"context_length": 512, "kv_cache": "stock", "prefill_step_size": 64}
@@ -279,7 +281,7 @@ def test_bytes_are_added_to_a_slot_that_is_read_or_in_flight() -> None:
 
 def test_models_that_share_a_budget_lend_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
-    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda: 100 * MB)
     settings = FlashConfig(ram_budget_gb=0.3, context_length=8192)
     with load_model(directory, settings)[0] as first:
         run(first, [[1], [2]])

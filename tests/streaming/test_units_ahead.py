@@ -23,8 +23,8 @@ from expert_pools import with_pool
 from mlx_flash import FlashLLM, ReadError
 from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.engine import sharing
-from mlx_flash.engine.headroom import check_headroom, needed
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import Need, need
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import Ticket
@@ -292,13 +292,12 @@ def test_without_room_for_two_layers_units_are_computed_one_by_one(tmp_path: Pat
         next(steps), next(steps)
         for missing in (0, 1):
 
-            def check(
-                plan: ResidencyPlan, lanes: list[Lane], lending: Any, wish: int, missing: int = missing, **options: Any
-            ) -> int:
-                budget_bytes = needed(plan, lanes).total + wish - missing
-                return check_headroom(replace(plan, budget_bytes=budget_bytes), lanes, lending, wish, **options)
+            def short(plan: ResidencyPlan, lanes: list[Lane], waiting: int, missing: int = missing) -> Need:
+                found = need(plan, lanes, waiting)
+                of_a_layer = plan.ledger.of_a_layer(lanes[0].tokens)
+                return replace(found, plan=replace(plan, budget_bytes=found.total + of_a_layer - missing))
 
-            with patch.object(sharing, "check_headroom", check):
+            with patch.object(sharing, "need", short):
                 events.clear()
                 next(steps)
             assert ("ahead" in events) == (not missing)

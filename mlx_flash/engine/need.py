@@ -1,0 +1,404 @@
+"""What a pass needs of the budget: one sum, for the choice of its calls, for the check before it, and for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.lending import Lending
+from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.kv.growth import Growth, update_growth
+from mlx_flash.kv.kvledger import KVLedger, Way
+from mlx_flash.kv.kvpool import Adding, KVPool
+from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.options import NUM_SLOTS, KVOptions
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
+from mlx_flash.memory.footprint import footprint, release_freed_memory
+from mlx_flash.memory.lazy import active_memory, commits_lazily
+from mlx_flash.residency.lent import unlent_bytes
+from mlx_flash.residency.plan import MB, ResidencyPlan
+
+_CALLED_WITH = "padding_of_last_call"
+"""Attribute of a batch with the array of paddings of its last call. mlx-lm replaces it when sequences come or go."""
+
+_LITTLE_BYTES = 16_000_000
+"""Less than what plans set aside for what running adds to a process. Nearly all calls for one token take less."""
+
+
+@dataclass
+class Need:
+    """The memory of the process in a pass, in bytes: what there is now, and what the pass adds.
+
+    Attributes:
+        plan: the plan of the model, with the budget.
+        lanes: the calls.
+        process: the process itself without arrays, and buffers.
+        in_use: arrays now: weights, keys and values.
+        activations: intermediate results of the calls that compute, and of those that wait.
+        waiting: those of parts of prompts, or of a layer, that are chosen to be there besides.
+        growth: what comes to caches of mlx-lm.
+        states: what recurrent states keep of a call.
+        pool: of the caches that the plan knows; None where there are none in the calls.
+        adding: the tokens that come to these.
+        kv: the layers of all caches of the pool, with those tokens.
+    """
+
+    plan: ResidencyPlan
+    lanes: Sequence[Lane]
+    process: int
+    in_use: int
+    activations: int
+    waiting: int
+    growth: int
+    states: int
+    pool: KVPool | None
+    adding: Adding
+    kv: KVLedger
+
+    @property
+    def total(self) -> int:
+        """All of it, but for what comes to caches of the pool."""
+        return self.process + self.in_use + self.activations + self.waiting + self.growth + self.states
+
+    @property
+    def missing(self) -> int:
+        """What the budget lacks for that; negative where something is left."""
+        return self.total - self.plan.budget_bytes
+
+    @property
+    def kv_growth(self) -> int:
+        """What comes to caches of the pool that stay where they are, as far as the plan lets them grow."""
+        kv, limit = self.kv, self.plan.kv.limit
+        growth = kv.growth if limit is None else min(kv.growth, max(0, limit - kv.now))
+        return max(growth, self.kv_growth_on_disk(NUM_SLOTS)) if kv.is_on_disk else growth
+
+    def kv_growth_on_disk(self, num_slots: int = 1) -> int:
+        """Return the same with every layer on disk."""
+        return 0 if self.pool is None else max(0, self.kv.least_with(num_slots) - self.kv.now)
+
+    def fits(self, lent: int, *, offloads: bool = False) -> bool:
+        """Return whether the pass has room once what is lent is given back. If it ``offloads``, layers go to disk.
+
+        Raises:
+            WriteError: keys and values would have to go to disk, which has no room.
+        """
+        missing = self.missing - max(0, lent)
+        if missing + (self.kv_growth_on_disk() if offloads else self.kv_growth) > 0:
+            return False
+        try:
+            return self.kv_room(missing)[1].missing <= 0
+        except BudgetError:
+            return False
+
+    def begin_ahead(self, lent: int) -> bool:
+        """Count that a layer begins before the one before it is computed, if there is room. Return whether there is.
+
+        Not for calls that compute longer than Python takes between two layers: of several tokens, or of several caches.
+        Nor where buffers of keys and values grow, since two layers would have old and new ones, nor where a layer waits
+        for those on disk.
+        """
+        new = self.lanes[0].tokens
+        if len(self.lanes) > 1 or new.num_tokens > new.batch_size:
+            return False
+        states = new.batch_size * self.plan.cache.largest_state  # which the call replaces
+        if self.kv.is_on_disk or self.growth > states or self.kv_growth:
+            return False
+        nbytes = self.plan.ledger.of_a_layer(new) + states
+        if self.missing + nbytes > lent:
+            return False
+        self.waiting = nbytes
+        return True
+
+    def goes_to_disk(self, lent: int) -> bool:
+        """Return whether layers go to disk for the tokens, or stay there."""
+        if self.pool is None or self.pool.options.budget_bytes is None:
+            return False
+        way = self.kv.way(self._rooms(self.missing - lent, 0)[-1])
+        return bool(way.num_slots) and not way.missing
+
+    def kv_room(self, missing: int, held: int = 0) -> tuple[int, Way]:
+        """Return a limit for the caches of the pool if so many bytes are missing, and how they stay within it.
+
+        Slots that calls hold while others compute take ``held`` bytes.
+
+        Raises:
+            BudgetError: a limit that the user set is too low.
+            WriteError: they would have to go to disk, which has no room.
+        """
+        if self.pool is None:
+            return 0, Way(missing)
+        plan = self.plan
+        for room in self._rooms(missing, held):
+            way = self.pool.way(self.kv, room)
+            if not way.missing:
+                break
+        if way.missing and plan.kv.is_fixed and room == plan.kv.limit:
+            raise no_room_for_kv(plan, self.lanes, room + way.missing)
+        return room, way
+
+    def _rooms(self, missing: int, held: int) -> list[int]:
+        """Return limits for keys and values: the plan's, and then all that is free."""
+        kv, free = self.plan.kv, self.kv.now - missing - held
+        if kv.limit is None:
+            return [free]
+        return [min(free, kv.limit - held), *(() if kv.is_fixed else (free,))]
+
+    @property
+    def slots_held(self) -> int:
+        """The bytes of slots that sequences with layers on disk hold while another one computes."""
+        if self.pool is None or not self.kv.is_on_disk:
+            return 0
+        lanes = [lane for lane in self.lanes if lane.own]
+        ledger, together = self.plan.ledger, [lane.tokens for lane in lanes]
+        if not (held := ledger.slots_held(together)):
+            return 0
+        if commits_lazily() or any(lane.step for lane in lanes):
+            return held
+        # one slot serves all, with room for the longest and for tokens to come, and MLX replaces it as a whole
+        longest = max(together, key=lambda new: new.context * new.batch_size)
+        slot = ledger.slot_held(self.pool.options.slot_tokens(longest.context), longest.batch_size)
+        return max(slot, *[each.nbytes for each in self.pool.ring.slots]) * (len(together) - 1)
+
+
+_NO_LAYERS = KVLedger(KVOptions(), ())
+
+
+def need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int = 0) -> Need:
+    """Return what a pass needs; ``waiting`` are bytes of parts of prompts that wait in it.
+
+    Raises:
+        ConfigError: a prompt cache has layers of several pools.
+    """
+    found = _need(plan, lanes, waiting)
+    if found.missing > 0:  # a prompt may still be computed, and GPUs let go of the last results late
+        mx.synchronize()
+        found = _need(plan, lanes, waiting)
+    return found
+
+
+def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
+    new, ledger, pools = [lane.tokens for lane in lanes], plan.ledger, {pool for lane in lanes for pool in lane.pools}
+    if len(pools) > 1:
+        raise of_several_pools(len(pools))
+    pool, adding, kv, in_use = next(iter(pools), None), _adding(plan, lanes), _NO_LAYERS, active_memory()
+    if pool is not None:  # caches count with what they take instead of what they reserve
+        kv = pool.ledger(adding)
+        in_use = max(0, in_use - kv.arrays - pool.ring.nbytes) + kv.now
+    return Need(
+        plan,
+        lanes,
+        process=ledger.process,
+        in_use=in_use,
+        activations=ledger.computed(new),
+        waiting=waiting,
+        growth=_growth_of_others(plan, lanes),
+        states=plan.cache.call_bytes * max([each.num_at_once for each in new]),
+        pool=pool,
+        adding=adding,
+        kv=kv,
+    )
+
+
+def _adding(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Adding:
+    """Return the tokens that calls add to caches of the pool."""
+    step, tokens = 0, dict[LayerRows, tuple[int, int, int]]()
+    for lane in lanes:
+        if lane.own:
+            rows, new = plan.kv.rows, lane.tokens
+            step, num_new = max(step, new.num_at_once // new.batch_size), new.num_tokens // new.batch_size
+            known = rows if len(rows) == len(lane.own) else [max(rows, default=0)] * len(lane.own)
+            for entry, length, nbytes in zip(lane.own, lane.lengths, known, strict=True):
+                tokens[entry.rows] = num_new, length + num_new, new.batch_size * nbytes
+    return Adding(tokens, step)
+
+
+def make_room(need: Need, lending: Lending | None = None, *, may_shrink: bool = False, offloads: bool = False) -> Need:
+    """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
+
+    Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
+    to disk to make room for more activations than were planned: the caller tries fewer tokens. If it ``offloads``,
+    layers go to disk before loans end for their sake.
+
+    Returns:
+        What it needs, as it was counted last.
+
+    Raises:
+        BudgetError: it names what to change.
+        WriteError: keys and values would have to go to disk, which has no room.
+    """
+    plan, lanes = need.plan, need.lanes
+    changed = _changed_batches([entry for lane in lanes for entry in lane.others])
+    if changed:
+        nbytes = nbytes_in(changed)
+        if (lending is None or not lending.nbytes) and need.missing + nbytes <= 0:
+            need.growth += nbytes  # the call may evaluate all of them
+        else:
+            _evaluate_layers(changed, nbytes, lending)
+            need = _need(plan, lanes, need.waiting)
+    growth = need.kv_growth_on_disk() if offloads else need.kv_growth  # one slot will do for a prompt
+    if lending is not None:
+        need.in_use -= _settle(need, lending, growth)
+    if may_shrink and need.activations > plan.activation_bytes and need.missing + growth > 0:
+        raise too_large(need, need.missing + growth)
+    missing = _make_room_for_kv(need)
+    if missing > 0:
+        raise too_large(need, missing)
+    for entry in changed:
+        setattr(entry, _CALLED_WITH, entry.left_padding)
+    return need
+
+
+def _make_room_for_kv(need: Need) -> int:
+    """Offload layers of the pool for the pass. Return the bytes that are missing even then."""
+    if (pool := need.pool) is None:
+        return need.missing
+    while True:
+        held = need.slots_held
+        room, way = need.kv_room(need.missing, held)
+        if not way.missing:
+            pool.admit(need.adding, room, way)
+        if way.missing or held or not way.num_slots:  # with each layer where it is
+            return way.missing
+        need.kv = pool.ledger(need.adding)  # layers have moved
+        if not need.slots_held:
+            return 0
+
+
+def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
+    """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing."""
+    least = need(plan, [Lane(lane.call, 1, lane.num_kept)])
+    way = least.kv_room(least.missing - (lending.recallable if lending is not None else 0))[1]
+    if way.missing > 0:
+        raise too_large(least, way.missing)
+
+
+def layers_at_once(need: Need, num_layers: int, num_calls: int = 1) -> int | None:
+    """Return the number of layers that MLX may record ahead of a GPU; None if their results fit the budget together.
+
+    MLX keeps the intermediate results of recorded layers until they are computed, and the old arrays of caches that
+    grow. Checks before a pass count one layer. Calls wait for each other, so with several each layer is waited for.
+    """
+    if num_layers < 2:
+        return None
+    if num_calls > 1:
+        return 1
+    lane, plan = need.lanes[0], need.plan
+    replaced = max(map(nbytes_in, lane.others), default=0) if need.growth else 0
+    each = plan.ledger.of_a_layer(lane.tokens) + max(need.kv.replaced, replaced)
+    if (num_layers - 1) * each <= _LITTLE_BYTES:
+        return None
+    found = 1 + max(0, -need.missing - need.kv_growth) // each
+    return None if found >= num_layers else found
+
+
+def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+    """Return the most bytes that calls add to mlx-lm's own caches, which copy one layer after another as they grow."""
+    states, growths = 0, [Growth(0, 0)]
+    for lane in lanes:
+        call, entries = lane.call, lane.others
+        if entries:
+            states += 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
+            token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if lane.own else 0)
+            per_layer = call.batch_size * token_bytes // len(entries)
+            growths.append(update_growth(entries, call.length, [per_layer] * len(entries), lane.step))
+    if len(growths) == 1:  # no lane has such caches
+        return 0
+    return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
+
+
+def _settle(need: Need, lending: Lending, growth: int) -> int:
+    """End loans where memory is short, and lend what is left over. Return the bytes that were freed.
+
+    What the process has beyond the footprint as plan and arrays explain it, such as holes between arrays, is not lent.
+    """
+    short, known_bytes = need.missing + growth, need.process + need.in_use
+    unknown = max(0, footprint() - known_bytes)
+    if short + unknown > 0:
+        release_freed_memory()
+        unknown = max(0, footprint() - known_bytes)
+    short += unknown
+    if short > 0:
+        return lending.recall(short)
+    lending.lend(-short - unlent_bytes(need.plan))
+    return 0
+
+
+def _changed_batches(entries: Sequence[Any]) -> list[Any]:
+    """Return the batches that sequences were added to or removed from since their last call."""
+    return [entry for entry in entries if vars(entry).get("left_padding") is not vars(entry).get(_CALLED_WITH)]
+
+
+def _evaluate_layers(batches: Sequence[Any], nbytes: int, lending: Lending | None) -> None:
+    """Evaluate the layers of batches one after another.
+
+    When sequences come or go, mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they
+    would be there twice.
+    """
+    if lending is not None:
+        lending.recall(min(nbytes, lending.nbytes))
+    for entry in batches:
+        mx.eval(arrays_in(entry))
+
+
+def too_large(need: Need, missing: int) -> BudgetError:
+    """Return the error for a pass that takes so many bytes more than the budget."""
+    plan, lanes = need.plan, need.lanes
+    num_tokens, context = _sizes(lanes)
+    total = plan.budget_bytes + missing
+    kv = total - need.process - need.in_use - need.activations
+    all_logits = any(x.call.wants_logits and x.call.num_tokens > x.call.batch_size for x in lanes)
+    hint = _hint(plan, max(x.tokens.num_at_once for x in lanes), context, all_logits)
+    return BudgetError(
+        f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
+        f"the process to {total / MB:.1f} MB: {need.process / MB:.0f} MB for the process itself, "
+        f"{need.in_use / MB:.0f} MB in arrays now, {need.activations / MB:.0f} MB of activations, {kv / MB:.0f} MB of "
+        f"KV cache; the budget is {plan.budget_bytes / MB:.1f} MB. {hint}",
+        total,
+    )
+
+
+def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> BudgetError:
+    """Return the error for a call that fits the budget, but not the share of it that the user gave the KV cache."""
+    (num_tokens, context), limit = _sizes(lanes), plan.kv.limit or 0
+    held = plan.ledger.held(context, max(lane.call.length for lane in lanes))
+    return BudgetError(
+        f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} needs "
+        f"{needed / MB:.1f} MB for the keys and values of {held} tokens; kv_ram_gb "
+        f"allows {limit / MB:.1f} MB. "
+        f"Hint: raise kv_ram_gb to at least {-(-needed // 1000) / 1e6:.6f}, to more for a longer context, or set a "
+        "smaller kv_max_tokens.",
+        plan.budget_bytes + needed - limit,
+    )
+
+
+def of_several_pools(num_pools: int) -> ConfigError:
+    """Return the error for a pass with caches whose memory is not counted together."""
+    return ConfigError(
+        f"the layers of a prompt cache are of {num_pools} models, or were made with as many different settings, so "
+        "that their memory is not counted together. Hint: take all layers from one make_prompt_cache(model)."
+    )
+
+
+def _sizes(lanes: Sequence[Lane]) -> tuple[int, int]:
+    """Return the new tokens of all calls, and the longest context."""
+    return sum(lane.call.num_tokens for lane in lanes), max(lane.tokens.context for lane in lanes)
+
+
+def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:
+    if num_tokens > plan.prefill_step_size:
+        return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
+    if context > plan.context_length:
+        return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
+    if all_logits:
+        return (
+            "Hint: ask for the logits of fewer tokens at a time; for several sequences at once load the model with a "
+            "larger context_length, which counts tokens over all of them; or raise ram_budget_gb."
+        )
+    return (
+        "Hint: raise ram_budget_gb; let go of other arrays and models in this process; for several sequences at once "
+        "ask for a larger context_length, which counts tokens over all of them."
+    )

@@ -73,7 +73,7 @@ class LayerRows:
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
-        self.admitted = 0, 0  # number of an admission, and the tokens that surely have room since then
+        self.admitted = 0, 0  # number of an admission, and the tokens that have room since then
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # in memory, with room
 

@@ -313,12 +313,14 @@ def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.
     return recording
 
 
-def iter_parameters(module: nn.Module) -> Iterator[tuple[str, Any, Any, mx.array]]:
+def iter_parameters(module: nn.Module) -> list[tuple[str, Any, Any, mx.array]]:
     """Every array in a module's tree, private constants included: (name, container, key, array)."""
-    yield from _iter_arrays(module, "", set())
+    found = list[tuple[str, Any, Any, mx.array]]()
+    _collect_arrays(module, "", set(), found)
+    return found
 
 
-def _iter_arrays(container: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any, Any, mx.array]]:
+def _collect_arrays(container: Any, prefix: str, seen: set[int], found: list[tuple[str, Any, Any, mx.array]]) -> None:
     if id(container) in seen:
         return
     seen.add(id(container))
@@ -326,10 +328,10 @@ def _iter_arrays(container: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
     for key, value in items:
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, mx.array):
-            yield name, container, key, value
+            found.append((name, container, key, value))
         elif isinstance(value, dict | list):
-            yield from _iter_arrays(value, name, seen)
+            _collect_arrays(value, name, seen, found)
         elif isinstance(value, tuple):
             for i, item in enumerate(value):
                 if isinstance(item, dict | list):
-                    yield from _iter_arrays(item, f"{name}.{i}", seen)
+                    _collect_arrays(item, f"{name}.{i}", seen, found)

@@ -24,6 +24,7 @@ class Parameter:
         key: under which key or index.
         array: the lazily loaded array; never evaluated while its bytes are streamed.
         records: where its bytes lie, one after another: several for a stack, none when mlx-lm computed it.
+        nbytes: of the array.
     """
 
     name: str
@@ -31,16 +32,15 @@ class Parameter:
     key: Any
     array: mx.array
     records: tuple[TensorRecord, ...] = ()
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.array.nbytes)
 
     @property
     def record(self) -> TensorRecord | None:
         """Place of its bytes, if that is one run of bytes of a file."""
         return self.records[0] if len(self.records) == 1 else None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the array in bytes."""
-        return int(self.array.nbytes)
 
     def bind(self, array: mx.array) -> None:
         """Make the module use another array of the same shape and dtype."""
@@ -74,7 +74,7 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the large parameters."""
-        return sum(parameter.nbytes for parameter in self.large)
+        return sum([parameter.nbytes for parameter in self.large])
 
     @property
     def num_rows(self) -> int | None:
@@ -219,4 +219,4 @@ class ModelLayout:
     def nbytes(self) -> int:
         """Bytes of all parameters."""
         small = [parameter for unit in self.units for parameter in unit.small]
-        return sum(unit.nbytes for unit in self.units) + sum(p.nbytes for p in [*small, *self.resident])
+        return sum([unit.nbytes for unit in self.units]) + sum([p.nbytes for p in [*small, *self.resident]])

@@ -106,12 +106,14 @@ class _Tree:
         self.parameters = list(_parameters(loaded))
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
+        self._above: dict[str, tuple[str, ...]] = {}  # of each module, those that it is in, the innermost first
+        for name in self.modules:
+            self._above[name] = self._ancestors(name)
+            if name:
+                self._children[self._above[name][0]].append(name)
         for parameter in self.parameters:
             for ancestor in self._ancestors(parameter.name):
                 self._below[ancestor].append(parameter)
-        for name in self.modules:
-            if name:
-                self._children[next(self._ancestors(name))].append(name)
         self.trace = rehearse(loaded.called, self.parameters, loaded.make_cache)
         self._order = {key: i for i, key in enumerate(self.trace.called)}
 
@@ -119,16 +121,17 @@ class _Tree:
         """Return the most bytes of copies of weights in a wider type that MLX holds at once: those of a layer."""
         found = Counter[str]()
         for name, module in self.modules.items():
-            root = next((outer for outer in (name, *self._ancestors(name)) if outer in layers), name)
+            root = next((outer for outer in (name, *self._above[name]) if outer in layers), name)
             found[root] += self.trace.widened.get(id(module), 0)
         return max(found.values(), default=0)
 
-    def _ancestors(self, name: str) -> Iterator[str]:
-        """The modules that something is in, the innermost first."""
+    def _ancestors(self, name: str) -> tuple[str, ...]:
+        """The modules that something is in, the innermost first. Those of the module around it are known."""
         while name:
             name = name.rpartition(".")[0]
             if name in self.modules:
-                yield name
+                return name, *(self._above.get(name) or self._ancestors(name))
+        return ()
 
     def names_of(self, modules: list[nn.Module]) -> list[str]:
         """Names of those modules that can be found in the tree."""
@@ -137,22 +140,20 @@ class _Tree:
     def names_outside(self, names: list[str]) -> list[str]:
         """Names of all modules except some, and except those inside them."""
         found = set(names)
-        return [name for name in self.modules if name not in found and found.isdisjoint(self._ancestors(name))]
+        return [name for name in self.modules if name not in found and found.isdisjoint(self._above[name])]
 
     def tower_names(self, loaded: LoadedModel) -> list[str]:
         """Names of the parts beside the one that is called with tokens."""
         called = self._names[id(loaded.called)]
-        on_the_way = {called, *self._ancestors(called)}
+        on_the_way = {called, *self._above[called]}
         return [
-            name
-            for name in self.modules
-            if name not in on_the_way and next(self._ancestors(name)) in on_the_way - {called}
+            name for name in self.modules if name not in on_the_way and self._above[name][0] in on_the_way - {called}
         ]
 
     def towers(self, name: str) -> list[Unit]:
         """The layers in a part beside the language model, and what is left of it, as units."""
         inner = [self.whole(child) for child in self.modules if _is_inside(child, name) and _LAYER.search(child)]
-        layers = [unit for unit in inner if not any(_LAYER.search(above) for above in self._ancestors(unit.name))]
+        layers = [unit for unit in inner if not any(_LAYER.search(above) for above in self._above[unit.name])]
         taken = {id(parameter) for unit in layers for parameter in [*unit.large, *unit.small]}
         whole = self.whole(name)
         rest = [parameter for parameter in whole.large if id(parameter) not in taken]
@@ -162,7 +163,7 @@ class _Tree:
         """A module with everything below it as a unit."""
         unit = Unit(name, self.modules[name])
         below = self._below[name]
-        limit = min(SMALL_BYTES, SMALL_SHARE * sum(parameter.nbytes for parameter in below))
+        limit = min(SMALL_BYTES, SMALL_SHARE * sum([parameter.nbytes for parameter in below]))
         for parameter in below:
             large = bool(parameter.records) and parameter.array.ndim > 1 and parameter.nbytes > limit
             (unit.large if large else unit.small).append(parameter)
@@ -215,7 +216,7 @@ class _Tree:
                 if kept:
                     small = [parameter for parameter in below if id(parameter) not in large]
                     parts.append(Unit(part.name, part.module, kept, small))
-        rest = unit.nbytes - sum(part.nbytes for part in parts)
+        rest = unit.nbytes - sum([part.nbytes for part in parts])
         return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
 
 

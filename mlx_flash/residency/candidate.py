@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.plan import ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, spread
 from mlx_flash.residency.sizes import UnitSize
 from mlx_flash.residency.task import Reserve, Task
-from mlx_flash.residency.timing import num_tiles, pool_of, with_times
+from mlx_flash.residency.timing import pool_of, with_times
 
 MAX_TILES = 60
 """Each tile is waited for."""
@@ -110,8 +110,9 @@ class Candidate:
         heads = [] if self.tile_bytes is None else self.task.sizes.all_heads
         is_exact = self.task.machine.exact_tiles
         slot_bytes = _slot_bytes(largest_layer, heads, self.tile_bytes or 0, is_exact=is_exact)
-        rows = [tile_rows(head, slot_bytes) for head in heads]
-        return heads, rows, sum(map(num_tiles, heads, rows)), slot_bytes
+        rows = [tile_rows(head.num_rows or 0, head.row_bytes, slot_bytes) for head in heads]
+        num_tiles = sum([-(-(head.num_rows or 0) // each) for head, each in zip(heads, rows, strict=True)])
+        return heads, rows, num_tiles, slot_bytes
 
     @property
     def _layers(self) -> Streamed:
@@ -130,19 +131,14 @@ def _slot_bytes(largest_layer: int, heads: Sequence[UnitSize], tile_bytes: int, 
     if not heads:
         return largest_layer
     whole = max([head.nbytes for head in heads])
-    least = max([max(TILE_ROW_MULTIPLE * _row_bytes(head), head.nbytes // MAX_TILES) for head in heads])
+    least = max([max(TILE_ROW_MULTIPLE * head.row_bytes, head.nbytes // MAX_TILES) for head in heads])
     tile = max(least, min(tile_bytes, whole) if is_exact else whole)
     return max(largest_layer, tile + TILE_SLACK_BYTES)
 
 
-def tile_rows(head: UnitSize, slot_bytes: int) -> int:
-    """Return the rows of a head in one tile: few equal tiles that fit the slot, aligned."""
-    assert head.num_rows
-    most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // _row_bytes(head))
-    rows = min(round_up(-(-head.num_rows // num_tiles(head, most)), TILE_ROW_MULTIPLE), head.num_rows)
+@lru_cache(1024)  # a search asks for thousands, and layers are alike
+def tile_rows(num_rows: int, row_bytes: int, slot_bytes: int) -> int:
+    """Return the rows in one tile of a head with so many: few equal tiles that fit the slot, aligned."""
+    most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // row_bytes)
+    rows = min(round_up(-(-num_rows // -(-num_rows // most)), TILE_ROW_MULTIPLE), num_rows)
     return rows if rows <= most else most // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
-
-
-def _row_bytes(head: UnitSize) -> int:
-    assert head.num_rows
-    return -(-head.nbytes // head.num_rows)

@@ -96,7 +96,7 @@ def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:
     tried = [
         Candidate(cut, reserve, num_slots, True, tile, cut.sizes.layer_bytes) for cut in task.cuts for tile in (0, None)
     ]
-    return min(each.pinned_bytes + num_slots * each.streaming.slot_bytes for each in tried)
+    return min([each.pinned_bytes + num_slots * each.streaming.slot_bytes for each in tried])
 
 
 def _all_reserves(task: Task) -> Iterator[Reserve]:
@@ -136,9 +136,9 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
     sizes, experts, room = task.sizes, task.sizes.experts, _room(task, budget, reserve)
     if experts is None:
         tables = [table.unit for table in sizes.tables]
-        weights = sizes.layer_bytes + sum(unit.nbytes for unit in [*sizes.heads, *tables])
+        weights = sizes.layer_bytes + sum([unit.nbytes for unit in [*sizes.heads, *tables]])
         return min(weights, max(0, weights - room))
-    trunk = sizes.layer_bytes + sum(unit.nbytes for unit in sizes.all_heads)
+    trunk = sizes.layer_bytes + sum([unit.nbytes for unit in sizes.all_heads])
     least = experts.least_slots * experts.slot_bytes
     pool = max(least, room - trunk)
     missing = (1 - experts.hit_rate(task.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes

@@ -95,13 +95,13 @@ def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Ca
 
 def _unlike_tiles(task: Task) -> tuple[int, ...]:
     """Return the smallest tiles to try, without those that give the same slots and tiles as a smaller one."""
-    whole = max(head.nbytes for head in task.sizes.all_heads) if task.machine.exact_tiles else 0
+    whole = max([head.nbytes for head in task.sizes.all_heads]) if task.machine.exact_tiles else 0
     return tuple({min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
 
 
 def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
     """Yield linear layers in row tiles, as few of them as the budget allows, for each number of slots."""
-    most = sum(unit.nbytes for unit in task.sizes.linears)
+    most = sum([unit.nbytes for unit in task.sizes.linears])
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
 
         def peak_of(target: int, num_slots: int = num_slots) -> int:
@@ -144,8 +144,8 @@ def _least_seconds(task: Task, budget: int) -> float:
     """Return a time that no plan is below: all weights are computed with, and what the budget cannot hold is read."""
     machine = task.machine
     units = [*task.sizes.layers, *task.sizes.all_heads]
-    read = max(0, sum(unit.nbytes for unit in units) - (budget - machine.base_bytes))
-    computed = sum(unit.computed_bytes for unit in units)
+    read = max(0, sum([unit.nbytes for unit in units]) - (budget - machine.base_bytes))
+    computed = sum([unit.computed_bytes for unit in units])
     trunk = max(computed / machine.kept_bytes_per_second, read / machine.disk.bytes_per_second)
     experts = task.sizes.experts
     if experts is None:
@@ -156,7 +156,7 @@ def _least_seconds(task: Task, budget: int) -> float:
 
 def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     """Return the first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
-    enough = min(plan.seconds for plan in plans) / WORTH_A_SLOT
+    enough = min([plan.seconds for plan in plans]) / WORTH_A_SLOT
     return next(plan for plan in plans if plan.seconds <= enough)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_flash.residency.sizes import TensorSize, UnitSize
+from mlx_flash.residency.sizes import Chosen, TensorSize, UnitSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,6 @@ class Streamed:
     buffer_bytes: int
     largest: int
 
-
-Chosen = tuple[tuple[TensorSize, ...], int, int]
-"""The streamed tensors of a layer, their bytes, and what they take of a buffer."""
 
 _NONE: Chosen = ((), 0, 0)
 
@@ -50,11 +47,12 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
 def choose(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[Chosen]:
     """Choose as :func:`spread` does. Returns the bytes too."""
     total = max(sum([unit.nbytes for unit in layers]), 1)
-    choose_of = _whole if whole_layers else _some
     chosen, passed, done = [], 0, 0
-    for unit in layers:
+    for unit in layers:  # thousands of times for a plan: only a layer of which a part is streamed needs a call
         passed += unit.nbytes
-        found = choose_of(unit, target * passed // total - done)
+        due = target * passed // total - done
+        least, most = (unit.nbytes, unit.nbytes) if whole_layers else unit.bounds
+        found = _NONE if 2 * due < least else unit.whole if 2 * due >= most else _some(unit, due)
         done += found[1]
         chosen.append(found)
     return chosen
@@ -70,10 +68,6 @@ def _in_order(unit: UnitSize, tensors: tuple[TensorSize, ...]) -> tuple[TensorSi
         return tensors
     names = {tensor.name for tensor in tensors}
     return tuple([tensor for tensor in unit.tensors if tensor.name in names])
-
-
-def _whole(unit: UnitSize, due: int) -> Chosen:
-    return (unit.tensors, unit.nbytes, unit.buffer_bytes) if 2 * due >= unit.nbytes else _NONE
 
 
 def _some(unit: UnitSize, due: int) -> Chosen:

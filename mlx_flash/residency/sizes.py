@@ -39,6 +39,10 @@ class TensorSize:
     buffer_bytes: int
 
 
+Chosen = tuple[tuple[TensorSize, ...], int, int]
+"""The streamed tensors of a layer, their bytes, and what they take of a buffer."""
+
+
 @dataclass(frozen=True)
 class UnitSize:
     """A unit in numbers.
@@ -60,9 +64,9 @@ class UnitSize:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum([tensor.nbytes for tensor in self.tensors])
 
-    @property
+    @cached_property
     def computed_bytes(self) -> int:
         """Bytes that a token is computed with."""
         return self.nbytes - self.idle_bytes
@@ -73,9 +77,25 @@ class UnitSize:
         return sorted(self.tensors, key=lambda tensor: tensor.nbytes, reverse=True)
 
     @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of an output row of a unit with such."""
+        return -(-self.nbytes // (self.num_rows or 1))
+
+    @cached_property
     def buffer_bytes(self) -> int:
         """Memory for all its tensors."""
-        return sum(tensor.buffer_bytes for tensor in self.tensors)
+        return sum([tensor.buffer_bytes for tensor in self.tensors])
+
+    @cached_property
+    def whole(self) -> Chosen:
+        """All its tensors."""
+        return self.tensors, self.nbytes, self.buffer_bytes
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Twice the bytes due from which on one of its tensors is streamed, and all of them are."""
+        sizes = [tensor.nbytes for tensor in self.largest_first]
+        return min(sizes, default=0), max([2 * sum(sizes[:i]) + size for i, size in enumerate(sizes)], default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +179,7 @@ class ModelSizes:
 
     def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
         """Return the same model with smaller units instead of its layers. The rest of the layers stays in memory."""
-        rest = self.layer_bytes - sum(unit.nbytes for unit in units)
+        rest = self.layer_bytes - sum([unit.nbytes for unit in units])
         return replace(self, layers=units, resident_bytes=self.resident_bytes + rest, finer=())
 
     @cached_property
@@ -170,9 +190,9 @@ class ModelSizes:
     def tiled(self, names: Collection[str]) -> ModelSizes:
         """Return the same model in its finest cut, with the linear layers of these names in row tiles."""
         finest = self.finer[-1] if self.finer else self.layers
-        streamed = tuple(unit for unit in self.linears if unit.name in names)
-        others = tuple(unit for unit in finest if not unit.num_rows)
-        kept = tuple(unit for unit in self.linears if unit.name not in names)
+        streamed = tuple([unit for unit in self.linears if unit.name in names])
+        others = tuple([unit for unit in finest if not unit.num_rows])
+        kept = tuple([unit for unit in self.linears if unit.name not in names])
         return replace(self.cut(finest), layers=others, heads=(*streamed, *self.heads), kept=kept)
 
     @cached_property
@@ -183,12 +203,12 @@ class ModelSizes:
     @cached_property
     def layer_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(unit.nbytes for unit in self.layers)
+        return sum([unit.nbytes for unit in self.layers])
 
     @cached_property
     def layer_buffer_bytes(self) -> int:
         """Memory for all layers, and for what of them stays in memory anyway."""
-        return sum(unit.buffer_bytes for unit in [*self.layers, *self.kept])
+        return sum([unit.buffer_bytes for unit in [*self.layers, *self.kept]])
 
     @cached_property
     def copies(self) -> bool:
@@ -200,7 +220,7 @@ class ModelSizes:
         """All weights."""
         units = [*self.layers, *self.kept, *self.heads, *(table.unit for table in self.tables)]
         experts = self.experts.nbytes if self.experts else 0
-        return sum(unit.nbytes for unit in units) + self.resident_bytes + experts
+        return sum([unit.nbytes for unit in units]) + self.resident_bytes + experts
 
 
 def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
@@ -233,7 +253,7 @@ class _Measured:
         """Return a unit in numbers."""
         ids = [id(parameter) for parameter in unit.large]
         tensors = tuple(self._tensors[i] for i in ids)
-        idle_bytes = sum(self._idle.get(i, 0) for i in ids)
+        idle_bytes = sum([self._idle.get(i, 0) for i in ids])
         return UnitSize(unit.name, tensors, unit.num_rows, not self._copied.isdisjoint(ids), idle_bytes)
 
 
@@ -243,8 +263,8 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measu
     return ModelSizes(
         layers=tuple(map(measured.unit, layout.layers)),
         heads=tuple(map(measured.unit, layout.heads)),
-        tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
-        resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]) + layout.tower_bytes,
+        tables=tuple([TableSize(table, table.name in layout.tied) for table in tables]),
+        resident_bytes=sum([parameter.nbytes for parameter in [*small, *layout.resident]]) + layout.tower_bytes,
         cache=layout.cache,
         activations=activations,
         finer=tuple(tuple(map(measured.unit, cut)) for cut in layout.finer),
@@ -254,15 +274,15 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measu
 
 def _expert_sizes(stacks: Sequence[ExpertStack], alignment: int) -> ExpertSizes:
     placed = [place_experts(stack, alignment) for stack in stacks]
-    slot_bytes = max(placement.nbytes for placement in placed)
+    slot_bytes = max([placement.nbytes for placement in placed])
     staged = [place_matrix(stack, columns, alignment) for stack in stacks for columns in matrices_of(stack)]
-    stage_bytes = max(placement.nbytes for placement in staged) + DIRECT_ALIGNMENT
+    stage_bytes = max([placement.nbytes for placement in staged]) + DIRECT_ALIGNMENT
     return ExpertSizes(
-        num_experts=tuple(stack.num_experts for stack in stacks),
+        num_experts=tuple([stack.num_experts for stack in stacks]),
         slot_bytes=slot_bytes,
         least_slots=max(-(-stage_bytes // slot_bytes), *(stack.top_k for stack in stacks)),
-        nbytes=sum(stack.unit.nbytes for stack in stacks),
-        token_bytes=sum(min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks),
+        nbytes=sum([stack.unit.nbytes for stack in stacks]),
+        token_bytes=sum([min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks]),
         copies=any(placement.read.copies for placement in placed) or any(placement.copies for placement in staged),
     )
 

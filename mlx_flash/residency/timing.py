@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
-from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, UnitSize
+from mlx_flash.residency.sizes import ExpertSizes, ModelSizes
 from mlx_flash.residency.speed import Machine
 from mlx_flash.streaming.stream import take_turns
 
@@ -58,12 +58,12 @@ def _steps(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> list[tu
         steps.append((nbytes / disk, seconds))
     for head in sizes.all_heads:
         if head.name in tiles:
-            count = num_tiles(head, tiles[head.name])
+            count = num_tiles(head.num_rows or 0, tiles[head.name])
             steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
         else:
             steps.append((0.0, head.nbytes / kept))
     # The kept parts of layers are computed between the streamed units.
-    between = sum(unit.nbytes for unit in sizes.kept) / kept / max(1, len(steps))
+    between = sum([unit.nbytes for unit in sizes.kept]) / kept / max(1, len(steps))
     return [(read, seconds + between) for read, seconds in steps]
 
 
@@ -85,8 +85,8 @@ def simulate(
         late: seconds from the end of a unit's reads until it can be computed: its last bytes are decoded.
     """
     if num_slots == 0:
-        return sum(compute for _, compute in steps)
-    turns = take_turns(sum(read > 0 for read, _ in steps), num_slots)
+        return sum([compute for _, compute in steps])
+    turns = take_turns(sum([read > 0 for read, _ in steps]), num_slots)
     released = [0.0] * num_slots
     disk = now = 0.0
     ends = []
@@ -105,9 +105,9 @@ def simulate(
     return (ends[-1] - ends[-3]) / 2
 
 
-def num_tiles(head: UnitSize, rows: int) -> int:
-    """Return the tiles of a head with so many rows each."""
-    return -(-(head.num_rows or 0) // rows)
+def num_tiles(num_rows: int, rows: int) -> int:
+    """Return the tiles of a head of so many rows, with ``rows`` each."""
+    return -(-num_rows // rows)
 
 
 def _prompt_seconds(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> float:

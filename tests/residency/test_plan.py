@@ -555,7 +555,7 @@ def test_tiles_fit_their_slot(head: UnitSize, spare: int) -> None:
     assert head.num_rows
     row = -(-head.nbytes // head.num_rows)
     slot = TILE_ROW_MULTIPLE * row + TILE_SLACK_BYTES + spare
-    found = tiles(head, tile_rows(head, slot))
+    found = tiles(head, tile_rows(head.num_rows or 0, head.row_bytes, slot))
     assert max(found) <= slot
     most = (slot - TILE_SLACK_BYTES) // row // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
     assert len(found) <= -(-head.num_rows // most)

@@ -1,4 +1,4 @@
-"""What a pass needs of the budget: one sum, for the choice of its calls, for the check before it, and for errors."""
+"""The need of a pass: one sum, for the choice of its calls, for the check before it, and for errors."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ class Need:
 
     @property
     def missing(self) -> int:
-        """What the budget lacks for that; negative where something is left."""
+        """Bytes that the budget lacks for that; negative where something is left."""
         return self.total - self.plan.budget_bytes
 
     @property
     def kv_growth(self) -> int:
-        """What comes to caches of the pool that stay where they are, as far as the plan lets them grow."""
+        """Bytes that come to caches of the pool that stay where they are, as far as the plan lets them grow."""
         kv, limit = self.kv, self.plan.kv.limit
         growth = kv.growth if limit is None else min(kv.growth, max(0, limit - kv.now))
         return max(growth, self.kv_growth_on_disk(NUM_SLOTS)) if kv.is_on_disk else growth
 
     def kv_growth_on_disk(self, num_slots: int = 1) -> int:
-        """Return the same with every layer on disk."""
-        return 0 if self.pool is None else max(0, self.kv.least_with(num_slots) - self.kv.now)
+        """Return the same with every layer on disk; it is negative where they take less than now."""
+        return 0 if self.pool is None else self.kv.least_with(num_slots) - self.kv.now
 
     def fits(self, lent: int, *, offloads: bool = False) -> bool:
         """Return whether the pass has room once what is lent is given back. If it ``offloads``, layers go to disk.

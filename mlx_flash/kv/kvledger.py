@@ -137,6 +137,9 @@ class KVLedger:
                 nbytes += number * layer.held
             else:
                 room = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
+                if self._grows_several_times(kind):  # by which it gets more room, and is copied when it is long
+                    room += self.options.step
+                    moved = max(moved, coming.nbytes * coming.held)
                 nbytes += number * coming.nbytes * room
             if self._grows(kind):  # its old buffers, or the pages that nobody else holds, are there besides
                 own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
@@ -164,11 +167,10 @@ class KVLedger:
 
     def way(self, limit: int) -> Way:
         """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""
-        options, sizes = self.options, self._new_sizes
-        needed = self.peak + (options.step * sum(sizes) if self._grows_several_times else 0)
+        options, needed = self.options, self.peak
         if options.budget_bytes is None:
             return Way(max(0, needed - limit))
-        offload = options.offload_bytes(sizes)
+        offload = options.offload_bytes(self._new_sizes)
         if not self.is_on_disk and needed + offload <= limit:
             return Way(0, offload)
         for num_slots in (NUM_SLOTS, 1):
@@ -190,17 +192,12 @@ class KVLedger:
         """Bytes of a token in each layer that gets some."""
         return [size for _, coming, number in self.kinds if coming is not None for size in [coming.nbytes] * number]
 
-    @property
-    def _grows_several_times(self) -> bool:
-        """True if a cache grows more than once, by which it gets more room."""
-        for layer, coming, _ in self.kinds:
-            if coming is None:
-                continue
-            in_memory = 0 if layer.is_on_disk else layer.length
-            first = self.options.capacity_after(in_memory, layer.capacity, min(self.step, coming.num_new))
-            if first < layer.length + coming.num_new:
-                return True
-        return False
+    def _grows_several_times(self, kind: Kind) -> bool:
+        """Return whether the tokens come in parts that do not all fit into the buffers of the first one."""
+        layer, coming = kind.layer, kind.coming
+        if coming is None or coming.num_new <= self.step:
+            return False
+        return self.options.capacity_after(layer.length, layer.capacity, self.step) < layer.length + coming.num_new
 
     def least(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came."""

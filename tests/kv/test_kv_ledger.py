@@ -127,17 +127,25 @@ def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
     options, new = KVOptions(step=16), Coming(200, 8, 18)
     layer = Layer((100, 100), 10, 16)
     grown = 200 * (10 + 16)
-    assert KVLedger(options, [Kind(layer, new), Kind(layer)]).peak == 200 * 16 + grown + 200 * 16
-    assert KVLedger(options, [Kind(layer, new, 2)]).peak == 2 * grown + 200 * 16
-    assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)]).peak == 2 * 200 * 16
+    assert KVLedger(options, [Kind(layer, new), Kind(layer)], 8).peak == 200 * 16 + grown + 200 * 16
+    assert KVLedger(options, [Kind(layer, new, 2)], 8).peak == 2 * grown + 200 * 16
+    assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)], 8).peak == 2 * 200 * 16
     parked, copy = Layer((100, 100), 10, pages=((1, 900), (2, 300))), Layer((100, 100), 5, pages=((1, 900),))
-    assert KVLedger(options, [Kind(parked, new), Kind(copy)]).peak == grown + 900 + 300
+    assert KVLedger(options, [Kind(parked, new), Kind(copy)], 8).peak == grown + 900 + 300
 
 
 def test_peak_counts_the_copy_of_a_layer_that_drops_tokens() -> None:
     layer = Layer((100, 100), 60, 64)
-    ledger = KVLedger(KVOptions(step=16, max_tokens=64), [Kind(layer, Coming(200, 8, 64)), Kind(layer)])
+    kinds = [Kind(layer, Coming(200, 8, 64)), Kind(layer)]
+    ledger = KVLedger(KVOptions(step=16, max_tokens=64), kinds, 8)
     assert ledger.peak == 3 * 200 * 64
+
+
+def test_a_layer_that_grows_several_times_is_copied_when_it_is_long() -> None:
+    """And it gets room for a step more."""
+    once = KVLedger(KVOptions(step=16), [Kind(Layer(), Coming(200, 64, 64), 3)], 64)
+    in_parts = KVLedger(KVOptions(step=16), [Kind(Layer(), Coming(200, 64, 64), 3)], 8)
+    assert (once.peak, in_parts.peak) == (3 * 200 * 64, 3 * 200 * (64 + 16) + 200 * 64)
 
 
 def test_slots_count_with_the_tokens_to_come() -> None:

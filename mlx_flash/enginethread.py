@@ -171,20 +171,20 @@ def run(work: Callable[[], T]) -> T:
     return call.wait()
 
 
-def is_here() -> bool:
-    """Return whether this is the engine thread, at work."""
-    return _here.call is not None
+def check() -> bool:
+    """Return whether this is the engine thread, at work. End the work if its caller asks for that.
 
-
-def check() -> None:
-    """End the work here if its caller asks for that. In other threads, and in :func:`whole`, nothing happens.
+    In :func:`whole`, nothing ends.
 
     Raises:
         CallEndedError: the caller asks for the end.
     """
     call = _here.call
-    if call is not None and call.is_to_end and not call.num_whole:
+    if call is None:
+        return False
+    if call.is_to_end and not call.num_whole:
         raise CallEndedError
+    return True
 
 
 @contextmanager

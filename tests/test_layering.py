@@ -189,7 +189,7 @@ def test_assertions_change_nothing() -> None:
 
 def test_nothing_catches_everything() -> None:
     """No broad ``except`` outside the command line's last line, the boundary of a request to the server, and work that
-    the engine thread does for a caller, who gets the error.
+    the engine thread and those that read do for a caller, who gets the error.
     """
     broad = []
     for name, path in modules().items():
@@ -199,7 +199,8 @@ def test_nothing_catches_everything() -> None:
                 reraises = isinstance(node.body[-1], ast.Raise)
                 if kind in {"everything", "Exception", "BaseException"} and not reraises:
                     broad.append((name, node.lineno))
-    assert sorted(name for name, _ in broad) == ["commands.dispatch", "enginethread", "server.boundary"]
+    allowed = ["commands.dispatch", "enginethread", "server.boundary", "storage.prefetcher"]
+    assert sorted(name for name, _ in broad) == allowed
 
 
 def test_documentation_begins_with_a_verb_or_a_noun() -> None:

@@ -52,7 +52,7 @@ class ByteCheck:
         stream, before = engine.stream, engine.stream.before_release
 
         def compare(index: int, memory: memoryview) -> None:
-            self.segments(stream.units[index].placement.segments, memory)
+            self.segments(stream.units[index].reads.segments, memory)
             if before is not None:
                 before(index, memory)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mlx_flash.memory.others import OtherLoad
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import Speed, faster, save_speed
-from mlx_flash.storage.readstats import ReadStats
+from mlx_flash.storage.prefetcher import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 
 MIN_PASSES = 8

@@ -24,7 +24,7 @@ from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedE
 from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, swap_class
 from mlx_flash.streaming.layers import hand_in
 from mlx_flash.streaming.stream import WeightStream
 
@@ -39,9 +39,9 @@ class _Routed(SwappedClass):
     """A stack of experts whose calls go through the pool."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        if not enginethread.is_here():
+        if not enginethread.check():
             return cast(mx.array, hand_in(self, *args, **kwargs))
-        experts, layer = cast("tuple[Experts, int]", state_of(self))
+        experts, layer = cast("tuple[Experts, int]", self._flash_state)
         return call_stack(own_class(self), cast(nn.Module, self), partial(experts.call, layer), args, kwargs)
 
 

@@ -22,7 +22,7 @@ from mlx_flash.experts.eviction import Numbers
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, swap_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 
@@ -126,7 +126,7 @@ class _Norm(SwappedClass):
     """The norm before the router. Its argument is the residual."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        residual = cast(_Residual, state_of(self))
+        residual = cast(_Residual, self._flash_state)
         is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
         residual.before, residual.after = x if is_simple else None, None
         return cast(mx.array, own_class(self).__call__(self, x, *args, **kwargs))
@@ -136,7 +136,7 @@ class _Block(SwappedClass):
     """Router and experts. Their result is added to the residual."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        residual = cast(_Residual, state_of(self))
+        residual = cast(_Residual, self._flash_state)
         before = residual.before  # the next guess takes it
         result = own_class(self).__call__(self, *args, **kwargs)
         is_simple = len(args) == 1 and not kwargs  # else the block may have added the residual itself
@@ -158,7 +158,7 @@ class _Gate(SwappedClass):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = own_class(self).__call__(self, *args, **kwargs)
-        said = cast(_Said, state_of(self))
+        said = cast(_Said, self._flash_state)
         if said.is_asked:
             said.result = result
         return result

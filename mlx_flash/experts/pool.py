@@ -127,10 +127,9 @@ class ExpertPool(ExpertSlots):
             segments, memory = self.reads(key)
             caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
             self._num_reads[key] += 1
-            ticket = self._tickets[key] = self._reader.submit(
-                segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks, starts=False
+            self._tickets[key] = self._reader.submit(
+                segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks
             )
-            ticket.start()
         except BaseException:
             self.leave(key)
             raise

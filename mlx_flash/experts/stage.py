@@ -20,7 +20,7 @@ from mlx_flash.experts.slots import ABSENT, Bytes
 from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
@@ -73,7 +73,7 @@ class _Staged(SwappedClass):
     """A matrix that waits for its weights and releases them after its call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stage, matrix = cast("tuple[Stage, _Matrix]", state_of(self))
+        stage, matrix = cast("tuple[Stage, _Matrix]", self._flash_state)
         stage.enter(matrix)
         result = own_class(self).__call__(self, *args, **kwargs)
         mx.eval(arrays_in(result, args, kwargs))
@@ -211,9 +211,7 @@ class Stage:
             dict.__setitem__(matrix.module, parameter.key, view)
         missing = [expert for expert in call.experts if expert not in call.present]
         segments = rows_in_place(matrix.placement, matrix.rows, missing)
-        ticket = self._reader.submit(segments, memory, urgent=True, starts=False)
-        self._regions[region] = matrix, ticket
-        ticket.start()
+        self._regions[region] = matrix, self._reader.submit(segments, memory, urgent=True)
         self._pool.stats.read_bytes += sum(piece.nbytes for segment in segments for piece in segment.pieces)
         for expert in call.present:
             slot = int(self._pool.slot_of[call.layer][expert])

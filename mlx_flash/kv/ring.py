@@ -109,12 +109,9 @@ class Slot:
             self._reading = None
 
     def read(self, reads: Ticket, rows: DiskRows, tokens: int) -> None:
-        """Start reads that fill the slot up to so many of the owner's tokens. An interrupt leaves none unknown."""
-        owner, self._owner = self._owner, None
+        """Note reads in flight, which fill the slot up to so many of the owner's tokens."""
         self._reading = (reads, rows)
-        reads.start()
         self.tokens = tokens
-        self._owner = owner
 
     def wait(self) -> float:
         """Wait for the reads in flight. Return the seconds waited. Raises: ReadError; the slot is empty then."""
@@ -285,7 +282,7 @@ class SlotRing:
         """Start reading from the page with the token ``start`` on."""
         disk.flush()
         reads = segments(disk.pages, disk.layout, start, disk.paged_tokens, slot.capacity)
-        ticket = disk.file.reader.submit(reads, slot.memory, urgent=urgent, starts=False)
+        ticket = disk.file.reader.submit(reads, slot.memory, urgent=urgent)
         slot.read(ticket, disk, disk.paged_tokens)
 
     def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:

@@ -25,7 +25,7 @@ from mlx_flash.compat.require import installed
 from mlx_flash.layout.load import LoadedModel
 from mlx_flash.layout.parts import Held, ModelLayout, Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
-from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, swap_class
 from mlx_flash.layout.trace import as_it_was, zeros_for
 from mlx_flash.storage.measured import Measurements
 
@@ -69,7 +69,7 @@ class _Waiting(SwappedClass):
     """A unit that notes what the call holds. One of the smallest returns zeros."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trial: _Trial = state_of(self)
+        trial: _Trial = self._flash_state
         call = partial(own_class(cast(nn.Module, self)).__call__, self)
         if trial.is_measured:
             trial.has_keys |= id(self) in trial.layers and _holds_keys(trial.cache, trial.caller)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, cast
 
@@ -26,7 +26,23 @@ def arrays_in(*roots: Any) -> list[mx.array]:
     A call's effects are in its result and in what it was given: caches, shared dicts, objects of any class.
     """
     found: list[mx.array] = []
-    _collect(roots, found, set(), 1)
+    seen: set[int] = set()
+    path = [iter(roots)]
+    while path:
+        for value in path[-1]:
+            kind = type(value)  # some objects refuse to be asked for their class
+            if issubclass(kind, mx.array):
+                found.append(value)
+            elif len(path) <= _MAX_DEPTH and not issubclass(kind, _LEAVES) and id(value) not in seen:
+                seen.add(id(value))
+                if issubclass(kind, dict):
+                    children = value.values()
+                else:
+                    children = value if issubclass(kind, _SEQUENCES) else _attributes(value)
+                path.append(iter(children))
+                break
+        else:
+            path.pop()
     return found
 
 
@@ -36,20 +52,6 @@ def nbytes_in(*roots: Any) -> int:
     A slice counts with its own size, though it keeps the memory of the array that it was cut from.
     """
     return sum({id(array): int(array.nbytes) for array in arrays_in(*roots)}.values())
-
-
-def _collect(values: Iterable[Any], found: list[mx.array], seen: set[int], depth: int) -> None:
-    for value in values:
-        kind = type(value)  # some objects refuse to be asked for their class
-        if issubclass(kind, mx.array):
-            found.append(value)
-        elif depth <= _MAX_DEPTH and not issubclass(kind, _LEAVES) and id(value) not in seen:
-            seen.add(id(value))
-            if issubclass(kind, dict):
-                children = value.values()
-            else:
-                children = value if issubclass(kind, _SEQUENCES) else _attributes(value)
-            _collect(children, found, seen, depth + 1)
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -19,6 +19,9 @@ _CONTAINERS = (dict, list, set)
 class SwappedClass:
     """Base of the mixins whose ``__call__`` answers in place of the module's own."""
 
+    _flash_state: Any
+    """As :func:`swap_class` was given it."""
+
 
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
     """Give a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
@@ -35,11 +38,6 @@ def restore_class(module: nn.Module) -> None:
 def own_class(module: Any) -> Any:
     """The class a module had before :func:`swap_class`, or has now if it was not swapped."""
     return type(module).__bases__[1] if isinstance(module, SwappedClass) else type(module)
-
-
-def state_of(module: object) -> Any:
-    """Return the state that :func:`swap_class` was given."""
-    return vars(module)[STATE]
 
 
 def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:

@@ -23,7 +23,7 @@ from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
 from mlx_flash.layout.parts import Parameter, is_embedding
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class
 from mlx_flash.memory.driver import has_own_memory
 
 _MORE_TOKENS = 8
@@ -126,7 +126,7 @@ class _Watched(SwappedClass):
     """A module that notes its calls, and uses of its arrays."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watch: _Watch = state_of(self)
+        watch: _Watch = self._flash_state
         module = cast(nn.Module, self)
         watch.trace.called.setdefault(id(self), module)
         if is_expert_stack(module):
@@ -159,7 +159,7 @@ class _WatchedTable(_Watched):
     """An embedding that notes its calls as the output head, too."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        watch: _Watch = state_of(self)
+        watch: _Watch = self._flash_state
         module: Any = self
         outer = watch.under_way[-1] if watch.under_way else None
         watch.trace.heads.add(id(self))
@@ -173,9 +173,9 @@ class _WatchedTable(_Watched):
                 outer.used |= call.used
 
 
-def _used(module: object, key: Any, value: Any) -> Any:
+def _used(module: _Watched, key: Any, value: Any) -> Any:
     if isinstance(value, mx.array):
-        watch: _Watch = state_of(module)
+        watch: _Watch = module._flash_state
         users, place = watch.trace.users, (id(module), key)
         inside = watch.under_way[-1].inside if watch.under_way else frozenset()
         users[place] = users.get(place, inside) & inside

@@ -7,7 +7,6 @@ memory. The rest is read directly, or each pass would push out what the next one
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ CACHED_BLOCK_BYTES = 4 << 20
 """Blocks are cached as a whole. They are chosen evenly over each file, so that no unit waits longer than others."""
 
 REFRESH_SECONDS = 5.0
+"""The machine is looked at so often, while something is read."""
 
 GOLDEN = 0.6180339887498949
 """Fractions of its multiples fill the unit interval evenly, and a smaller share is part of a larger one."""
@@ -30,19 +30,16 @@ class CachedShare:
     Args:
         nbytes: size of all files.
         room: returns the bytes of memory that nothing else needs now; cached blocks count as free.
-        clock: returns seconds.
 
     Attributes:
         room: as given; may be replaced.
         share: 0 to 1.
     """
 
-    def __init__(self, nbytes: int, room: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, nbytes: int, room: Callable[[], int]) -> None:
         self.share = 0.0
         self._nbytes = max(nbytes, 1)
         self.room = room
-        self._clock = clock
-        self._due = clock()
 
     @property
     def file_bytes(self) -> int:
@@ -54,10 +51,7 @@ class CachedShare:
         self._nbytes = max(self._nbytes - nbytes, 1)
 
     def refresh(self) -> None:
-        """Look at the memory of the machine, at most every ``REFRESH_SECONDS``."""
-        if self._clock() < self._due:
-            return
-        self._due = self._clock() + REFRESH_SECONDS
+        """Look at the memory of the machine."""
         found = min(1.0, max(0.0, self.room() / self._nbytes))
         if found < self.share or found == 1:
             self.share = found

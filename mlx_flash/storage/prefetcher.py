@@ -1,25 +1,27 @@
 """Background threads that read segments of files into memory that the caller owns.
 
-Worker threads see file descriptors, numbers and memoryviews, never an MLX object: MLX's streams belong to threads.
+The threads see file descriptors, numbers and memoryviews, never an MLX object: MLX's streams belong to threads.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from queue import SimpleQueue
+from typing import Literal, NamedTuple
 
-from mlx_flash.errors import ClosedError, ReadError
+from mlx_flash.errors import ClosedError
+from mlx_flash.forks import THREAD_PREFIX
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
-from mlx_flash.storage.cached import CachedShare
+from mlx_flash.storage.cached import REFRESH_SECONDS, CachedShare
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader
-from mlx_flash.storage.readstats import ReadCounter, ReadStats
 from mlx_flash.storage.source import FileIdentity, SourceFile
 
 DEFAULT_READ_SIZE = 4 << 20
@@ -33,65 +35,90 @@ Caching = Literal["shared", "kept", "found", "none"]
 """Use of the page cache by reads: use it for the part of the files that free memory has room for; use it for all,
 and leave the pages there; use it for what it holds already, for bytes that are read once; go past it."""
 
-_Part = tuple[Segment, int, int]
-"""The part ``[start, stop)`` of a segment, in bytes of its file."""
+_CLOSED = "the reader was closed. Hint: load the model again."
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """Counters of a prefetcher.
+
+    Attributes:
+        nbytes: bytes of tensors that were read; the rest of their pages is not counted.
+        busy_seconds: time during which at least one read was in flight.
+        num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
+        num_retries: reads that were repeated after an I/O error.
+        cached_bytes: those of ``nbytes`` that came through the page cache, because memory has room for them or because
+            they were there when the model was loaded.
+    """
+
+    nbytes: int = 0
+    busy_seconds: float = 0.0
+    num_reads: int = 0
+    num_retries: int = 0
+    cached_bytes: int = 0
+
+
+class _Part(NamedTuple):
+    """The part ``[start, stop)`` of a segment, in bytes of its file."""
+
+    file: SourceFile
+    segment: Segment
+    start: int
+    stop: int
+
+
+_Task = Sequence[_Part]
+"""Parts that one thread reads, one after another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Reads that fill one buffer. Made by :meth:`BackgroundPrefetcher.prepare`, and started any number of times.
+
+    Attributes:
+        segments: what is read.
+        tasks: its parts, as threads read them.
+        caching: use of the page cache.
+        buffer_end: first byte of the buffer after all that is written.
+    """
+
+    segments: Sequence[Segment]
+    tasks: Sequence[_Task]
+    caching: Caching
+    buffer_end: int
 
 
 class Ticket:
-    """Reads that fill one buffer, in flight from :meth:`start` on. Made by :meth:`BackgroundPrefetcher.submit`."""
+    """Reads that fill one buffer, in flight. Made by :meth:`BackgroundPrefetcher.start`."""
 
-    def __init__(
-        self,
-        prefetcher: BackgroundPrefetcher,
-        pool: Executor,
-        segments: Sequence[Segment],
-        buffer: memoryview,
-        caching: Caching,
-        num_tasks: int,
-    ) -> None:
-        self._prefetcher = prefetcher
-        self._pool = pool
-        self._segments = segments
-        self._buffer = buffer
-        self._caching = caching
-        self._reads: list[Future[None]] = []
-        self._tasks = list(prefetcher._tasks(segments, caching, num_tasks))
-
-    def start(self) -> Ticket:
-        """Start reading, once. Return the ticket.
-
-        Raises:
-            ClosedError: the prefetcher was closed.
-        """
-        try:
-            self._prefetcher._check_open()
-            self._reads += map(self._submit, self._tasks)
-        except BaseException:
-            self.cancel()
-            raise
-        return self
-
-    def _submit(self, task: Sequence[_Part]) -> Future[None]:
-        return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._caching)
+    def __init__(self, reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, is_urgent: bool) -> None:
+        self._reader, self._is_urgent = reader, is_urgent
+        # The reader's lock guards these.
+        self._waiting = deque(reads.tasks)  # what no thread has begun
+        self._num_left = len(reads.tasks)  # what has not ended
+        self._error: BaseException | None = None
+        self._began_at = self._ended_at = 0.0
+        self._buffer, self._caching = buffer, reads.caching
+        self._in_flight = threading.Lock()  # held until all has ended
+        if reads.tasks:
+            self._in_flight.acquire()
 
     def hurry(self) -> None:
-        """Move reads that have not started to the urgent queue."""
-        if self._pool is self._prefetcher._urgent_pool:
-            return
-        self._prefetcher._check_open()
-        self._pool = self._prefetcher._urgent_pool
-        for i, read in enumerate(self._reads):
-            if read.cancel():
-                self._reads[i] = self._submit(self._tasks[i])
+        """Have the urgent threads do what has not begun."""
+        if not self._is_urgent:
+            self._is_urgent = True
+            self._reader._hurry(self)
 
     def done(self) -> bool:
         """Return whether no read is in flight."""
-        return all(read.done() for read in self._reads)
+        return not self._num_left
 
     def done_by(self, moment: float) -> bool:
         """Wait until no read is in flight, up to a moment (``time.perf_counter()``). Return whether none is."""
         seconds = min(max(0.0, moment - time.perf_counter()), threading.TIMEOUT_MAX)
-        return not wait(self._reads, seconds).not_done
+        if self._num_left and self._in_flight.acquire(timeout=seconds):
+            self._in_flight.release()
+        return not self._num_left
 
     def wait(self) -> float:
         """Wait until every byte is in the buffer. Return the seconds of it in which reads were in flight.
@@ -102,44 +129,83 @@ class Ticket:
             ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
             ClosedError: the prefetcher was closed meanwhile.
         """
-        reading = self._prefetcher.busy_seconds
-        try:
-            error = self._gather()
-            reading = self._prefetcher.busy_seconds - reading
-            first = {segment.path: segment.pieces[0].name for segment in reversed(self._segments)}
-            self._prefetcher.check_unchanged(first)  # before its errors: it explains a failed read
-            if error is not None:
-                raise error
-        except BaseException:
-            self.cancel()
-            raise
-        return reading
-
-    def _gather(self) -> ReadError | None:
-        try:
-            for read in self._reads:
-                read.result()
-        except ReadError as error:
-            return error
-        except CancelledError:
-            self._prefetcher._check_open()
-            raise
-        return None
+        began = time.perf_counter()
+        with self._in_flight:
+            if self._error is not None:
+                try:
+                    raise self._error
+                finally:
+                    del self  # the traceback refers to this frame
+        return max(0.0, self._ended_at - max(began, self._began_at))
 
     def cancel(self) -> None:
-        """Cancel the reads that have not started, and wait until none of the others writes to the buffer."""
-        for read in [read for read in self._reads if not read.cancel()]:
-            read.exception()
+        """Drop what has not begun, and wait until nothing writes to the buffer."""
+        with self._reader._lock:
+            self._drop()
+        with self._in_flight:
+            pass
+
+    def _drop(self) -> None:
+        self._num_left -= len(self._waiting)
+        if self._waiting and not self._num_left:
+            self._in_flight.release()
+        self._waiting.clear()
+
+    def _end(self, now: float, error: BaseException | None) -> None:
+        """Note that a task has ended. After one that failed, nobody needs the others."""
+        if error is not None:
+            self._error = self._error or error
+            self._num_left -= len(self._waiting)
+            self._waiting.clear()
+        self._num_left -= 1
+        if not self._num_left:
+            self._ended_at = now
+            self._in_flight.release()
+
+
+class _Threads:
+    """Threads that serve one queue, from its first ticket on. Each ticket is in it once for each of its tasks.
+
+    Attributes:
+        queue: the tickets; None ends a thread.
+        are_started: whether there are threads.
+    """
+
+    def __init__(self, name: str, number: int, work: Callable[[Ticket], None]) -> None:
+        self.queue: SimpleQueue[Ticket | None] = SimpleQueue()
+        self.are_started = False
+        self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, work
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads. They end with Python if nobody ends them before."""
+        while len(self._threads) < self._number:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self.are_started = True
+
+    def _run(self) -> None:
+        while (ticket := self.queue.get()) is not None:
+            self._work(ticket)
+            del ticket  # its buffer belongs to others
+
+    def end(self) -> None:
+        """End the threads, after what is in the queue."""
+        for _ in self._threads:
+            self.queue.put(None)
+        for thread in self._threads:
+            thread.join()
 
 
 class BackgroundPrefetcher:
-    """Two pools of threads that read segments of files: one reads ahead, one serves callers that already wait.
+    """Threads that read segments of files: some read ahead, others serve callers that already wait.
 
     Args:
         paths: every file that will be read.
         direct: read past the page cache where the file system can.
         read_size: bytes of one read; rounded up to whole pages.
-        queue_depth: reads in flight at once in each pool.
+        queue_depth: reads in flight at once, ahead and for callers that wait.
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
         through_cache: read through the page cache, although reads could bypass it; the pages are dropped at once.
         room: returns the memory in bytes that the page cache may use for the files; None for none.
@@ -171,32 +237,84 @@ class BackgroundPrefetcher:
         self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, arrival, through_cache=through_cache)
-        self._counter = ReadCounter()
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
+        self._lock = threading.Lock()
+        self._stats = ReadStats()
+        self._num_busy, self._busy_since = 0, 0.0
         try:
             self._files.update((path, SourceFile(path, direct, tables.get(path), known.get(path))) for path in paths)
         except BaseException:
             self._release()
             raise
         self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
-        self._pool = ThreadPoolExecutor(queue_depth, "mlx-flash-reader")
-        self._urgent_pool = ThreadPoolExecutor(queue_depth, "mlx-flash-reader-urgent")
+        self._refresh_at = 0.0
+        self._ahead = _Threads("reader", queue_depth, self._work)
+        self._urgent = _Threads("reader-urgent", queue_depth, self._work)
 
     @property
     def stats(self) -> ReadStats:
         """The counters up to now. Reads in flight count as busy time."""
-        return self._counter.stats(self._ranges.num_retries)
+        busy_seconds = self.busy_seconds
+        with self._lock:
+            return replace(self._stats, busy_seconds=busy_seconds, num_retries=self._ranges.num_retries)
 
     @property
     def busy_seconds(self) -> float:
         """The time with at least one read in flight, up to now."""
-        return self._counter.busy_seconds
+        with self._lock:
+            since = time.perf_counter() - self._busy_since if self._num_busy else 0.0
+            return self._stats.busy_seconds + since
 
     @property
     def is_direct(self) -> bool:
         """True if every file is read past the page cache."""
         return all(file.direct_fd is not None for file in self._files.values())
+
+    def prepare(
+        self, segments: Sequence[Segment], *, caching: Caching = "shared", num_tasks: int | None = None
+    ) -> Reads:
+        """Return reads that :meth:`start` starts.
+
+        Args:
+            segments: what to read.
+            caching: what reads do with the page cache. With ``"kept"`` a segment is one task: for small reads that come
+                again, such as embedding rows.
+            num_tasks: number of threads that share the work; None for all. Each gets at most ``read_size`` bytes
+                at a time.
+        """
+        tasks = tuple(self._tasks(segments, caching, num_tasks or self.queue_depth))
+        return Reads(segments, tasks, caching, max([segment.buffer_end for segment in segments], default=0))
+
+    def start(self, reads: Reads, buffer: memoryview, *, urgent: bool = False) -> Ticket:
+        """Start to read.
+
+        Args:
+            reads: what to read.
+            buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``. The caller must not touch them
+                until it has waited for the ticket or cancelled it.
+            urgent: do not queue behind reads ahead, since the caller waits.
+
+        Raises:
+            ClosedError: the prefetcher was closed.
+            ValueError: the buffer is too small.
+        """
+        if reads.buffer_end > len(buffer):
+            name = max(reads.segments, key=lambda segment: segment.buffer_end).pieces[-1].name
+            raise ValueError(f"'{name}' ends at byte {reads.buffer_end} of a buffer of {len(buffer)}")
+        if (now := time.monotonic()) >= self._refresh_at:
+            self._refresh_at = now + REFRESH_SECONDS
+            self.cached.refresh()
+        ticket = Ticket(self, reads, buffer, urgent)
+        threads = self._urgent if urgent else self._ahead
+        with self._lock:
+            if self._closed:
+                raise ClosedError(_CLOSED)
+            if not threads.are_started:
+                threads.start()
+            for _ in reads.tasks:
+                threads.queue.put(ticket)
+        return ticket
 
     def submit(
         self,
@@ -206,44 +324,14 @@ class BackgroundPrefetcher:
         caching: Caching = "shared",
         urgent: bool = False,
         num_tasks: int | None = None,
-        starts: bool = True,
     ) -> Ticket:
-        """Start reading.
+        """Do what :meth:`prepare` and :meth:`start` do, for reads that come once."""
+        return self.start(self.prepare(segments, caching=caching, num_tasks=num_tasks), buffer, urgent=urgent)
 
-        Args:
-            segments: what to read.
-            buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``. The caller must not touch them
-                until it has waited for the ticket or cancelled it.
-            caching: what reads do with the page cache. With ``"kept"`` a segment is one task: for small reads that come
-                again, such as embedding rows.
-            urgent: do not queue behind reads ahead, since the caller waits.
-            num_tasks: number of threads that share the work; None for all. Each gets at most ``read_size`` bytes
-                at a time.
-            starts: False leaves the start to the caller, who keeps the ticket first. For buffers that are read into
-                again: an exception before the ticket is kept would leave reads in flight that nobody waits for.
+    def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[_Task]:
+        """Yield what each task reads. Small parts share one unless they are kept, since handing over costs time.
 
-        Raises:
-            ClosedError: the prefetcher was closed.
-            ValueError: the buffer is too small.
-        """
-        for segment in segments:
-            if segment.buffer_end > len(buffer):
-                raise ValueError(
-                    f"'{segment.pieces[-1].name}' ends at byte {segment.buffer_end} of a buffer of {len(buffer)}"
-                )
-        self.cached.refresh()
-        pool = self._urgent_pool if urgent else self._pool
-        ticket = Ticket(self, pool, segments, buffer, caching, num_tasks or self.queue_depth)
-        return ticket.start() if starts else ticket
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the reader was closed. Hint: load the model again.")
-
-    def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[list[_Part]]:
-        """Yield the ranges of each task. Small ranges share one unless they are kept, since handing over costs time.
-
-        A task has at most ``read_size`` bytes, and few enough that all threads get work. Ranges of what stays in memory
+        A task has at most ``read_size`` bytes, and few enough that all threads get work. Parts of what stays in memory
         are larger.
         """
         read_size = self.read_size
@@ -251,46 +339,70 @@ class BackgroundPrefetcher:
         task: list[_Part] = []
         nbytes = 0
         for segment in segments:
+            file = self._files[segment.path]
             step = segment.nbytes if caching == "kept" else read_size
             if caching == "found" and self._ranges.in_place and segment.buffer_offset is not None:
                 step = max(read_size, LOAD_READ_SIZE)
             end = segment.offset + segment.nbytes
-            starts = [*self._files[segment.path].cuts(segment.offset, end, step), end]
-            for start, stop in pairwise(starts):
+            for start, stop in pairwise([*file.cuts(segment.offset, end, step), end]):
                 if task and (caching == "kept" or nbytes >= share or nbytes + stop - start > read_size):
                     yield task
                     task, nbytes = [], 0
-                task.append((segment, start, stop))
+                task.append(_Part(file, segment, start, stop))
                 nbytes += stop - start
         if task:
             yield task
 
-    def check_unchanged(self, tensors: Mapping[Path, str]) -> None:
-        """Check the files of some tensors. As :meth:`SourceFile.check_unchanged`."""
-        for path, tensor in tensors.items():
-            try:
-                self._files[path].check_unchanged(tensor)
-            except ReadError:
-                self._check_open()
-                raise
+    def _hurry(self, ticket: Ticket) -> None:
+        with self._lock:
+            if not self._closed:
+                self._urgent.start()
+                for _ in ticket._waiting:
+                    self._urgent.queue.put(ticket)
 
-    def _read_all(self, task: Sequence[_Part], buffer: memoryview, caching: Caching) -> None:
-        self._counter.begin()
-        num_reads = nbytes = cached_bytes = 0
+    def _work(self, ticket: Ticket) -> None:
+        """Do the next task of a ticket, if one is left."""
+        with self._lock:
+            if not ticket._waiting:
+                return  # other threads did it, or nobody needs it any more
+            task, now = ticket._waiting.popleft(), time.perf_counter()
+            ticket._began_at = ticket._began_at or now
+            self._busy_since = self._busy_since if self._num_busy else now
+            self._num_busy += 1
+        error, read = None, ReadStats()
+        try:
+            self._read(task, ticket._buffer, ticket._caching, read)
+        except BaseException as found:  # noqa: BLE001 the caller gets it
+            error = found
+        with self._lock:
+            self._num_busy -= 1
+            stats, now = self._stats, time.perf_counter()
+            stats.busy_seconds += 0 if self._num_busy else now - self._busy_since
+            stats.num_reads += read.num_reads
+            stats.nbytes += read.nbytes
+            stats.cached_bytes += read.cached_bytes
+            ticket._end(now, error)
+        del ticket, error  # the traceback refers to this frame
+
+    def _read(self, task: _Task, buffer: memoryview, caching: Caching, read: ReadStats) -> None:
+        """Read some parts, and count them. Check afterwards that the files are the same."""
         try:
             self._ranges.begin()
-            for segment, start, stop in task:
-                self._check_open()
-                num_reads += 1
-                file = self._files[segment.path]
+            for part in task:
+                if self._closed:
+                    raise ClosedError(_CLOSED)
+                file, segment, start, stop = part
+                read.num_reads += 1
                 through_cache = self._goes_through_cache(caching, file, start, stop)
                 self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
                 wanted = segment.wanted_bytes(start, stop)
-                nbytes += wanted
-                cached_bytes += wanted * through_cache
+                read.nbytes += wanted
+                read.cached_bytes += wanted * through_cache
             self._ranges.finish()
         finally:
-            self._counter.end(num_reads, nbytes, cached_bytes)
+            if not self._closed:  # before an error of the reads: it explains that
+                for file, name in {part.file: part.segment.pieces[0].name for part in reversed(task)}.items():
+                    file.check_unchanged(name)
 
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:
@@ -299,9 +411,10 @@ class BackgroundPrefetcher:
 
     def close(self) -> None:
         """End the threads and close the files. Another call does nothing."""
-        self._closed = True
-        for pool in (self._pool, self._urgent_pool):
-            pool.shutdown(cancel_futures=True)
+        with self._lock:
+            self._closed = True
+        self._ahead.end()
+        self._urgent.end()
         self._release()
 
     def _release(self) -> None:

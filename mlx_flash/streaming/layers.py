@@ -24,7 +24,6 @@ from mlx_flash.layout.swap import (
     clone_with,
     own_class,
     restore_class,
-    state_of,
     swap_class,
 )
 from mlx_flash.memory.arena import Arena
@@ -46,9 +45,9 @@ class StreamedLayer(SwappedClass):
     """A layer that runs once its weights have arrived and lets them go when its effects are computed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not enginethread.is_here():
+        if not enginethread.check():
             return hand_in(self, *args, **kwargs)
-        state: LayerState = state_of(self)
+        state: LayerState = self._flash_state
         run = super().__call__  # type: ignore[misc]
         return run_streamed(state.stream, state.index, run, args, kwargs)
 
@@ -79,20 +78,21 @@ def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args
         result = run(*args, **kwargs)
         compute(result, args, kwargs)
         return result
-    if not stream.is_ready(index):
-        # Pinned layers before this one compute while we wait. MLX holds what is evaluated until it is computed, and
-        # copies a cache that it holds when a layer adds to it. So caches are left out.
-        mx.async_eval([each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)])
+    # What comes before is computed while we wait. MLX holds what is evaluated until it is computed, and copies a cache
+    # that it holds when a layer adds to it. So caches are left out.
+    mx.async_eval([each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)])
     stream.acquire(index)
     wait: Callable[[], None] | None = None
     try:
         result = run(*args, **kwargs)
+        effects = arrays_in(result, args, kwargs)
         if stream.computes_ahead:
-            effects = arrays_in(result, args, kwargs)
             mx.async_eval(effects)
             wait = partial(mx.eval, effects)
         else:
-            compute(result, args, kwargs)
+            mx.eval(effects)
+            if stream.lets_go_late:
+                mx.synchronize()
     finally:
         stream.release(index, wait)
     return result
@@ -183,9 +183,9 @@ class TiledLinear(SwappedClass):
     """A linear layer whose output rows pass through the slots, tile by tile."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not enginethread.is_here():
+        if not enginethread.check():
             return cast(mx.array, hand_in(self, x))
-        state: HeadState = state_of(self)
+        state: HeadState = self._flash_state
         return state.apply(cast(Any, own_class(cast(nn.Module, self)).__call__), x)
 
 
@@ -202,9 +202,9 @@ class EmbeddingRows(SwappedClass):
     """An embedding that reads just the rows it looks up."""
 
     def __call__(self, ids: mx.array) -> mx.array:
-        if not enginethread.is_here():
+        if not enginethread.check():
             return cast(mx.array, hand_in(self, ids))
-        state: TableState = state_of(self)
+        state: TableState = self._flash_state
         module = cast(nn.Module, self)
         wanted, positions = np.unique(_checked_ids(ids, module["weight"].shape[0]), return_inverse=True)
         rows = dict(zip([p.key for p in state.parameters], _read_rows(state, wanted), strict=True))
@@ -213,9 +213,9 @@ class EmbeddingRows(SwappedClass):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """The table as output head."""
-        if not enginethread.is_here():
+        if not enginethread.check():
             return cast(mx.array, hand_in(self.as_linear, x))
-        state: TableState = state_of(self)
+        state: TableState = self._flash_state
         own: Any = own_class(cast(nn.Module, self))
         if state.head is None:
             return cast(mx.array, own.as_linear(self, x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,24 +54,16 @@ class _Unit:
 class Loans:
     """The weights of one model that are in memory for as long as nothing else needs it.
 
-    Not for several threads at once: the caller holds a lock around a whole forward pass.
-
     Args:
         stream: the stream of the units.
-
-    An exception may fall between any two writes: an array that a module takes from its slot is always read with its
-    unit, or was copied back, and is in no loan.
     """
 
     def __init__(self, stream: WeightStream) -> None:
         self._stream = stream
         self._units: dict[int, _Unit] = {}
         self._order: list[Lendable] = []
-        self._promised: dict[int, list[Lendable]] = {}
         self._lent: dict[Lendable, Arena] = {}
-        self._moving: Lendable | None = None
         self._least = 0
-        stream.before_release = self._copy_out
 
     @property
     def nbytes(self) -> int:
@@ -105,20 +98,20 @@ class Loans:
         Returns:
             The bytes that no weight has use for.
         """
-        self._promised.clear()
-        self._settle_moving()
+        self._stream.to_copy_out.clear()
         if nbytes < self._least:
             return nbytes
+        promised: dict[int, list[Lendable]] = {}
         for array in self._order:
             if array.nbytes <= nbytes and array not in self._lent:
                 nbytes -= array.nbytes
-                self._promised.setdefault(array.unit, []).append(array)
+                promised.setdefault(array.unit, []).append(array)
+        self._stream.to_copy_out.update((unit, partial(self._copy_out, unit, promised[unit])) for unit in promised)
         return nbytes
 
     def recall(self, nbytes: int) -> None:
         """Free at least so much memory, or all that is lent. Units that are not in a slot now give first."""
-        self._promised.clear()
-        self._settle_moving()
+        self._stream.to_copy_out.clear()
         if nbytes <= 0 or not self._lent:
             return
         for array in sorted(self._lent, key=lambda array: self._stream.is_in_slot(array.unit)):
@@ -130,16 +123,11 @@ class Loans:
 
     def close(self) -> None:
         """Forget everything; the caller binds the arrays."""
-        self._stream.before_release = None
-        for forgotten in (self._units, self._order, self._promised, self._lent):
+        for forgotten in (self._units, self._order, self._stream.to_copy_out, self._lent):
             forgotten.clear()
-        self._moving = None
 
-    def _copy_out(self, index: int, memory: memoryview) -> None:
+    def _copy_out(self, index: int, arrays: Sequence[Lendable], memory: memoryview) -> None:
         """Copy arrays out of a slot that is about to be released."""
-        arrays = self._promised.pop(index, None)
-        if not arrays:
-            return
         unit = self._units[index]
         if holdings(unit.module) != unit.holdings:
             # A call left something in the module, which may refer to arrays in the slot.
@@ -148,35 +136,21 @@ class Loans:
         for array in arrays:
             arena = Arena(array.view.nbytes, is_read_into=False)
             arena.memory[:] = memory[array.start : array.start + array.view.nbytes]
-            view = arena.view(0, array.view.shape, array.view.dtype)
-            self._moving = array
-            array.bind(view)
+            array.bind(arena.view(0, array.view.shape, array.view.dtype))
             self._lent[array] = arena
         self._change_reads(index)
 
     def _end(self, array: Lendable) -> None:
-        """Read an array with its unit again, copy it back to the slot, forget the loan, bind the array: in this order.
-
-        Until it is bound, its module computes with the copy.
-        """
-        arena = self._lent[array]
+        """Read an array with its unit again, and copy it back to the slot if the unit is there."""
+        arena = self._lent.pop(array)
 
         def put_back(memory: memoryview) -> None:
             memory[array.start : array.start + array.view.nbytes] = arena.memory
 
-        self._change_reads(array.unit, without_loan=array)
+        self._change_reads(array.unit)
         self._stream.complete(array.unit, put_back)
-        self._moving = array
-        del self._lent[array]
-        self._settle_moving()
+        array.bind(array.view)
 
-    def _settle_moving(self) -> None:
-        """Bind the array whose loan ended last, or did not quite begin, to its place in the slot."""
-        if self._moving is not None and self._moving not in self._lent:
-            self._moving.bind(self._moving.view)
-        self._moving = None
-
-    def _change_reads(self, index: int, without_loan: Lendable | None = None) -> None:
-        loans = [array for array in self._lent if array.unit == index and array is not without_loan]
-        lent = [range(array.start, array.start + array.view.nbytes) for array in loans]
+    def _change_reads(self, index: int) -> None:
+        lent = [range(array.start, array.start + array.view.nbytes) for array in self._lent if array.unit == index]
         self._stream.change_reads(index, without(self._units[index].placement, lent))

@@ -20,6 +20,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from mlx_flash import enginethread
 from mlx_flash.errors import FlashError
 from mlx_flash.ranks import HAND_ON, HAND_OVER
 from mlx_flash.streaming.stream import Place, WeightStream
@@ -173,6 +174,7 @@ class Lockstep:
 
     def _visit(self, group: _Group, place: Place | None, groups: Sequence[_Group]) -> None:
         """Let the calls of a group go on at a place. A unit is held until all groups have been there."""
+        enginethread.check()
         if isinstance(place, int) and self._held is None:
             self._stream.acquire(place)
             self._held, self._to_come = place, list(groups)

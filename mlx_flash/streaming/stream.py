@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from mlx_flash import enginethread
+import numpy as np
+
 from mlx_flash.errors import ReadError
 from mlx_flash.memory.arena import Arena
-from mlx_flash.storage.placement import Placement, Segment
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
+from mlx_flash.memory.driver import has_own_memory
+from mlx_flash.storage.placement import Placement
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads, Ticket
 
 POISON = 0xFF
 """NaN in every floating-point dtype."""
@@ -43,12 +45,12 @@ class StreamedUnit:
 
     Attributes:
         name: for people.
-        placement: the reads that fill a slot with the unit's weights.
+        reads: fill a slot with the unit's weights.
         slot: index of the slot it lives in.
     """
 
     name: str
-    placement: Placement
+    reads: Reads
     slot: int
 
 
@@ -72,29 +74,23 @@ class StreamStats:
 
 @dataclass(slots=True)
 class _Slot:
+    """A buffer and the unit in it, or on its way there: then it has a ticket."""
+
     arena: Arena
     unit: int | None = None
     ticket: Ticket | None = None
     held: bool = False
     ready_at: float = 0.0
+    bytes: np.ndarray[Any, np.dtype[np.uint8]] = field(init=False, repr=False)
 
-    def fill(self, unit: int, segments: Sequence[Segment], reader: BackgroundPrefetcher) -> None:
-        """Start to read a unit. Whatever exception falls in between, no read is in flight without its ticket."""
-        self.empty()
-        self.ticket = reader.submit(segments, self.arena.memory, starts=False)
-        self.ticket.start()
-        self.unit = unit  # not before: a slot with a unit counts as read, or as being read
-
-    def comes_by(self, moment: float) -> bool:
-        """Wait for the unit up to a moment (``time.perf_counter()``). Return whether it is there."""
-        return self.ticket is None or self.ticket.done_by(moment)
+    def __post_init__(self) -> None:
+        self.bytes = np.frombuffer(self.arena.memory, np.uint8)
 
     def empty(self) -> None:
-        """Forget the unit, first of all, and wait until nothing writes to the slot."""
-        self.unit, self.held = None, False
+        """Forget the unit, and wait until nothing writes to the slot."""
         if self.ticket is not None:
             self.ticket.cancel()
-            self.ticket = None
+        self.unit, self.ticket, self.held = None, None, False
 
 
 def take_turns(num_units: int, num_slots: int) -> list[int]:
@@ -115,8 +111,6 @@ def take_turns(num_units: int, num_slots: int) -> list[int]:
 class WeightStream:
     """Fills slots ahead of the calls that need them.
 
-    Not for several threads at once: the caller holds a lock around a whole forward pass.
-
     Args:
         slots: the buffers.
         reader: reads the bytes.
@@ -127,16 +121,20 @@ class WeightStream:
         computes_ahead: whether a unit may be called before the one before it is computed. Only in a pass, which ends
             with :meth:`release_computed`.
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
+        lets_go_late: whether MLX lets go of intermediate results some time after the results are there.
         wait_turn: while several calls share a pass, returns when a call may go on at a place; a unit is acquired then.
         before_release: called with the number of a unit that is about to be released, and the memory of its slot.
+        to_copy_out: by number of a unit, what is called so once.
     """
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
         self.computes_ahead = False
         self.is_guessing = False
+        self.lets_go_late = has_own_memory()
         self.wait_turn: Callable[[Place], None] | None = None
         self.before_release: Callable[[int, memoryview], None] | None = None
+        self.to_copy_out: dict[int, Callable[[memoryview], None]] = {}
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
         self._reader = reader
@@ -145,7 +143,7 @@ class WeightStream:
         self._successor: list[int] = []
         self._released_at: list[float] = []
         self._last: int | None = None
-        self._computing: tuple[int, Callable[[], None]] | None = None
+        self._computing: tuple[int, Callable[[], None] | None] | None = None
         self._last_release = 0.0
         self._seconds = [0.0] * num_units
 
@@ -156,7 +154,7 @@ class WeightStream:
             The unit's number, and the memory its weights will be in.
         """
         index = len(self.units)
-        self.units.append(StreamedUnit(name, placement, self._turns[index]))
+        self.units.append(StreamedUnit(name, self._reader.prepare(placement.segments), self._turns[index]))
         self._successor.append(0)
         self._released_at.append(-math.inf)
         if index:
@@ -164,14 +162,9 @@ class WeightStream:
         return index, self._slots[self.units[index].slot].arena
 
     def start(self) -> None:
-        """Begins to read ahead."""
-        if self.units:
-            self._read_ahead(len(self.units) - 1)
-
-    def is_ready(self, index: int) -> bool:
-        """Return True if :meth:`acquire` would return at once."""
-        slot = self._slots[self.units[index].slot]
-        return slot.unit == index and (slot.ticket is None or slot.ticket.done())
+        """Begin to read ahead: the first unit of each slot."""
+        for index, unit in enumerate(self.units[: len(self._slots)]):
+            self._fill(self._slots[unit.slot], index)
 
     def acquire(self, index: int) -> None:
         """Wait until the unit's weights are in its slot; they stay until :meth:`release`.
@@ -180,9 +173,7 @@ class WeightStream:
 
         Raises:
             ReadError: they could not be read. The unit is not held then, and may be acquired again.
-            CallEndedError: nobody waits for the pass any more.
         """
-        enginethread.check()
         if self._last is not None:
             self._successor[self._last] = index
         slot = self._slots[self.units[index].slot]
@@ -190,63 +181,63 @@ class WeightStream:
             before = self._computing[0]
             began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
             # MLX does not tell whether something is computed. So weights may come while that is expected to go on.
-            if slot.unit != index or slot.held or not slot.comes_by(began + _PATIENCE * self._seconds[before]):
+            end = began + _PATIENCE * self._seconds[before]
+            if slot.unit != index or slot.held or not (slot.ticket is None or slot.ticket.done_by(end)):
                 self.release_computed()
         self.stats.num_acquired += 1
         self._last = index  # in this order: see unit_states()
-        is_ahead = slot.unit == index
-        if not is_ahead:
+        if slot.unit != index:
             self.stats.num_unpredicted += 1
-            slot.fill(index, self.units[index].placement.segments, self._reader)
-        self._wait(slot, index, is_ahead)
+            self._read_now(slot, index)
+        elif slot.ticket is not None:
+            try:
+                self.stats.wait_seconds += slot.ticket.wait()
+            except ReadError:  # of a read ahead: the disk may work again since
+                self._read_now(slot, index)
         slot.ready_at = time.perf_counter()
         slot.ticket, slot.held = None, True
 
-    def _wait(self, slot: _Slot, index: int, is_ahead: bool) -> None:
-        """Wait for a unit. A read ahead that failed is repeated: the disk may work again since."""
+    def _read_now(self, slot: _Slot, index: int) -> None:
+        slot.empty()
+        ticket = self._fill(slot, index)
         try:
-            if slot.ticket is not None:
-                self.stats.wait_seconds += slot.ticket.wait()
+            self.stats.wait_seconds += ticket.wait()
         except ReadError:
             slot.empty()
-            if not is_ahead:
-                raise
-        except BaseException:
-            slot.empty()
             raise
-        else:
-            return
-        slot.fill(index, self.units[index].placement.segments, self._reader)
-        self._wait(slot, index, False)
+
+    def _fill(self, slot: _Slot, index: int) -> Ticket:
+        """Start to read a unit into an empty slot."""
+        ticket = slot.ticket = self._reader.start(self.units[index].reads, slot.arena.memory)
+        slot.unit = index  # not before: a slot with a unit counts as read, or as being read
+        return ticket
 
     def release(self, index: int, wait: Callable[[], None] | None = None) -> None:
-        """Give the unit's slot back, and start the next reads; the unit before it first.
+        """Give the unit's slot back, and start the next read into it; the unit before it first.
 
         Args:
             index: number of the unit.
             wait: returns once everything that reads the slot is evaluated. It is called when the next unit is released
                 or has to be waited for, or by :meth:`release_computed`. None where that is evaluated.
         """
-        self.release_computed()
-        if wait is not None:
-            self._computing = (index, wait)
-        else:
-            self._release(index)
+        if self._computing is not None:
+            self.release_computed()
+        self._computing = index, wait
+        if wait is None:
+            self.release_computed()
 
     def release_computed(self) -> None:
         """Wait for what a unit still computes, and release it. Call it at the end of a pass."""
-        if self._computing is not None:
-            index, wait = self._computing
-            try:
-                wait()
-            finally:
-                self._computing = None  # after an exception the slot stays held, up to :meth:`recover`
-            self._release(index)
-
-    def _release(self, index: int) -> None:
+        if self._computing is None:
+            return
+        (index, wait), self._computing = self._computing, None
+        if wait is not None:
+            wait()  # after an exception the slot stays held, up to :meth:`recover`
         slot = self._slots[self.units[index].slot]
         if self.before_release is not None:
             self.before_release(index, slot.arena.memory)
+        if index in self.to_copy_out:
+            self.to_copy_out.pop(index)(slot.arena.memory)
         now = self._released_at[index] = time.perf_counter()
         seconds = now - max(slot.ready_at, self._last_release)
         self._seconds[index] = seconds if self.computes_ahead else 0.0
@@ -254,8 +245,13 @@ class WeightStream:
         self.stats.held_seconds += seconds
         slot.held, slot.unit = False, None
         if self._poison:
-            slot.arena.fill(POISON)
-        self._read_ahead(index)
+            slot.bytes[:] = POISON
+        upcoming = index
+        for _ in self.units:
+            upcoming = self._successor[upcoming]
+            if self._slots[self.units[upcoming].slot] is slot:
+                self._fill(slot, upcoming)
+                break
 
     @property
     def holds_units(self) -> bool:
@@ -268,7 +264,7 @@ class WeightStream:
 
     def change_reads(self, index: int, placement: Placement) -> None:
         """Fill the unit's slot with other reads from the next time on."""
-        self.units[index] = replace(self.units[index], placement=placement)
+        self.units[index] = replace(self.units[index], reads=self._reader.prepare(placement.segments))
 
     def complete(self, index: int, write: Callable[[memoryview], None]) -> None:
         """Add what earlier reads of the unit left out, if they are in its slot or on their way there.
@@ -283,16 +279,14 @@ class WeightStream:
         try:
             if slot.ticket is not None:
                 slot.ticket.wait()
-            write(slot.arena.memory)
         except ReadError:
             slot.empty()  # acquire() reads it again
-        except BaseException:
-            slot.empty()
-            raise
+        else:
+            write(slot.arena.memory)
 
     def recover(self) -> None:
         """Let go of what an interrupted pass held, between passes."""
-        self.wait_turn, self.is_guessing, self.computes_ahead = None, False, False
+        self.computes_ahead = False
         self.release_computed()
         for slot in self._slots:
             if slot.held:
@@ -303,19 +297,6 @@ class WeightStream:
         self._computing = None
         for slot in self._slots:
             slot.empty()
-
-    def _read_ahead(self, after: int) -> None:
-        """Start to fill every empty slot with the first unit expected after this one that lives in it."""
-        num_empty = sum([slot.unit is None for slot in self._slots])
-        index = after
-        for _ in self.units:
-            if not num_empty:
-                return
-            index = self._successor[index]
-            slot = self._slots[self.units[index].slot]
-            if slot.unit is None:
-                slot.fill(index, self.units[index].placement.segments, self._reader)
-                num_empty -= 1
 
 
 def unit_states(stream: WeightStream, since: float) -> list[UnitState]:

@@ -20,7 +20,7 @@ from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.residency.plan import in_gb
@@ -247,7 +247,7 @@ class TowerUnit(SwappedClass):
     """A module of a tower that is read when it is called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state: TowerState = state_of(self)
+        state: TowerState = self._flash_state
         run = partial(own_class(cast(nn.Module, self)).__call__, self)
         return state.towers.call(state.unit, run, args, kwargs)
 

@@ -22,6 +22,7 @@ from mlx_flash.commands.verify import EXIT_DIFFERS, verify
 from mlx_flash.convert import rewrite
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.storage.prefetcher import Ticket
 from mlx_flash.streaming import layers
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
@@ -100,7 +101,7 @@ def test_a_flipped_byte_in_a_slot_is_found(
     def spoiled(self: WeightStream, index: int) -> None:
         acquire(self, index)
         if next(count) == 3:
-            pieces = [piece for segment in self.units[index].placement.segments for piece in segment.pieces]
+            pieces = [piece for segment in self.units[index].reads.segments for piece in segment.pieces]
             piece = pieces[-1] if where == "last byte" else pieces[0]
             at = {"first byte": 0, "last byte": piece.nbytes - 1, "middle": piece.nbytes // 2}[where]
             flip(self._slots[self.units[index].slot].arena.memory, piece.buffer_offset + at)
@@ -113,15 +114,17 @@ def test_a_flipped_byte_in_a_slot_is_found(
 
 def test_a_stale_slot_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that is not filled again keeps the weights of another unit."""
-    fill, count = _Slot.fill, iter(range(1 << 30))
+    fill, count = WeightStream._fill, iter(range(1 << 30))
 
-    def stale(slot: _Slot, unit: int, segments: Any, reader: Any) -> None:
+    def stale(stream: WeightStream, slot: _Slot, unit: int) -> Ticket:
+        before = bytes(slot.arena.memory)
+        ticket = fill(stream, slot, unit)
         if next(count) == 6:
-            slot.unit, slot.ticket = unit, None
-        else:
-            fill(slot, unit, segments, reader)
+            ticket.wait()
+            slot.arena.memory[:] = before
+        return ticket
 
-    monkeypatch.setattr(_Slot, "fill", stale)
+    monkeypatch.setattr(WeightStream, "_fill", stale)
     status, receipt = verified(folder("llama"))
     assert status == EXIT_DIFFERS and receipt["wrong_bytes"]
     assert receipt["difference"].startswith("call ") and "layers" in receipt["difference"]

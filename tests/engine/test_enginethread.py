@@ -197,7 +197,7 @@ print("end")
 
 def test_a_program_that_uses_the_thread_as_it_ends() -> None:
     """What it has registered before the thread began runs after the thread has ended."""
-    late = "import atexit, mlx_flash.enginethread as e; atexit.register(lambda: print(e.run(lambda: e.run(e.is_here))))"
+    late = "import atexit, mlx_flash.enginethread as e; atexit.register(lambda: print(e.run(lambda: e.run(e.check))))"
     found = subprocess.run([sys.executable, "-c", late + PROGRAM], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (0, "True\n", "")
 
@@ -234,5 +234,5 @@ def test_a_layer_that_a_program_calls_alone(tmp_path: Path) -> None:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        assert not enginethread.is_here()
+        assert not enginethread.check()
         assert same_bits(found, [expected, expected])

@@ -66,7 +66,7 @@ def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest
         vars(model)["itself"] = model
         del model
         monkeypatch.setattr(os, "preadv", preadv)
-        reader.submit(unit.placement.segments, arena.memory)
+        reader.start(unit.reads, arena.memory)
         assert freed.wait(10)
         end = time.monotonic() + 10
         while threads_of_models():

@@ -272,7 +272,7 @@ def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.Mon
     models.run(model, CHUNKS)
     monkeypatch.setattr(RangeReader, "read", reading)
     model.engine.stream.close()  # type: ignore[union-attr]
-    model.engine.stream._read_ahead(0)  # type: ignore[union-attr]
+    model.engine.stream.start()  # type: ignore[union-attr]
     gone = weakref.ref(model._life)
     model.cycle = [model]
     del model

@@ -20,6 +20,7 @@ from streamed import LARGE_GB, config
 PACKAGE = str(Path(mlx_flash.__file__).parent)
 MODELS = {"dense": LLAMA, "dense of 10 layers": LLAMA | {"num_hidden_layers": 10}, "mixture": QWEN3_MOE}
 MODELS |= {"dense of 20 layers": LLAMA | {"num_hidden_layers": 20}}
+MODELS |= {"dense of 24 layers": LLAMA | {"num_hidden_layers": 24}}
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="layers that may wait for a GPU have more calls")
 NUM_BEFORE = 10  # tokens, so that what happens once has happened
 
@@ -30,14 +31,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @cache
-def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[int, int]:
-    """Return how often functions of mlx_flash are entered for a token: up to the call of mlx-lm's model, and in all."""
+def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[int, int, int]:
+    """Return how often functions of mlx_flash are entered for a token: up to the call of mlx-lm's model, and in all.
+
+    The third number is that of streamed units.
+    """
     with load_model(directory, config(ram_budget_gb=ram_budget_gb, speculation=False))[0] as model:
         steps = mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=2 * NUM_BEFORE)
         for _ in range(NUM_BEFORE):
             next(steps)
         counted = calls_of_a_step(model, steps)
-        return counted.before, counted.total
+        return counted.before, counted.total, model.plan.streaming.num_units
 
 
 class _Calls:
@@ -76,6 +80,13 @@ def test_calls_before_a_model_in_memory(saved: Callable[[str], Path], name: str,
 @pytest.mark.parametrize(("name", "most"), [("dense", 200), ("mixture", 190)])
 def test_calls_before_a_streamed_model(saved: Callable[[str], Path], name: str, most: int) -> None:
     assert calls_of_a_token(saved(name), "min")[0] <= most
+
+
+def test_calls_for_each_streamed_unit(saved: Callable[[str], Path]) -> None:
+    """A unit is acquired, called, evaluated and released, and the next read starts; what a token has once included."""
+    _, total, num_units = calls_of_a_token(saved("dense of 24 layers"), "min")
+    assert num_units > 150
+    assert total <= 15 * num_units
 
 
 def test_calls_for_each_layer_in_memory(saved: Callable[[str], Path]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash import CacheError, FlashLLM, generate_step
+from mlx_flash import CacheError, FlashLLM, enginethread, generate_step
 from models import computed, guessed, run, same_bits
 
 Trace = Callable[[FrameType, str, object], Any]
@@ -226,15 +226,14 @@ def sharing(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], An
 def lending(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
     """Memory that is lent and recalled around a pass."""
     cache = victim.filled()
-    engine = victim.model.engine
-    assert engine is not None
+    assert victim.model.engine is not None
+    lent = victim.model.engine.lending
 
     def change() -> None:
-        assert engine is not None
-        engine.lending.lend(400_000)
+        enginethread.run(lambda: lent.lend(400_000))
         victim.model(mx.array([[7]]), cache=cache)
-        engine.lending.recall(200_000)
-        engine.lending.recall(400_000)
+        enginethread.run(lambda: lent.recall(200_000))
+        enginethread.run(lambda: lent.recall(400_000))
 
     return [cache], [*CHUNKS, [7]], change
 

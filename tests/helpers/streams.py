@@ -18,12 +18,9 @@ class FakeTicket:
         self.reader, self.unit, self.buffer = reader, unit, buffer
         assert buffer.obj is not None
         self.cancelled = False
-
-    def start(self) -> FakeTicket:
-        self.reader.num_started += 1
-        self.reader.in_flight.add(self)
-        self.reader.started.append(self.unit)
-        return self
+        reader.num_started += 1
+        reader.in_flight.add(self)
+        reader.started.append(unit)
 
     def done(self) -> bool:
         return self not in self.reader.in_flight
@@ -60,9 +57,11 @@ class FakeReader:
         self.started: list[int] = []
         self.in_flight: set[FakeTicket] = set()
 
-    def submit(self, segments: Any, buffer: memoryview, *, starts: bool) -> FakeTicket:
-        assert not starts
-        return FakeTicket(self, int(segments[0].pieces[0].name), buffer)
+    def prepare(self, segments: Any) -> int:
+        return int(segments[0].pieces[0].name)
+
+    def start(self, unit: int, buffer: memoryview) -> FakeTicket:
+        return FakeTicket(self, unit, buffer)
 
 
 def placement_of(unit: int) -> Placement:

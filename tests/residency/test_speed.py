@@ -28,8 +28,8 @@ from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
+from mlx_flash.storage.prefetcher import ReadStats
 from mlx_flash.storage.probe import PROFILES
-from mlx_flash.storage.readstats import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 from models import LLAMA, run, save
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from expert_pools import with_pool
 from mlx_flash.experts.pool import READS_PAST_CACHE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.cached import CACHED_BLOCK_BYTES, REFRESH_SECONDS, CachedShare
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import RangeReader
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from reading import Load, packed, write_file
 from streamed import streamed_whole
 
 FILE = Path("model.safetensors")
@@ -24,18 +27,16 @@ NUM_BLOCKS = 1000
 
 
 class Room:
-    """A machine whose free memory and clock are set by a test."""
+    """A machine whose free memory is set by a test."""
 
     def __init__(self) -> None:
         self.nbytes = 0.0
-        self.now = 0.0
 
     def share(self, nbytes: float) -> CachedShare:
-        return CachedShare(int(nbytes), lambda: int(self.nbytes), lambda: self.now)
+        return CachedShare(int(nbytes), lambda: int(self.nbytes))
 
     def change(self, cached: CachedShare, nbytes: float) -> float:
         self.nbytes = nbytes
-        self.now += REFRESH_SECONDS
         cached.refresh()
         return cached.share
 
@@ -75,9 +76,21 @@ def test_share_falls_at_once_and_rises_in_steps() -> None:
     assert room.change(cached, 899) == 899 / 1600
     assert room.change(cached, 1e9) == 1
     assert room.change(cached, -5) == 0 and not held(cached)
-    room.nbytes = 1600
-    cached.refresh()
-    assert not cached.share, "the machine is looked at again only after a while"
+
+
+def test_the_machine_is_looked_at_again_only_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, clock = Room(), [100.0]
+    room.nbytes = 1e9
+    load = Load(packed(write_file(tmp_path / "file", DIRECT_ALIGNMENT), 0, [DIRECT_ALIGNMENT]))
+    monkeypatch.setattr("mlx_flash.storage.prefetcher.time.monotonic", lambda: clock[0])
+    with closing(BackgroundPrefetcher([tmp_path / "file"], room=lambda: int(room.nbytes))) as reader:
+        load.check(reader)
+        room.nbytes = 0
+        load.check(reader)
+        assert reader.cached.share == 1
+        clock[0] += REFRESH_SECONDS
+        load.check(reader)
+        assert reader.cached.share == 0
 
 
 def test_pinned_weights_leave_free_memory_to_streamed_ones() -> None:

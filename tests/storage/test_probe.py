@@ -20,7 +20,7 @@ from mlx_flash.errors import CheckpointNotFoundError, ReadError
 from mlx_flash.folders import cache_directory
 from mlx_flash.storage import probe
 from mlx_flash.storage.measured import Measurements
-from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
+from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
 from models import save
 from reading import descriptors, num_cached_pages, reader_threads, write_file
@@ -192,15 +192,13 @@ def test_disk_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_interrupt_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    real = BackgroundPrefetcher.check_unchanged
 
-    def interrupt(*args: object) -> bool:
+    def interrupt(*args: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(BackgroundPrefetcher, "check_unchanged", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Ticket, "wait", interrupt)
         probe_disk(big, True)
-    monkeypatch.setattr(BackgroundPrefetcher, "check_unchanged", real)
     assert descriptors() == before
     assert not reader_threads()
 

@@ -324,7 +324,7 @@ def test_misses_are_read_in_file_order(
     bring(checkpoint.pool(6, reader), STACKED, 4, 0, 5, 2)
     offsets = [offset for offset, _ in started]
     assert offsets == sorted(offsets) and len(offsets) == 4
-    expected = {"caching": "shared", "urgent": True, "num_tasks": None, "starts": False}
+    expected = {"caching": "shared", "urgent": True, "num_tasks": None}
     assert all(options == expected for _, options in started)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.errors import ReadError
+from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.streaming.stream import POISON, take_turns
@@ -123,16 +123,16 @@ def test_a_failed_read_surfaces_at_acquire_and_can_be_tried_again() -> None:
 def test_a_read_that_cannot_be_started_is_not_taken_for_done() -> None:
     stream, reader, arenas = make_stream(4, 1)
     stream.acquire(0)
-    submit, reader.submit = reader.submit, raise_interrupt  # type: ignore[assignment, method-assign]
-    with pytest.raises(KeyboardInterrupt):
+    start, reader.start = reader.start, raise_closed  # type: ignore[assignment, method-assign]
+    with pytest.raises(ClosedError):
         stream.release(0)
-    reader.submit = submit  # type: ignore[method-assign]
+    reader.start = start  # type: ignore[method-assign]
     stream.acquire(1)
     assert arenas[0].memory[0] == 1
 
 
-def raise_interrupt(*args: Any, **options: Any) -> None:
-    raise KeyboardInterrupt
+def raise_closed(*args: Any, **options: Any) -> None:
+    raise ClosedError
 
 
 def test_arenas_share_their_memory_with_typed_views() -> None:

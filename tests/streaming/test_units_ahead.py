@@ -32,7 +32,7 @@ from mlx_flash.streaming.layers import run_streamed
 from mlx_flash.streaming.stream import POISON, unit_states
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from streamed import failing_once, streamed_on_disk, streamed_whole
-from streams import FakeTicket, make_stream
+from streams import FakeReader, FakeTicket, make_stream
 
 LITTLE = {"num_hidden_layers": 3, "vocab_size": 300}
 PROMPT = mx.array([5, 17, 290, 3, 42])
@@ -134,9 +134,9 @@ class SlowReads(FakeTicket):
 
     now = 0.0
 
-    def start(self) -> FakeTicket:
-        self.end = max([self.now, *(each.end for each in self.reader.in_flight)]) + 0.03  # type: ignore[attr-defined]
-        return super().start()
+    def __init__(self, reader: FakeReader, unit: int, buffer: memoryview) -> None:
+        self.end = max([self.now, *(each.end for each in reader.in_flight)]) + 0.03  # type: ignore[attr-defined]
+        super().__init__(reader, unit, buffer)
 
     def done_by(self, moment: float) -> bool:
         SlowReads.now = max(self.now, min(self.end, moment))
@@ -189,7 +189,6 @@ def test_a_unit_adds_to_its_cache_in_place_while_its_input_is_computed() -> None
     x = mx.full((1500, 1500), 1e-3)
     for _ in range(10):
         x = x @ x
-    assert not stream.is_ready(0)
     run_streamed(stream, 0, attend, (x, cache), {})
     stream.release_computed()
     assert [address_of(memory_of(each)) for each in (cache.keys, cache.values)] == places

@@ -257,7 +257,7 @@ class FlashLLM(ModelFacade):
             with head_alone(self._model, self.body) as head:
                 runs = [partial(_applied, use, head) for _, use in heads]
                 calls = [
-                    ForwardCall((states,), {}, states.shape[1], None, None, False, False, runs=run)
+                    ForwardCall((states,), {}, states.shape[1], None, None, False, runs=run)
                     for (states, _), run in zip(heads, runs, strict=True)
                 ]
                 rows = [Row(call, [call]) for call in calls]

@@ -23,7 +23,6 @@ class ForwardCall:
         tokens: the first argument, if it is an array ``(sequences, length)``.
         cache: mlx-lm's prompt cache, one entry a layer, if there is one.
         is_plain: tokens and a prompt cache, and nothing else.
-        is_bare: tokens, and nothing else.
         wants_logits: False where the caller drops the result.
         checkpoints: of the prompt cache before each part of the call, if the parts are guesses; None if none is.
         segment_left: tokens of each sequence that come after it in its segment of the prompt, such as a system prompt.
@@ -37,7 +36,6 @@ class ForwardCall:
     tokens: mx.array | None
     cache: Sequence[Any] | None
     is_plain: bool
-    is_bare: bool
     wants_logits: bool = True
     checkpoints: Checkpoints | None = None
     segment_left: int = 0
@@ -47,6 +45,12 @@ class ForwardCall:
     def wants_output(self) -> bool:
         """False where the caller drops what the call returns: it only adds to the prompt cache."""
         return self.wants_logits or self.runs is not None
+
+    @property
+    def is_bare(self) -> bool:
+        """True if it has tokens, and nothing else."""
+        others = (*self.arguments[1:], *self.keywords.values())
+        return self.tokens is not None and all(value is None for value in others)
 
     @property
     def is_head(self) -> bool:
@@ -84,7 +88,6 @@ class ForwardCall:
             tokens,
             self.cache,
             self.is_plain,
-            self.is_bare,
             self.wants_logits,
             self.checkpoints,
             self.segment_left + num_later,
@@ -126,7 +129,7 @@ class ForwardCall:
 def token_call(tokens: mx.array, cache: Sequence[Any], *, wants_logits: bool = True) -> ForwardCall:
     """Return the call of a model with tokens, ``(sequences, length)``, and a prompt cache."""
     return ForwardCall(
-        (tokens,), {"cache": cache}, tokens.size, tokens, cache, is_plain=True, is_bare=False, wants_logits=wants_logits
+        (tokens,), {"cache": cache}, tokens.size, tokens, cache, is_plain=True, wants_logits=wants_logits
     )
 
 
@@ -148,6 +151,5 @@ def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants
         tokens=tokens if is_two_dimensional else None,
         cache=cache,
         is_plain=is_two_dimensional and cache is not None and not has_others,
-        is_bare=is_two_dimensional and all(value is None for value in (*arguments[1:], *keywords.values())),
         wants_logits=wants_logits,
     )

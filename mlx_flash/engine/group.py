@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import snapshot
+from mlx_flash.kv.checkpoints import is_empty
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.ranks import Chain, is_elsewhere
@@ -46,7 +47,7 @@ class _LaneRun:
         self.calls = list(calls)
         if len(calls) > 1:
             lengths, checkpoints = [call.length for call in calls], calls[0].checkpoints
-            self.can_repeat = checkpoints is not None or (not is_proven and snapshot(self.cache) is not None)
+            self.can_repeat = checkpoints is not None or (not is_proven and is_empty(self.cache))
             self.views = CacheViews(self.cache, lengths, observer if checkpoints is None else checkpoints)
             self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
 
@@ -94,7 +95,7 @@ class CallGroup:
 
     def fits(self, cache: Sequence[Any]) -> bool:
         """Return whether several calls with one prompt cache can share a pass."""
-        return self._refusal(cache) is None and (self._is_proven or snapshot(cache) is not None)
+        return self._refusal(cache) is None and (self._is_proven or is_empty(cache))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why calls with one prompt cache cannot share a pass if they can be taken back; or None."""
@@ -116,51 +117,49 @@ class CallGroup:
     def run(
         self,
         lanes: Sequence[Sequence[ForwardCall]],
-        compute: Sequence[Compute],
+        compute: Compute,
         observers: Sequence[Observer | None],
         progress: Callable[[float], None],
     ) -> list[Outcome]:
         """Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
 
-        ``compute`` has what computes the calls of each lane, ``observers`` what gets its cache between them.
+        Args:
+            lanes: the calls.
+            compute: computes a call.
+            observers: for each lane, what gets its cache between the calls.
+            progress: told the share of the pass that is done.
+
         Raises:
             ReadError: weights could not be read. The caller puts the caches back.
             PeerError: the ranks were called differently, or one was lost.
         """
-        if self._chain is None:
-            return self._run(lanes, compute, observers, progress)
-        tokens = [call.tokens for calls in lanes for call in calls]
-        with self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._wait_turn):
-            return self._run(lanes, compute, observers, progress)
-
-    def _run(
-        self,
-        lanes: Sequence[Sequence[ForwardCall]],
-        compute: Sequence[Compute],
-        observers: Sequence[Observer | None],
-        progress: Callable[[float], None],
-    ) -> list[Outcome]:
-        made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
-        places = [(lane, index) for lane in made for index in range(len(lane.calls))]
-        num_units = max(1, len(self._engine.stream.units))
-        lockstep = Lockstep(
-            self._engine.stream,
-            before=lambda number: self._before(*places[number]),
-            after=lambda number: _after(*places[number]),
-            progress=lambda done: progress(min(1.0, done / num_units)),
-            agree=self._agree,
-            num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
-        )
-        tasks = [
-            [partial(lane.task, index, each) for index in range(len(lane.calls))]
-            for lane, each in zip(made, compute, strict=True)
-        ]
-        found = lockstep.run(tasks)
+        with self._messages(lanes):
+            made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
+            places = [(lane, index) for lane in made for index in range(len(lane.calls))]
+            num_units = max(1, len(self._engine.stream.units))
+            lockstep = Lockstep(
+                self._engine.stream,
+                before=lambda number: self._before(*places[number]),
+                after=lambda number: _after(*places[number]),
+                progress=lambda done: progress(min(1.0, done / num_units)),
+                agree=self._agree,
+                num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
+            )
+            found = lockstep.run(
+                [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
+            )
         outcomes = [lane.outcome(each) for lane, each in zip(made, found, strict=True)]
         for lane, outcome in zip(made, outcomes, strict=True):
             self._is_proven |= lane.views is not None and isinstance(outcome, list)
             self._needs_order |= outcome is None
         return outcomes
+
+    def _messages(self, lanes: Sequence[Sequence[ForwardCall]]) -> AbstractContextManager[object]:
+        """Return what exchanges the messages of a pass, where there are several ranks."""
+        if self._chain is None:
+            return nullcontext()
+        tokens = [call.tokens for calls in lanes for call in calls]
+        return self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._wait_turn)
 
     def _wait_turn(self, place: Place) -> None:
         wait_turn = self._engine.stream.wait_turn

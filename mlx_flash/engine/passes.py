@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_flash import enginethread
 from mlx_flash.compat.compiler import explained
-from mlx_flash.engine import cachedcalls
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.lane import Lane
@@ -28,6 +28,7 @@ from mlx_flash.kv.layerrows import CacheGroup
 from mlx_flash.kv.owed import Owed, owed_to
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
+from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
@@ -113,21 +114,19 @@ class Passes:
         """Compute parts of some rows in a pass."""
         with self._undoing({row: row.undo(calls) for row, calls in lanes.items()}):
             outcomes: Sequence[Outcome] = [None]
-            prefixes, cached = self._session.prefixes, dict[Row, KnownCall]()
+            known = {row: self._known(calls) for row, calls in lanes.items()}
             if sum(map(len, lanes.values())) > 1:
-                cached = {} if prefixes is None else cachedcalls.begin_parts(prefixes, lanes)
-                compute = [partial(self._call, is_pass=False, is_cached=len(calls) == 1) for calls in lanes.values()]
-                run = partial(self.group.run, [*lanes.values()], compute, [*map(cached.get, lanes)], teller(lanes))
+                compute = partial(self._compute, is_pass=False)
+                run = partial(self.group.run, [*lanes.values()], compute, [*known.values()], teller(lanes))
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
                     if len(calls) > 1:
                         self._undo[row]()
                         calls, self._undo[row] = calls[:1], row.undo(calls[:1])
+                        known[row] = self._known(calls)
                     outcome = self._alone(row)
-                elif prefixes is not None and row in cached and isinstance(outcome, list):
-                    outcome = cachedcalls.end_parts(prefixes, cached[row], outcome)
-                self._end(row, calls, outcome)
+                self._end(row, calls, self._kept(known[row], outcome))
             if self._kv is not None:
                 self._kv.note()  # not before a GPU has something to compute
         for row in [row for row in lanes if row.error is None]:
@@ -153,11 +152,33 @@ class Passes:
         call = row.left[0]
         self._session.engine.drop_logits(not call.wants_logits)
         try:
-            output = self._call(call, is_pass=True)
+            output = self._counted([[call]], partial(self._compute, call, is_pass=True))
             mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
         except CALL_ERRORS as error:
             return error
         return [output]
+
+    def _known(self, calls: Sequence[ForwardCall]) -> KnownCall | None:
+        """Plan what the prefix cache keeps of calls that share a prompt cache and a pass. Return them as it does."""
+        prefixes, cache = self._session.prefixes, calls[0].cache
+        if prefixes is None or cache is None:
+            return None
+        tokens = [call.tokens for call in calls if call.tokens is not None and call.is_plain]
+        if len(tokens) < len(calls):
+            forget(cache)
+            return None
+        num_prompts = len([*takewhile(lambda call: not call.wants_output, calls)])
+        return prefixes.begin(tokens, cache, num_prompts, [call.segment_left for call in calls])
+
+    def _kept(self, known: KnownCall | None, outcome: list[Any] | Exception) -> list[Any] | Exception:
+        """Keep calls that were computed. Return their outcome, or the error."""
+        if self._session.prefixes is None or known is None or isinstance(outcome, Exception):
+            return outcome
+        try:
+            self._session.prefixes.end(known)
+        except CALL_ERRORS as error:
+            return error
+        return outcome
 
     def _without_cached(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> list[Row]:
         """Take from disk what is cached of some rows. Return those with parts that are left."""
@@ -171,7 +192,11 @@ class Passes:
         if row.was_sought:
             return
         row.was_sought = True
-        if (cached := cachedcalls.look(prefixes, row)) is None:
+        parts = [*takewhile(lambda part: not part.wants_output and part.is_plain, row.left)]
+        tokens, cache = [part.tokens for part in parts if part.tokens is not None], row.whole.cache
+        if not tokens or cache is None:
+            return
+        if (cached := prefixes.look(tokens, cache, [part.segment_left for part in parts])) is None:
             return
         call = row.left[0].with_tokens(cached.tokens[:, : cached.num_restored])
         try:
@@ -184,16 +209,6 @@ class Passes:
             except CALL_ERRORS as error:
                 self._end(row, [], error)
         row.tell(0)
-
-    def _call(self, call: ForwardCall, *, is_pass: bool, is_cached: bool = True) -> Any:
-        """Call the model, and keep what the prefix cache wants. A pass is counted."""
-        prefixes = self._session.prefixes if is_cached else None
-        cached = None if prefixes is None else cachedcalls.begin(prefixes, [call])
-        run = partial(self._compute, call, is_pass=is_pass)
-        output = self._counted([[call]], run) if is_pass else run()
-        if prefixes is not None and cached is not None:
-            prefixes.end(cached)
-        return output
 
     def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:
         """Call the model; in a chain of ranks, with the messages of a pass if the call is one."""

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.errors import CacheError, FlashError
-from mlx_flash.kv.checkpoints import PutBack, snapshot, trim_all_to, trimmable
+from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, trim_all_to, trimmable
 from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.kv.views import can_be_viewed
 
@@ -27,7 +27,15 @@ def undo_of(calls: Sequence[ForwardCall]) -> PutBack | None:
         return partial(calls[0].checkpoints.take_back, 0)
     if (offsets := trimmable(cache)) is not None:
         return partial(_trim, cache, offsets)
-    return snapshot(cache) if can_be_viewed(cache) else None
+    if not can_be_viewed(cache) or not is_empty(cache):
+        return None
+    put_backs = [checkpoint(entry) for entry in entries_of(cache)]
+
+    def put_back() -> None:
+        for each in put_backs:
+            each()
+
+    return put_back
 
 
 def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints, snapshots and trimming, which put caches back after tokens that were computed in vain."""
+"""Checkpoints and trimming, which put caches back after tokens that were computed in vain."""
 
 from __future__ import annotations
 
@@ -83,21 +83,9 @@ def trim_to(entry: Any, offset: int) -> None:
         entry.trim(entry.offset - offset)
 
 
-def snapshot(cache: Sequence[Any]) -> PutBack | None:
-    """Return what puts empty entries back as they are; None if one of them holds anything."""
-    entries = entries_of(cache)
-    if any(arrays_in(vars(entry)) or not entry.empty() for entry in entries):
-        return None
-    before = [{} if isinstance(entry, PooledCache) else copy.deepcopy(vars(entry)) for entry in entries]
-
-    def put_back() -> None:
-        for entry, attributes in zip(entries, before, strict=True):
-            if isinstance(entry, PooledCache):
-                entry.trim(entry.size())
-            else:
-                entry.__dict__ = attributes
-
-    return put_back
+def is_empty(cache: Sequence[Any]) -> bool:
+    """Return whether no entry of a prompt cache holds anything."""
+    return all(entry.empty() and not arrays_in(vars(entry)) for entry in entries_of(cache))
 
 
 def trimmable(cache: Sequence[Any]) -> list[int] | None:
@@ -127,14 +115,15 @@ def _capacity(entry: Any) -> int:
 
 def _shrink_to(entry: Any, capacity: int) -> None:
     """Cut the buffers of an entry that have grown."""
-    if not 0 < capacity < _capacity(entry):
+    if capacity >= _capacity(entry):
         return
-    if isinstance(entry, PooledCache):
+    if not isinstance(entry, PooledCache):
+        shorter = partial(shortened, length=capacity)
+        entry.keys, entry.values = tree_map(shorter, (entry.keys, entry.values)) if capacity else (None, None)
+    elif capacity:
         rows, memory = entry.rows, entry.rows.memory
         arrays = [shortened(array, capacity) for array in memory.arrays]
         rows.replace(MemoryRows(rows.options, arrays, memory.length, memory.num_forgotten))
-    else:
-        entry.keys, entry.values = tree_map(partial(shortened, length=capacity), (entry.keys, entry.values))
 
 
 def _kept(value: Any) -> Any:

@@ -134,8 +134,11 @@ def _restore(entry: Any) -> None:
 
 def owed_to(cache: Sequence[Any] | None) -> list[Owed]:
     """Return all that is owed to entries of a prompt cache."""
-    found = dict.fromkeys([_owed_of(entry) for entry in entries_of(cache or ()) if hasattr(type(entry), _OWN)])
-    return [owed for owed in found if owed is not None and owed.debt is not None]
+    found: dict[Owed, None] = {}
+    for entry in entries_of(cache or ()):  # of each layer for each token: no call for it
+        if hasattr(type(entry), _OWN) and (owed := _owed_of(entry)) is not None and owed.debt is not None:
+            found[owed] = None
+    return [*found]
 
 
 def owed_token(cache: Sequence[Any]) -> Owed | None:

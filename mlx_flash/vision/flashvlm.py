@@ -81,7 +81,6 @@ def _parse(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, wants_logits: bo
         tokens=tokens,
         cache=cache if isinstance(cache, list | tuple) else None,
         is_plain=False,
-        is_bare=False,
         wants_logits=wants_logits,
     )
 

@@ -68,16 +68,6 @@ def wanted_of(frame: FrameType) -> Wanted | None:
     return Wanted(given["return_prompt_caches"], lengths[:num_together], given["prompt_caches"] or ())
 
 
-def current_batch_generator() -> Any:
-    """Return the class that ``batch_generate`` uses now."""
-    return _module.BatchGenerator
-
-
-def replace_batch_generator(generator: Any) -> None:
-    """Make mlx-lm's ``batch_generate`` use another class."""
-    _module.BatchGenerator = generator  # type: ignore[attr-defined]
-
-
 class Waiting(NamedTuple):
     """A sequence that was inserted, as mlx-lm keeps it.
 
@@ -108,37 +98,19 @@ class Waiting(NamedTuple):
 
 
 class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
-    """mlx-lm's, with hooks for a subclass."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of sequences that were inserted and not taken."""
-        return len(self._unprocessed_sequences)
+    """mlx-lm's, for a subclass that computes the sequences in its own way."""
 
     @property
     def waiting(self) -> list[Waiting]:
         """The sequences that were inserted and not taken."""
         return [Waiting(*sequence) for sequence in self._unprocessed_sequences]
 
-    @property
-    def first_waiting(self) -> Waiting:
-        """The sequence that waits longest."""
-        return Waiting(*self._unprocessed_sequences[0])
-
-    def take(self) -> Waiting:
-        """Return the sequence that waits longest, and let go of it."""
-        return Waiting(*self._unprocessed_sequences.popleft())
-
     def forget(self, uids: set[int]) -> None:
         """Let go of sequences that wait."""
         super().remove(uids & {sequence[0] for sequence in self._unprocessed_sequences})
 
-    def advance(self) -> tuple[list[Any], list[Any]]:
-        """Compute a part of each sequence. Return the progress of prompts, and tokens."""
-        raise NotImplementedError
-
     def count(self, *, prompt_tokens: int, new_tokens: int, seconds: float) -> None:
-        """Count what a call of :meth:`advance` did."""
+        """Count what a call of ``next`` did."""
         counters = self._counters
         counters.prompt_tokens += prompt_tokens
         counters.generation_tokens += new_tokens
@@ -147,9 +119,6 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
             counters.prompt_time += seconds
         else:
             counters.decode_time += seconds
-
-    def _next(self) -> tuple[list[Any], list[Any]]:
-        return self.advance()
 
 
 class Group(StockBatchGenerator):  # type: ignore[misc]

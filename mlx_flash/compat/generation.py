@@ -51,14 +51,3 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
     copy.__kwdefaults__ = stock.__kwdefaults__
     copy.__doc__ = stock.__doc__
     return copy
-
-
-def current_generate_steps() -> tuple[GenerateStep, DraftStep]:
-    """Return the loops that ``stream_generate`` of mlx-lm uses now, without and with a draft model."""
-    return _module.generate_step, _module.speculative_generate_step
-
-
-def replace_generate_steps(plain: GenerateStep, drafted: DraftStep) -> None:
-    """Make mlx-lm's ``stream_generate`` use other loops."""
-    _module.generate_step = plain  # type: ignore[attr-defined]
-    _module.speculative_generate_step = drafted  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 from mlx_lm import utils
@@ -73,12 +73,31 @@ ShardedLoad = Callable[..., tuple[Any, ...]]
 stock_sharded_load: ShardedLoad = require(utils, "sharded_load", "repo", "pipeline_group", "tensor_group")
 """Loads a model that several ranks share."""
 
-_SERVER = "mlx_lm.server"
-"""Imports ``sharded_load`` by name."""
 
+class Change(NamedTuple):
+    """An attribute of mlx-lm that means something else while the patch is applied.
 
-def replace_sharded_load(function: ShardedLoad) -> None:
-    """Make mlx-lm load shared models with another function."""
-    for module in (utils, sys.modules.get(_SERVER)):
-        if module is not None:
-            vars(module)["sharded_load"] = function
+    Attributes:
+        module: the name of the module; one that is not imported has nothing to change.
+        name: of the attribute.
+        stock: its own value.
+        new: another one.
+    """
+
+    module: str
+    name: str
+    stock: Any
+    new: Any
+
+    def apply(self) -> None:
+        """Replace the attribute, unless somebody has."""
+        self._swap(self.stock, self.new)
+
+    def undo(self) -> None:
+        """Put the attribute back, unless somebody has replaced it once more."""
+        self._swap(self.new, self.stock)
+
+    def _swap(self, old: Any, new: Any) -> None:
+        module = sys.modules.get(self.module)
+        if module is not None and vars(module).get(self.name) is old:
+            vars(module)[self.name] = new

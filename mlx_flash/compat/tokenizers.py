@@ -68,11 +68,6 @@ def load_tokenizer(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(str(error)) from error  # the tokenizers library raises nothing more precise
 
 
-def replace_load_tokenizer(function: Callable[..., Any]) -> None:
-    """Make ``mlx_lm.load`` load tokenizers with another function."""
-    mlx_lm_utils.load_tokenizer = function
-
-
 def give_calls(tokenizer: Any, start: str, end: str, parse: Callable[..., Any], states: dict[str, Any]) -> None:
     """Give a tokenizer of mlx-lm marks around tool calls, a parser, and states of answers, in mlx-lm's form."""
     vars(tokenizer).update(zip(_CALL_FIELDS, (start, end, parse, states), strict=True))

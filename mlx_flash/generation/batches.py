@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.compat.batchgenerator import (
     BatchGenerator,
     StockBatchGenerator,
+    Waiting,
     merge_caches,
     stock_batch_generate,
     wanted_of,
@@ -110,7 +111,7 @@ class RowGenerator(BatchGenerator):
             self._choose(member, prompts)
         for member in [*self._members]:
             self._take(member, answers)
-        if not self._members and not self.num_waiting:
+        if not self._members and not self.waiting:
             self._complete_caches()
         num_prompt, seconds = num_left - self._num_left, time.perf_counter() - began
         self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=seconds)
@@ -124,10 +125,10 @@ class RowGenerator(BatchGenerator):
         num_prompts = sum(not member.sequence.num_tokens for member in self._members)
         num_running = len(self._members) + self.num_elsewhere
         room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - num_running)
-        for _ in range(min(room, self.num_waiting)):
-            if not self._has_room():
+        for waiting in self.waiting[: max(0, room)]:
+            if not self._has_room(waiting):
                 return
-            waiting = self.take()
+            self.forget({waiting.uid})
             reading = self._reading_of(waiting.uid)
             self._members.append(Member.of(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading))
 
@@ -138,12 +139,12 @@ class RowGenerator(BatchGenerator):
         is_waited_for = self._takes_turns_alone or (self._takes_turns and len(have_reads) > 1 and not all(have_reads))
         return self.prefill_step_size if is_waited_for else None
 
-    def _has_room(self) -> bool:
-        """Return whether the next sequence, and those that run, can all be computed to their ends in the budget."""
+    def _has_room(self, waiting: Waiting) -> bool:
+        """Return whether a sequence, and those that run, can all be computed to their ends in the budget."""
         if not self._members:  # alone, its keys and values may go to disk, and its prompt may be cut
             return True
         lengths = [member.most_tokens for member in (*self._members, *self._ended)]
-        return self._flash.has_room([*lengths, self.first_waiting.most_tokens])
+        return self._flash.has_room([*lengths, waiting.most_tokens])
 
     def _choose(self, member: Member, prompts: list[Any]) -> None:
         """Choose the next token of a sequence, if what it follows from is computed."""

@@ -16,25 +16,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat import tokenizers
-from mlx_flash.compat.batchgenerator import StockBatchGenerator, current_batch_generator, replace_batch_generator
+from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.callers import calling_modules
-from mlx_flash.compat.generation import (
-    DraftStep,
-    GenerateStep,
-    current_generate_steps,
-    replace_generate_steps,
-    stock_generate_step,
-    stock_speculative_generate_step,
-)
+from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.compat.loaders import (
     WRITERS,
+    Change,
     LoadModel,
     current_load_model,
     replace_load_model,
-    replace_sharded_load,
     stock_sharded_load,
 )
-from mlx_flash.compat.tokenizers import replace_load_tokenizer
 from mlx_flash.compat.weights import stop_watching, watch_weights
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
@@ -50,11 +42,6 @@ from mlx_flash.ranks import launched_group
 
 _log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()
-
-Loops = tuple[GenerateStep, DraftStep]
-_STOCK_LOOPS: Loops = (stock_generate_step, stock_speculative_generate_step)
-_LOOPS: Loops = (generate_step, speculative_generate_step)
-
 
 _LARGE_BYTES = 64 << 20
 """Weights of fewer bytes are no model that needs streaming."""
@@ -125,21 +112,17 @@ def _put_in_force(config: FlashConfig | None) -> None:
             replace_load_model(_State.replacement)
         patch_vlm(lambda: _State.config)
         watch_weights(_warn_once)
-        replace_sharded_load(_sharded_load)
-        replace_load_tokenizer(_load_tokenizer)
-        _swap_loops(_STOCK_LOOPS, _LOOPS)
-        _swap_batches(StockBatchGenerator, SharingGenerator)
+        for change in _CHANGES:
+            change.apply()
 
 
 def _restore() -> None:
     restore_vlm()
     stop_watching()
-    _swap_loops(_LOOPS, _STOCK_LOOPS)
-    _swap_batches(SharingGenerator, StockBatchGenerator)
+    for change in _CHANGES:
+        change.undo()
     if _State.replacement is None or _State.original is None:
         return
-    replace_sharded_load(stock_sharded_load)
-    replace_load_tokenizer(tokenizers.stock_load_tokenizer)
     if current_load_model() is _State.replacement:
         replace_load_model(_State.original)
         _State.original = _State.replacement = None
@@ -147,18 +130,6 @@ def _restore() -> None:
         _log.warning(
             "mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: left as it is", _found()
         )
-
-
-def _swap_loops(old: Loops, new: Loops) -> None:
-    """Replace those loops of mlx-lm that are still the old ones."""
-    plain, drafted = current_generate_steps()
-    replace_generate_steps(new[0] if plain is old[0] else plain, new[1] if drafted is old[1] else drafted)
-
-
-def _swap_batches(old: Any, new: Any) -> None:
-    """Replace the class that mlx-lm's ``batch_generate`` uses, if it is still the old one."""
-    if current_batch_generator() is old:
-        replace_batch_generator(new)
 
 
 def _found() -> str:
@@ -217,6 +188,17 @@ def _sharded_load(
     tokenizer = load_tokenizer(path, tokenizer_config, settings)
     model, config = load_model(path, settings, group=group)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+_CHANGES = (
+    Change("mlx_lm.utils", "load_tokenizer", tokenizers.stock_load_tokenizer, _load_tokenizer),
+    Change("mlx_lm.utils", "sharded_load", stock_sharded_load, _sharded_load),
+    Change("mlx_lm.server", "sharded_load", stock_sharded_load, _sharded_load),  # imported by name
+    Change("mlx_lm.generate", "generate_step", stock_generate_step, generate_step),
+    Change("mlx_lm.generate", "speculative_generate_step", stock_speculative_generate_step, speculative_generate_step),
+    Change("mlx_lm.generate", "BatchGenerator", StockBatchGenerator, SharingGenerator),
+)
+"""What the patch changes besides ``load_model``."""
 
 
 def _warn_once(module: nn.Module, nbytes: int) -> None:

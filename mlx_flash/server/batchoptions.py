@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.server.job import Jobs
-from mlx_flash.server.lone import LoneRows
+from mlx_flash.server.lone import Loop
 from mlx_flash.server.rows import ServedRows
 
 if TYPE_CHECKING:  # an extra
@@ -53,7 +52,7 @@ def make_rows(
     *,
     is_shared: bool,
     sight: Sight | None = None,
-) -> ServedRows | LoneRows:
+) -> ServedRows:
     """Return what computes the requests of a model.
 
     Args:
@@ -64,44 +63,36 @@ def make_rows(
         is_shared: other ranks compute the same requests.
         sight: of a model that sees.
     """
-    step = min(options.prefill_step_size, model.plan.prefill_step_size)
-
-    def make_caches() -> list[Any]:
-        return [entry for each in (model, draft) if each is not None for entry in make_prompt_cache(each)]
-
-    def quantized_steps(prompt: mx.array, **given: Any) -> Iterator[Any]:
-        return generate_step(
-            prompt,
-            model,
-            kv_bits=options.kv_bits,
-            kv_group_size=options.kv_group_size,
-            quantized_kv_start=options.quantized_kv_start,
-            **given,
-        )
-
-    if sight is not None:
-        from mlx_flash.server.seeing import SeeingRows
-
-        quantized: dict[str, Any] = {"kv_bits": options.kv_bits, "kv_group_size": options.kv_group_size}
-        quantized |= {"quantized_kv_start": options.quantized_kv_start}
-        return SeeingRows(partial(sight.steps, **quantized), sight.make_cache, step)
-    if draft is not None:
-        drafted = {"model": model, "draft_model": draft}
-        if options.num_draft_tokens is not None:
-            drafted["num_draft_tokens"] = options.num_draft_tokens
-        return LoneRows(partial(speculative_generate_step, **drafted), make_caches, step)
-    if options.kv_bits is not None:
-        return LoneRows(quantized_steps, make_caches, step)
+    loop = _loop(model, draft, options, sight)
     has_cheap_passes = not is_shared and not model.plan.read_bytes  # nothing is read for another pass
     hooks: dict[str, Any] = {"on_prompt": jobs.note_prompt, "reading_of": jobs.reading_of, "is_apart": jobs.is_apart}
     return ServedRows(
         model,
         is_shared=is_shared,
+        loop=loop,
+        inputs_of=jobs.inputs_of,
         takes_turns=True,
         takes_turns_alone=has_cheap_passes,
-        completion_batch_size=options.decode_concurrency,
-        prefill_batch_size=options.prompt_concurrency,
-        prefill_step_size=step,
+        completion_batch_size=options.decode_concurrency if loop is None else 1,
+        prefill_batch_size=options.prompt_concurrency if loop is None else 1,
+        prefill_step_size=min(options.prefill_step_size, model.plan.prefill_step_size),
         stream=mx.default_stream(mx.default_device()),
         **({} if is_shared else hooks),  # all ranks compute a pass to its end
     )
+
+
+def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | None) -> Loop | None:
+    """Return the loop that answers requests one after another; None where they are computed together."""
+    quantized: dict[str, Any] = {"kv_bits": options.kv_bits, "kv_group_size": options.kv_group_size}
+    quantized |= {"quantized_kv_start": options.quantized_kv_start}
+    if sight is not None:  # the same tokens may stand for other pictures, so caches are not kept
+        return Loop(partial(sight.steps, **quantized), sight.make_cache, keeps_caches=False)
+    if draft is not None:
+        drafted = {"model": model, "draft_model": draft}
+        if options.num_draft_tokens is not None:
+            drafted["num_draft_tokens"] = options.num_draft_tokens
+        caches = [partial(make_prompt_cache, each) for each in (model, draft)]
+        return Loop(partial(speculative_generate_step, **drafted), lambda: [e for make in caches for e in make()])
+    if options.kv_bits is not None:
+        return Loop(partial(generate_step, model=model, **quantized), partial(make_prompt_cache, model))
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.generation.member import Reading
@@ -29,6 +30,7 @@ class Job:
         grammar: that its answer follows; None for any text.
         max_tokens: the most tokens of its answer.
         reading: what is wanted of the hidden states of its prompt; None for nothing.
+        inputs: further options of the loop that answers it.
         uid: its number in the batch; None while it waits.
         is_prompt_done: its prompt is computed.
         leader: the request for whose prompt it waits, or waited; None for none.
@@ -46,6 +48,7 @@ class Job:
     grammar: str | None = None
     max_tokens: int = 0
     reading: Reading | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
     uid: int | None = None
     is_prompt_done: bool = False
     leader: Job | None = None
@@ -152,6 +155,11 @@ class Jobs(dict[int, Job]):
         """Return what is wanted of the hidden states of the prompt with this number in the batch."""
         job = self._computed.get(uid)
         return None if job is None else job.reading
+
+    def inputs_of(self, uid: int) -> dict[str, Any]:
+        """Return further options of the loop that answers the request with this number in the batch."""
+        job = self._computed.get(uid)
+        return {} if job is None else job.inputs
 
     def leader_of(self, job: Job) -> Job | None:
         """Return a request that computes the same prompt now; None if there is none."""

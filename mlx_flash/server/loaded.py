@@ -27,12 +27,11 @@ from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
 from mlx_flash.server.grammars import Grammars
 from mlx_flash.server.job import Job, Jobs
-from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import detail_of, echo_of, read_all, reading_for
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import Kept, ServedRows
+from mlx_flash.server.rows import Kept
 from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, check_tools
 
@@ -164,7 +163,7 @@ class LoadedModel:
         self._new_rows = partial(make_rows, model, draft, options, self.jobs, is_shared=ranks is not None, sight=sight)
         self._rows = self._new_rows()
         # The last token of a copy is computed once more, so it must be possible to take it out.
-        self._shares_prompts = isinstance(self._rows, ServedRows) and can_trim_prompt_cache(make_prompt_cache(model))
+        self._shares_prompts = self._rows.loop is None and can_trim_prompt_cache(make_prompt_cache(model))
 
     def prepare(self, job: Job) -> None:
         """Make the prompt of a request, and check that the budget has room for it when nothing else runs.
@@ -216,7 +215,7 @@ class LoadedModel:
         return True
 
     def _reading(self, job: Job) -> Reading:
-        if not isinstance(self._rows, ServedRows) or self._ranks is not None:
+        if self._rows.loop is not None or self._ranks is not None:
             raise RefusedError(
                 "this server gives no vectors and no log probabilities of prompts. Hint: start it without a draft "
                 "model, quantized keys and values, --vision and further ranks.",
@@ -255,25 +254,22 @@ class LoadedModel:
         state = "raw" if request.messages is None else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
         job.text = TextStream(self.tokenizer, stops, state, request.tools, after)
-        more: dict[str, Any] = {}
         if job.reading is not None:  # all of it is computed
             cache, job.num_cached = None, 0
         elif self._sight is None:
             cache, job.num_cached = self.kept.longest(job.prompt.tokens)
         else:  # the same tokens may stand for another picture
             cache = None
-            more["options"] = [
-                {"inputs": self._sight.inputs(_opened(self.source, request), defaults.template_options or {})}
-            ]
+            pictures = self._sight.inputs(_opened(self.source, request), defaults.template_options or {})
+            job.inputs = {"inputs": pictures}
         (uid,) = self._rows.insert_segments(
             segments=[job.prompt.after(job.num_cached)],
             max_tokens=[job.max_tokens],
-            caches=[cache],
+            caches=[cache or self._rows.make_cache()],
             all_tokens=[job.prompt.tokens[: job.num_cached]],
             samplers=[sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)],
             logits_processors=[self._processors(job)],
             stop_sequences=[self._stops],
-            **more,
         )
         del cache
         limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
@@ -296,7 +292,6 @@ class LoadedModel:
                 with ends_alone(partial(self.drop, found)):
                     self._take_prompt(found, response)
                 if found.reading is not None and response.end_of_prompt:
-                    assert isinstance(self._rows, ServedRows)
                     read.append((found, self._rows.take_hidden(response.uid)))
         for (job, _), event in zip(read, read_all(self.model, self.tokenizer, read), strict=True):
             with ends_alone(partial(self.drop, job)):
@@ -367,7 +362,7 @@ class LoadedModel:
             num_prompt,
             job.max_tokens,
             running,
-            may_batch=not isinstance(self._rows, LoneRows),
+            may_batch=self._rows.loop is None,
             batching=self._rows.batching,
         )
         return wish() if self._ranks is None else self._ranks.agree(wish)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.batchgenerator import Group, Waiting
 from mlx_flash.compat.caches import CACHE_STEP
@@ -17,6 +18,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone, refusal_of
+from mlx_flash.server.lone import LoneRequest, Loop
 from mlx_flash.server.sampling import LogitsProcessor, Sampler, greedy
 
 Kept = tuple[list[Any], list[int]]
@@ -35,33 +37,6 @@ class LeftError(Exception):
         self.uid = uid
 
 
-class Rows:
-    """The part of all that computes requests."""
-
-    _errors: dict[int, RefusedError]
-
-    @property
-    def batching(self) -> str:
-        """The setting that admission counts requests by."""
-        return "exact"
-
-    def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
-        """Take note of the most tokens of each request. Return the setting that admission counts them by."""
-        return self.batching
-
-    def take_errors(self) -> dict[int, RefusedError]:
-        """Return the errors of requests since the last call, by number. The requests are gone."""
-        errors, self._errors = self._errors, {}
-        return errors
-
-    def num_restored(self, uid: int) -> int:
-        """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had.
-
-        0 where that is not known by request.
-        """
-        return 0
-
-
 def padded_length(num_tokens: int) -> int:
     """Return the length up to which prompts of so many tokens may be padded, so that others are computed with them.
 
@@ -70,19 +45,25 @@ def padded_length(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-class ServedRows(Rows, RowGenerator):
+class ServedRows(RowGenerator):
     """Requests of a model.
 
     Where weights are streamed they are rows, each computed as if it were alone. Where all are in memory they are in
     mlx-lm's batches from the prompt on: prompts that wait at the same time and are about equally long in one array, and
     all answers in one. On a GPU a call with a row for each of several answers takes little longer than a call for one;
-    the price is that the last bits of an answer depend on the others, as in mlx-lm's server.
+    the price is that the last bits of an answer depend on the others, as in mlx-lm's server. With a loop, they are
+    answered one after another.
 
     Args:
         model: the streamed model.
         is_shared: other ranks compute the same requests.
         is_apart: returns whether the request with a number is computed alone.
+        loop: the generation loop that answers requests; None where they are computed together.
+        inputs_of: returns further options of the loop for the request with a number.
         options: as of `RowGenerator`.
+
+    Attributes:
+        loop: as given.
     """
 
     def __init__(
@@ -91,24 +72,33 @@ class ServedRows(Rows, RowGenerator):
         *,
         is_shared: bool = False,
         is_apart: Callable[[int], bool] = lambda uid: False,
+        loop: Loop | None = None,
+        inputs_of: Callable[[int], dict[str, Any]] = lambda uid: {},
         **options: Any,
     ) -> None:
         super().__init__(model, on_error=self._note, **options)
         self._errors: dict[int, RefusedError] = {}
-        self._is_shared, self._is_apart = is_shared, is_apart
+        self._is_shared, self._is_apart, self.loop, self._inputs_of = is_shared, is_apart, loop, inputs_of
         self._fatal: Exception | None = None
         self._restored: dict[int, int] = {}
         self._hidden: dict[int, list[mx.array]] = {}
-        self._groups: list[Group] = []  # the first ones have the answers, those after them prompts
+        self._groups: list[Group | LoneRequest] = []  # the first ones have the answers, those after them prompts
         self._may_batch = False
+
+    def make_cache(self) -> list[Any]:
+        """Return an empty prompt cache."""
+        return make_prompt_cache(self._flash) if self.loop is None else self.loop.make_cache()
 
     @property
     def batching(self) -> str:
         """The setting that admission counts the requests under way by."""
-        return "stock" if self._groups else "exact"
+        return "stock" if self._groups and self.loop is None else "exact"
 
     def admit(self, plan: ResidencyPlan, lengths: Sequence[int]) -> str:
-        """Choose mlx-lm's batches for requests from now on if the budget has room for one of all requests."""
+        """Take note of the most tokens of each request. Return the setting that admission counts them by.
+
+        Requests are in mlx-lm's batches from now on if the budget has room for one of all of them.
+        """
         has_room = together_bytes(plan, lengths, "stock") <= room_bytes(plan)
         self._may_batch = has_room and may_batch(self._flash)
         return "stock" if self._may_batch else self.batching
@@ -132,8 +122,13 @@ class ServedRows(Rows, RowGenerator):
         prompts, answers = ([each for part in parts for each in part] for parts in zip(*batched, strict=True))
         return prompts, answers
 
+    def take_errors(self) -> dict[int, RefusedError]:
+        """Return the errors of requests since the last call, by number. The requests are gone."""
+        errors, self._errors = self._errors, {}
+        return errors
+
     def num_restored(self, uid: int) -> int:
-        """Return how many tokens of a prompt the prefix cache had."""
+        """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had."""
         return self._restored.get(uid, 0)
 
     def take_hidden(self, uid: int) -> list[mx.array]:
@@ -186,6 +181,11 @@ class ServedRows(Rows, RowGenerator):
 
     def _begin_groups(self) -> None:
         """Give prompts that wait to mlx-lm, those together that are about equally long and have room in a step."""
+        if self.loop is not None:
+            for each in self.waiting:
+                inputs, fail = self._inputs_of(each.uid), partial(self._refuse, each.uid)
+                self._groups.append(LoneRequest(self.loop, each, self.prefill_step_size, inputs, fail))
+                self.forget({each.uid})
         waiting = [each for each in self.waiting if self._may_batch and self._reading_of(each.uid) is None]
         self.forget({each.uid for each in waiting})
         alike: dict[tuple[int, ...], list[Waiting]] = {}
@@ -221,7 +221,7 @@ class ServedRows(Rows, RowGenerator):
             )
         )
 
-    def _groups_at_once(self) -> Iterator[Group]:
+    def _groups_at_once(self) -> Iterator[Group | LoneRequest]:
         """Yield the groups that are computed now. Prompts beyond the limits wait."""
         num_prompts, num_running = 0, len(self._members)
         for group in [*self._groups]:
@@ -232,7 +232,7 @@ class ServedRows(Rows, RowGenerator):
                 return
             yield group
 
-    def _next_of(self, group: Group) -> tuple[list[Any], list[Any]]:
+    def _next_of(self, group: Group | LoneRequest) -> tuple[list[Any], list[Any]]:
         """Compute a token of each answer of a group, or a part of its prompts.
 
         As far as memory is short, the newest answers end, and prompts are begun again one by one.
@@ -242,6 +242,7 @@ class ServedRows(Rows, RowGenerator):
             try:
                 prompts, answers = group.next()
             except BudgetError as error:
+                assert isinstance(group, Group)
                 if group.newest is not None:
                     self._note(group.newest, error)
                     group.remove([group.newest])
@@ -269,7 +270,7 @@ class ServedRows(Rows, RowGenerator):
         """Move the answers of groups whose prompts are computed to the first one, unless they stay apart."""
         for group in self._groups:
             group.remove(self._errors)
-        begun = [group for group in self._groups if group.newest is not None]
+        begun = [group for group in self._groups if isinstance(group, Group) and group.newest is not None]
         for group in begun:
             group.sequences = ()
         together = [group for group in begun if not any(map(self._is_apart, group.uids))]

@@ -12,7 +12,6 @@ from mlx_flash.compat.vlm import TEMPLATE_ARGUMENTS, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
 from mlx_flash.residency.admission import room_bytes
-from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.prompts import Prompt, after, check_tokens, checked_options, state_of, whole
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import decoded
@@ -152,10 +151,3 @@ class Sight:
             if not number:
                 prompt_progress_callback(prompt.size, prompt.size)
             yield found
-
-
-class SeeingRows(LoneRows):
-    """Requests of a model that sees, one after another. Their caches are not kept: the same tokens may stand for
-    other pictures."""
-
-    keeps_caches = False

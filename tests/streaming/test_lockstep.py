@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_flash
 from lockstep_calls import PROMPT, STEP, by_mlx_lm
 from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patch
-from mlx_flash.compat.generation import current_generate_steps, stock_generate_step, stock_speculative_generate_step
+from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.errors import ReadError
 from mlx_flash.generation import speculative_generate_step
 from models import computed, same_bits, stock
@@ -228,12 +229,16 @@ def test_a_model_that_uses_an_entry_again_is_computed_in_order(
 
 
 def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:
+    def steps() -> tuple[Any, Any]:
+        module = import_module("mlx_lm.generate")
+        return module.generate_step, module.speculative_generate_step
+
     with apply_flash_patch(config()):
-        assert current_generate_steps() == (mlx_flash.generate_step, speculative_generate_step)
+        assert steps() == (mlx_flash.generate_step, speculative_generate_step)
     stock_steps = (stock_generate_step, stock_speculative_generate_step)
-    assert current_generate_steps() == stock_steps
+    assert steps() == stock_steps
     remove_flash_patch()
-    assert current_generate_steps() == stock_steps
+    assert steps() == stock_steps
 
 
 def test_other_models_and_options_are_left_to_mlx_lm(directories: Directories) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, ClassVar
+from functools import cache, partial
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,17 +52,10 @@ for _kind in (SwitchGLU, SwitchMLP):
     StackKinds.add(_kind)
 
 
-def call_stack(kind: type, module: nn.Module, run: StackCall, args: Any, kwargs: Any) -> mx.array:
-    """Return the answer to a call of a stack.
-
-    Args:
-        kind: its own class.
-        module: the stack.
-        run: computes tokens with their experts.
-        args, kwargs: of the call.
-    """
-    caller = next((found for stack, found in StackKinds.callers.items() if issubclass(kind, stack)), None)
-    return run(*args, **kwargs) if caller is None else caller(module, run, *args, **kwargs)
+def answered_by(module: nn.Module, run: StackCall) -> Callable[..., mx.array]:
+    """Return what answers calls of a stack, if ``run`` computes tokens with their experts."""
+    caller = next((found for stack, found in StackKinds.callers.items() if isinstance(module, stack)), None)
+    return run if caller is None else partial(caller, module, run)
 
 
 def is_expert_stack(module: nn.Module) -> bool:

@@ -14,17 +14,16 @@ from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_flash import enginethread
-from mlx_flash.compat.expertstacks import SORTED_SIZE, call_stack
+from mlx_flash.compat.expertstacks import SORTED_SIZE, answered_by
 from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedError, Lookahead
 from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.layout.swap import SwappedClass, own_class, swap_class
+from mlx_flash.layout.swap import SwappedClass, swap_class
 from mlx_flash.streaming.layers import hand_in
 from mlx_flash.streaming.stream import WeightStream
 
@@ -39,10 +38,8 @@ class _Routed(SwappedClass):
     """A stack of experts whose calls go through the pool."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        if not enginethread.check():
-            return cast(mx.array, hand_in(self, *args, **kwargs))
-        experts, layer = cast("tuple[Experts, int]", self._flash_state)
-        return call_stack(own_class(self), cast(nn.Module, self), partial(experts.call, layer), args, kwargs)
+        run: Callable[..., mx.array] = self._flash_state if enginethread.check() else partial(hand_in, self)
+        return run(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class Experts:
         self._pending: list[mx.array] = []
         self._late_share = 0.0
         for layer, stack in enumerate(stacks):
-            swap_class(stack.unit.module, _Routed, (self, layer))
+            swap_class(stack.unit.module, _Routed, answered_by(stack.unit.module, partial(self.call, layer)))
         # At the full shape, experts in flight are not waited for, but read with the rest.
         self._ahead = Lookahead(
             stacks,
@@ -132,14 +129,14 @@ class Experts:
             # A processor that computes a layer in less time than a guess takes would wait for the guess.
             guess = self._ahead.late(layer) if self._exact_rows else None
             if guess is not None:
-                mx.async_eval(guess.arrays)
+                mx.async_eval(guess.indices, guess.scores)
                 mx.async_eval(indices)  # the layer's attention computes while Python looks at the guess
                 self._ahead.read(layer, guess, is_early=False)
             next_guess = self._ahead.early(layer + 1)
-            known += [] if next_guess is None else next_guess.arrays
+            if next_guess is not None:
+                known += [next_guess.indices, *([] if next_guess.scores is None else [next_guess.scores])]
             begun = self._begin(layer, x, known, guess)
         self._evaluate_pending(known)
-        self.pool.hold(layer, ())
         routing = np.array(indices)
         counts = self._count(layer, routing)
         experts = np.flatnonzero(counts)
@@ -195,7 +192,7 @@ class Experts:
         """Return how many of a call's (token, expert) pairs will probably have to wait for their experts."""
         if guess is None or guess.indices.size != size:
             return int(size * self._late_share)
-        return sum(not ready[expert] for chosen in guess.chosen for expert in chosen)
+        return int(np.count_nonzero(~ready[np.array(guess.indices)]))
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
         """Return the number of tokens of each expert."""
@@ -240,7 +237,6 @@ class Experts:
         late = self.pool.request(layer, needed)
         if routing.size < SORTED_SIZE:
             self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
-        self.pool.hold(layer, needed)
         self._note(layer, routing, experts, counts)
         return late
 
@@ -302,20 +298,22 @@ class Experts:
             parts.append((begun.rows, pairs))
             done = {pair for pair in pairs if begun.ready[experts[pair]]}
             left = [pair for pair in left if pair not in done]
-        absent = set(late)
         while True:
-            here = [pair for pair in left if experts[pair] not in absent]
+            absent, here, others = set(late), list[int](), list[int]()
+            for pair in left:
+                (others if experts[pair] in absent else here).append(pair)
             if here:
                 parts.append((self._pooled.run_rows(layer, x, routing, here), here))
-                if absent:
+                if late:
                     mx.async_eval(parts[-1][0])
-                left = [pair for pair in left if experts[pair] in absent]
-            if len(absent) <= most_left:
+            left = others
+            if len(late) <= most_left:
                 break
-            absent.difference_update(self.pool.wait_any(layer, [expert for expert in late if expert in absent]))
-        if absent:
+            came = self.pool.wait_any(layer, late)
+            late = [expert for expert in late if expert not in came]
+        if late:
             parts.append((self._pooled.run_rows(layer, x, routing, left), left))
-        return parts, [expert for expert in late if expert in absent]
+        return parts, late
 
     @property
     def least_slots(self) -> int:
@@ -325,18 +323,12 @@ class Experts:
     def resize(self, num_slots: int) -> None:
         """Change the number of slots of the pool, between passes."""
         self._evaluate_pending()
-        try:
-            self.pool.resize(num_slots)
-        except BaseException:
-            self.recover()
-            raise
+        self.pool.resize(num_slots)
 
     def recover(self) -> None:
-        """Put right what a failed pass has left. Drop what was not computed: the next may come from another thread."""
+        """Drop what a failed pass has not computed."""
         self._pending.clear()
         self._ahead.let_go()
-        self._stage.recover()
-        self.pool.recover()
 
     def _evaluate_pending(self, others: Sequence[mx.array] = ()) -> None:
         pending, self._pending = self._pending, []  # dropped even after an error: they may be of another thread

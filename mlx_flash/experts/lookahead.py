@@ -7,14 +7,13 @@ nearly always right and its last ones often not: a choice is read if those of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.compat.expertstacks import SORTED_SIZE
@@ -46,12 +45,8 @@ _PRIOR = 4
 class GuessedError(GuessEndedError):
     """The end of a speculative call: the router has chosen.
 
-    Attributes:
-        indices: the chosen experts, ``(..., top_k)``.
+    Its only argument is an array with the chosen experts, ``(..., top_k)``.
     """
-
-    def __init__(self, indices: mx.array) -> None:
-        self.indices = indices
 
 
 @dataclass(frozen=True)
@@ -66,22 +61,14 @@ class Guess:
     indices: mx.array
     scores: mx.array | None
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """The arrays to evaluate."""
-        return [self.indices] if self.scores is None else [self.indices, self.scores]
-
-    @cached_property
-    def chosen(self) -> list[list[int]]:
-        """The experts of each token. Evaluates the guess."""
-        return np.array(self.indices).reshape(-1, self.indices.shape[-1]).tolist()
-
     def ranks(self) -> dict[int, int]:
         """Return for each expert the best rank that a token gave it, best first. Unknown ranks are 0."""
+        indices = np.array(self.indices)
         if self.scores is None:
-            return {expert: 0 for chosen in self.chosen for expert in chosen}
+            return dict.fromkeys(indices.reshape(-1).tolist(), 0)
         ranks: dict[int, int] = {}  # in plain Python: calls of numpy cost more here
-        for chosen, scores in zip(self.chosen, np.array(self.scores).tolist(), strict=True):
+        tokens = indices.reshape(-1, indices.shape[-1]).tolist()
+        for chosen, scores in zip(tokens, np.array(self.scores).tolist(), strict=True):
             for rank, (_, expert) in enumerate(sorted(zip(scores, chosen, strict=True), reverse=True)):
                 ranks[expert] = min(rank, ranks.get(expert, rank))
         return dict(sorted(ranks.items(), key=itemgetter(1)))
@@ -92,91 +79,82 @@ class Odds:
 
     Args:
         least: share of right choices from which on a rank is worth reading.
+
+    Attributes:
+        num_good: number of ranks that are worth reading.
     """
 
     def __init__(self, least: float) -> None:
+        self.num_good = 0
         self._least = least
         self._right: list[float] = []
         self._seen: list[int] = []
 
-    @property
-    def num_good(self) -> int:
-        """Number of ranks that are worth reading."""
-        good = [rank for rank, right in enumerate(self._right) if right >= self._least]
-        return good[-1] + 1 if good else 0
-
-    def note(self, rank: int, is_right: bool) -> None:
-        """Learn from a choice."""
-        more = rank + 1 - len(self._seen)
-        self._seen += [_PRIOR] * more
-        self._right += [0.5] * more
-        self._seen[rank] = min(self._seen[rank] + 1, _MEMORY)
-        self._right[rank] += (is_right - self._right[rank]) / self._seen[rank]
+    def note(self, ranks: Mapping[int, int], needed: Collection[int]) -> None:
+        """Learn from a guess: the ranks of some experts, and the experts that were needed."""
+        for expert, rank in ranks.items():
+            more = rank + 1 - len(self._seen)
+            self._seen += [_PRIOR] * more
+            self._right += [0.5] * more
+            self._seen[rank] = min(self._seen[rank] + 1, _MEMORY)
+            self._right[rank] += ((expert in needed) - self._right[rank]) / self._seen[rank]
+        self.num_good = len(self._right)
+        while self.num_good and self._right[self.num_good - 1] < self._least:
+            self.num_good -= 1
 
 
 @dataclass(slots=True)
-class _Residual:
-    """The residual before a stack of experts and after it, if it is that of few tokens."""
+class _Stack:
+    """The state of a stack, and of the modules around it.
+
+    Attributes:
+        before, after: the residual before its experts and after them, if it is that of few tokens.
+        route: the norm before its router, and the block with the router; None where it cannot be guessed.
+        is_asked: whether its router is called speculatively.
+        said: what the router's module returned then.
+        unsettled: guesses that its next call will settle: the odds they count for, and the ranks of missing experts.
+    """
 
     before: mx.array | None = None
     after: mx.array | None = None
+    route: tuple[Callable[..., mx.array], Callable[..., object]] | None = None
+    is_asked: bool = False
+    said: Any = None
+    unsettled: list[tuple[Odds, dict[int, int]]] = field(default_factory=list)
 
 
 class _Norm(SwappedClass):
     """The norm before the router. Its argument is the residual."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        residual = cast(_Residual, self._flash_state)
+        state: _Stack = self._flash_state
         is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
-        residual.before, residual.after = x if is_simple else None, None
-        return cast(mx.array, own_class(self).__call__(self, x, *args, **kwargs))
+        state.before, state.after = x if is_simple else None, None
+        return cast(mx.array, super().__call__(x, *args, **kwargs))  # type: ignore[misc]
 
 
 class _Block(SwappedClass):
     """Router and experts. Their result is added to the residual."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        residual = cast(_Residual, self._flash_state)
-        before = residual.before  # the next guess takes it
-        result = own_class(self).__call__(self, *args, **kwargs)
+        state: _Stack = self._flash_state
+        before = state.before  # the next guess takes it
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         is_simple = len(args) == 1 and not kwargs  # else the block may have added the residual itself
         if is_simple and before is not None and isinstance(result, mx.array) and result.shape == before.shape:
-            residual.after = before + result
+            state.after = before + result
         return cast(mx.array, result)
-
-
-@dataclass(slots=True)
-class _Said:
-    """The result of a router's module during a speculative call."""
-
-    is_asked: bool = False
-    result: Any = None
 
 
 class _Gate(SwappedClass):
     """The module that scores the experts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = own_class(self).__call__(self, *args, **kwargs)
-        said = cast(_Said, self._flash_state)
-        if said.is_asked:
-            said.result = result
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        state: _Stack = self._flash_state
+        if state.is_asked:
+            state.said = result
         return result
-
-
-@dataclass(slots=True)
-class _Stack:
-    """The state of a stack.
-
-    Attributes:
-        residual: of its last call.
-        said: result of its router.
-        unsettled: guesses that its next call will settle: the odds they count for, and the ranks of missing experts.
-    """
-
-    residual: _Residual = field(default_factory=_Residual)
-    said: _Said = field(default_factory=_Said)
-    unsettled: list[tuple[Odds, dict[int, int]]] = field(default_factory=list)
 
 
 class Lookahead:
@@ -202,7 +180,7 @@ class Lookahead:
         self._stacks = stacks
         self._pool = pool
         self._stream = stream
-        self._states = [_Stack() for _ in stacks]
+        self._states = [_Stack(route=_route_of(stack)) for stack in stacks]
         self._early, self._late = Odds(least_odds), Odds(least_odds)
         if enabled:
             for layer in range(len(stacks) - 1):
@@ -211,66 +189,76 @@ class Lookahead:
     def _remember(self, layer: int) -> None:
         """Make the modules around a stack store the residual, if that helps to guess the next stack."""
         stack, after, state = self._stacks[layer], self._stacks[layer + 1], self._states[layer]
-        if stack.norm is None or stack.block is None or not self._can_be_guessed(layer + 1):
+        if stack.norm is None or stack.block is None or self._states[layer + 1].route is None:
             return
         if not isinstance(stack.norm, SwappedClass) and not isinstance(stack.block, SwappedClass):
-            swap_class(stack.norm, _Norm, state.residual)
-            swap_class(stack.block, _Block, state.residual)
+            swap_class(stack.norm, _Norm, state)
+            swap_class(stack.block, _Block, state)
             if after.gate is not None and not isinstance(after.gate, SwappedClass):
-                swap_class(after.gate, _Gate, self._states[layer + 1].said)
-
-    def _can_be_guessed(self, layer: int) -> bool:
-        return layer < len(self._stacks) and self._stacks[layer].block is not None and bool(self._stacks[layer].norm)
+                swap_class(after.gate, _Gate, self._states[layer + 1])
 
     def early(self, layer: int) -> Guess | None:
         """Guess a stack from the residual before the experts of the previous one."""
-        return self._guess(layer, self._states[layer - 1].residual.before)
+        return self._guess(layer, self._states[layer - 1].before)
 
     def late(self, layer: int) -> Guess | None:
         """Guess a stack from the residual after the experts of the previous one."""
-        residual = self._states[layer - 1].residual
-        after, residual.after = residual.after, None
+        state = self._states[layer - 1]
+        after, state.after = state.after, None
         return self._guess(layer, after)
 
     def _guess(self, layer: int, residual: mx.array | None) -> Guess | None:
         """Return what a stack's router would choose if the layers in between changed nothing."""
-        if residual is None or not self._can_be_guessed(layer):
+        if residual is None or layer == len(self._stacks):
             return None
-        stack, said = self._stacks[layer], self._states[layer].said
-        norm, block = cast(nn.Module, stack.norm), cast(nn.Module, stack.block)
-        self._stream.is_guessing = said.is_asked = True
+        state = self._states[layer]
+        if state.route is None:
+            return None
+        norm, block = state.route
+        self._stream.is_guessing = state.is_asked = True
         try:
-            own_class(block).__call__(block, own_class(norm).__call__(norm, residual))
+            block(norm(residual))
         except GuessedError as guessed:
-            return Guess(guessed.indices, scores_of(said.result, guessed.indices, stack.num_experts))
+            indices: mx.array = guessed.args[0]
+            return Guess(indices, scores_of(state.said, indices, self._stacks[layer].num_experts))
         except GuessEndedError:
             return None
         finally:
-            self._stream.is_guessing = said.is_asked = False
-            said.result = None
+            self._stream.is_guessing = state.is_asked = False
+            state.said = None
         return None
 
     def read(self, layer: int, guess: Guess, *, is_early: bool) -> None:
         """Evaluate a guess, and start to read the experts that a stack will probably need."""
         table, odds = self._pool.slot_of[layer], self._early if is_early else self._late
-        missing = {expert: rank for expert, rank in guess.ranks().items() if table[expert] == ABSENT}
+        missing, likely = dict[int, int](), list[int]()
+        for expert, rank in guess.ranks().items():
+            if table[expert] == ABSENT:
+                missing[expert] = rank
+                likely += [expert] * (rank < odds.num_good)
         self._states[layer].unsettled.append((odds, missing))
-        num_good = odds.num_good
-        likely = [expert for expert, rank in missing.items() if rank < num_good]
-        self._pool.read_ahead(layer, likely, int(self._pool.slots.num_slots * POOL_SHARE), urgent=not is_early)
+        if likely:
+            self._pool.read_ahead(layer, likely, int(self._pool.slots.num_slots * POOL_SHARE), urgent=not is_early)
 
     def settle(self, layer: int, experts: Numbers) -> None:
         """Learn from the experts that a call needs how good the guesses were."""
         unsettled = self._states[layer].unsettled
         needed = set(experts.tolist()) if unsettled else set()
         for odds, missing in unsettled:
-            for expert, rank in missing.items():
-                odds.note(rank, expert in needed)
+            if missing:
+                odds.note(missing, needed)
         unsettled.clear()
 
     def let_go(self) -> None:
         """Drop the residuals and guesses of a pass that has failed."""
         for state in self._states:
-            state.residual.before = state.residual.after = None
-            state.said.is_asked, state.said.result = False, None
+            state.before = state.after = None
             state.unsettled.clear()
+
+
+def _route_of(stack: ExpertStack) -> tuple[Callable[..., mx.array], Callable[..., object]] | None:
+    """Return the norm before a stack and its block, whose calls leave no trace."""
+    if stack.norm is None or stack.block is None:
+        return None
+    norm, block = (partial(own_class(module).__call__, module) for module in (stack.norm, stack.block))
+    return norm, block

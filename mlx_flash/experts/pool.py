@@ -1,27 +1,35 @@
-"""The expert pool: experts in slots that all layers of a model share, and the reads that bring them there."""
+"""The expert pool: experts in slots that all layers of a model share, and the reads that bring them there.
+
+A slot holds one expert of one layer. An expert that gets a slot takes that of the expert that was used least.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mlx_flash.errors import ReadError
-from mlx_flash.experts.eviction import Expert, Mask
-from mlx_flash.experts.slots import ABSENT, ExpertSlots, PoolLayer
+import numpy as np
+
+from mlx_flash.errors import ClosedError, ReadError
+from mlx_flash.experts.eviction import Expert, Mask, Numbers, Uses
+from mlx_flash.experts.slots import ABSENT, ExpertStats, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket
+from mlx_flash.storage.placement import Segment
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Reads, Ticket
+from mlx_flash.streaming.stream import POISON
 
 READS_PAST_CACHE = 3
 """4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab/experts.md)."""
 
+_NOTHING: Numbers = np.empty(0, np.int64)
 
-class ExpertPool(ExpertSlots):
-    """A pool of slots that experts are read into.
 
-    Not for several threads at once: the caller holds a lock around a whole forward pass. Everything that computes with
-    a slot must be evaluated before the next call of :meth:`request` or :meth:`clear_head`, except for the experts that
-    :meth:`hold` names.
+class ExpertPool:
+    """A table of slots that experts are read into.
+
+    Everything that computes with a slot must be evaluated before the next call of :meth:`request` or
+    :meth:`clear_head`, except for the experts of the last request.
 
     Args:
         slots: the memory.
@@ -30,6 +38,12 @@ class ExpertPool(ExpertSlots):
         poison: fill slots with NaN bytes when an expert leaves.
         reads_past_cache: read an expert so many times past the page cache. Most are in the pool by then. Filling the
             page cache takes processor time, which is for the computation where the processor does that too.
+
+    Attributes:
+        slots: as given.
+        layers: as given.
+        slot_of: for each layer the slot of each expert, or ``ABSENT``.
+        stats: the counters.
     """
 
     def __init__(
@@ -41,60 +55,71 @@ class ExpertPool(ExpertSlots):
         *,
         reads_past_cache: int,
     ) -> None:
-        super().__init__(slots, layers, poison)
+        self.slots = slots
+        self.layers = layers
+        self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
+        self.stats = ExpertStats()
+        self._poison = poison
+        self._reader = reader
         self._reads_past_cache = reads_past_cache
         self._num_reads: Counter[Expert] = Counter()
-        self._reader = reader
-        self._tickets: dict[Expert, Ticket] = {}
+        self._prepared: dict[Expert, Reads] = {}
+        self._in_flight: list[dict[int, Ticket]] = [{} for _ in layers]
         self._predicted: list[set[int]] = [set() for _ in layers]
+        self._free = list(reversed(range(slots.num_slots)))
+        self._num_cleared = 0
+        self._held = _NOTHING
+        self._uses = Uses([layer.num_experts for layer in layers], slots.capacity)
+
+    @property
+    def num_resident(self) -> int:
+        """Number of experts that have slots."""
+        return sum(int(np.count_nonzero(table != ABSENT)) for table in self.slot_of)
+
+    @property
+    def num_usable(self) -> int:
+        """Number of slots that hold experts, or may."""
+        return self.slots.num_slots - self._num_cleared
 
     def ready(self, layer: int) -> Mask:
         """Return for each expert of a layer whether it is in its slot."""
-        self.drop_failed(layer, [expert for of, expert in self._tickets if of == layer])
+        in_flight = self._in_flight[layer]
+        self._settle(layer, list(in_flight))
         mask: Mask = self.slot_of[layer] != ABSENT
-        mask[[expert for of, expert in self._tickets if of == layer]] = False
+        mask[list(in_flight)] = False
         return mask
 
     def request(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Start to read the missing ones of some experts, in the order of their files.
+        """Start to read the missing ones of some experts, in the order of their files. All of them stay from now on.
+
+        They stay until the next request, or :meth:`clear_head`.
 
         Args:
             layer: number of the layer.
             experts: distinct; at most ``num_usable``.
 
         Returns:
-            The experts in flight.
+            The experts in flight, in the order in which their reads started.
 
         Raises:
             ClosedError: the reader was closed.
         """
-        self.drop_failed(layer, experts)
-        self.count(layer, experts)
-        missing = [expert for expert in experts if self.slot_of[layer][expert] == ABSENT]
+        self._held = _NOTHING
+        self._settle(layer, experts)
+        missing = self.count(layer, experts)
         if missing:
             spared = self.spared(layer, experts)
-            for expert in sorted(missing, key=self.layers[layer].file_order):
+            for expert in sorted(missing, key=self.layers[layer].file_order.__getitem__):
                 is_read = self._read((layer, expert), spared, urgent=True)
-                if not is_read and not self._read((layer, expert), self.needed(layer, experts), urgent=True):
+                if not is_read and not self._read((layer, expert), self._needed(layer, experts), urgent=True):
                     raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
-        late = [expert for expert in experts if (layer, expert) in self._tickets]
+        self._held = self.slot_of[layer][list(experts)]
+        in_flight, needed = self._in_flight[layer], set(experts)
+        late = [expert for expert in in_flight if expert in needed]
         for expert in late:
-            self._tickets[layer, expert].hurry()
+            if not in_flight[expert].is_urgent:
+                in_flight[expert].hurry()
         return late
-
-    def spared(self, layer: int, experts: Sequence[int]) -> Mask:
-        """Return for each slot whether it belongs to some experts, to held ones, or to predicted ones."""
-        mask = self.needed(layer, experts)
-        mask[[int(self.slot_of[i][expert]) for i, experts in enumerate(self._predicted) for expert in experts]] = True
-        return mask
-
-    def count(self, layer: int, wanted: Sequence[int]) -> None:
-        """Count the experts that a call of a layer needs."""
-        stats, predicted = self.stats, self._predicted[layer]
-        stats.num_routed += len(wanted)
-        stats.num_hits += sum(bool(self.slot_of[layer][expert] != ABSENT) for expert in wanted)
-        stats.num_predicted_right += len(predicted.intersection(wanted))
-        predicted.clear()
 
     def read_ahead(self, layer: int, experts: Sequence[int], most: int, *, urgent: bool = False) -> None:
         """Start to read experts that the next call of a layer may need.
@@ -116,109 +141,245 @@ class ExpertPool(ExpertSlots):
             self._predicted[layer].add(expert)
             self.stats.num_predicted += 1
 
-    def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
-        """Start to read an expert. Return False when there is no slot for it."""
-        slot = self.enter(key, spared)
-        if slot is None:
-            return False
-        try:
-            # One thread is enough where there is time: handing work over takes processor time from the computation.
-            num_tasks = None if urgent else 1
-            segments, memory = self.reads(key)
-            caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
-            self._num_reads[key] += 1
-            self._tickets[key] = self._reader.submit(
-                segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks
-            )
-        except BaseException:
-            self.leave(key)
-            raise
-        self.stats.read_bytes += self.layers[key[0]].expert_bytes
-        return True
-
     def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Wait until some requested experts are in their slots.
 
         Raises:
             ReadError: one of them could not be read. They may be requested again.
         """
-        left = list(experts)
-        while left:
-            came = self.wait_any(layer, left)
-            left = [expert for expert in left if expert not in came]
+        while experts:
+            came = self.wait_any(layer, experts)
+            experts = [expert for expert in experts if expert not in came]
 
     def wait_any(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
-        """Return those of some requested experts that are in their slots.
-
-        If none is, wait for the one whose read started first.
+        """Return those of some requested experts that are in their slots. If none is, wait for the first one.
 
         Raises:
             ReadError: one of them could not be read. They may be requested again.
         """
-        came = [expert for expert in experts if (layer, expert) not in self._tickets]
-        in_flight = [key for key in self._tickets if key[0] == layer and key[1] in experts]
+        in_flight = self._in_flight[layer]
+        came = [expert for expert in experts if expert not in in_flight or in_flight[expert].done()] or experts[:1]
         try:
-            for key in in_flight:
-                if not came or self._tickets[key].done():
-                    self.stats.wait_seconds += self._tickets[key].wait()
-                    self.filling.discard(key)
-                    del self._tickets[key]
-                    came.append(key[1])
-        except BaseException:
-            for key in in_flight:  # all of them, or each would fail one more call
-                if key in self._tickets:
-                    self.leave(key)
+            for expert in came:
+                if expert in in_flight:
+                    self.stats.wait_seconds += in_flight[expert].wait()
+                    del in_flight[expert]
+        except ReadError:
+            for expert in in_flight.keys() & set(experts):  # all of them, or each would fail one more call
+                self.leave((layer, expert))
             raise
         return came
 
+    def count(self, layer: int, wanted: Sequence[int]) -> list[int]:
+        """Count the experts that a call of a layer needs. Return those that have no slots."""
+        stats, table, predicted = self.stats, self.slot_of[layer], self._predicted[layer]
+        missing = [expert for expert in wanted if table[expert] == ABSENT]
+        stats.num_routed += len(wanted)
+        stats.num_hits += len(wanted) - len(missing)
+        stats.num_predicted_right += len(predicted.intersection(wanted))
+        predicted.clear()
+        return missing
+
+    def use(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
+        """Count the uses of one call. The experts used most stay longest.
+
+        Args:
+            layer: number of the layer.
+            experts: distinct.
+            counts: for each of them the number of tokens that it computes.
+            num_tokens: tokens of the call.
+        """
+        self._uses.add(layer, experts, counts, num_tokens)
+        there = experts[self.slot_of[layer][experts] != ABSENT]
+        self._uses.refresh(layer, there, self.slot_of[layer][there])
+
+    def spared(self, layer: int, experts: Sequence[int]) -> Mask:
+        """Return for each slot whether it belongs to some experts, to held ones, or to predicted ones."""
+        mask = self._needed(layer, experts)
+        for table, predicted in zip(self.slot_of, self._predicted, strict=True):
+            if predicted:
+                mask[table[list(predicted)]] = True
+        return mask
+
+    def _needed(self, layer: int, experts: Sequence[int]) -> Mask:
+        """Return for each slot whether it belongs to some experts, or to those that are held."""
+        mask = np.zeros(self.slots.capacity, np.bool_)
+        slots = self.slot_of[layer][list(experts)]
+        mask[slots[slots != ABSENT]] = True
+        mask[self._held] = True
+        return mask
+
+    def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
+        """Start to read an expert. Return False when there is no slot for it."""
+        layer, expert = key
+        slot = self._enter(key, spared)
+        if slot is None:
+            return False
+        caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
+        self._num_reads[key] += 1
+        try:
+            # One thread is enough where there is time: handing work over takes processor time from the computation.
+            self._in_flight[layer][expert] = self._reader.start(
+                self._prepare(key, slot),
+                self.slots.memory(slot),
+                caching=caching,
+                urgent=urgent,
+                num_threads=None if urgent else 1,
+            )
+        except ClosedError:
+            self.leave(key)
+            raise
+        self.stats.read_bytes += self.layers[layer].expert_bytes
+        return True
+
+    def _prepare(self, key: Expert, slot: int) -> Reads:
+        layer = self.layers[key[0]]
+        if layer.stacks is not None:
+            return self._reader.prepare(layer.segments(key[1], slot))
+        if key not in self._prepared:
+            self._prepared[key] = self._reader.prepare(layer.segments(key[1], slot))
+        return self._prepared[key]
+
+    def _enter(self, key: Expert, spared: Mask) -> int | None:
+        """Give an expert a slot, and copy into it the arrays that are always in memory. The caller fills the rest.
+
+        Args:
+            key: the expert.
+            spared: for each slot whether its expert must stay. The new one is added.
+
+        Returns:
+            The slot; None when all are spared.
+        """
+        layer, expert = key
+        if not self._free:
+            least = self._uses.least(spared)
+            if least is None:
+                return None
+            self.stats.num_evicted += 1
+            self.leave(least)
+        slot = self._free.pop()
+        self.slots.touch(slot)
+        for offset, rows in self.layers[layer].kept:
+            row = rows[expert]
+            np.frombuffer(self.slots.part(slot, offset, len(row)), np.uint8)[:] = row
+        self.slot_of[layer][expert] = slot
+        self._uses.enter(slot, key)
+        spared[slot] = True
+        return slot
+
     def leave(self, key: Expert) -> None:
         """Take an expert's slot away. Cancel its read."""
-        ticket = self._tickets.get(key)
+        layer, expert = key
+        ticket = self._in_flight[layer].pop(expert, None)
         if ticket is not None:
             ticket.cancel()
-        super().leave(key)
-        self._tickets.pop(key, None)
-        self._predicted[key[0]].discard(key[1])
+        self._predicted[layer].discard(expert)
+        slot = int(self.slot_of[layer][expert])
+        self.slot_of[layer][expert] = ABSENT
+        self._uses.leave(slot)
+        if self._poison:
+            self.slots.fill(slot, POISON)
+        self._free.append(slot)
 
-    def recover(self) -> None:
-        """Drop all reads in flight, and everything that an exception has cut in two."""
-        for ticket in self._tickets.values():
-            ticket.cancel()
-        self._tickets.clear()
-        for predicted in self._predicted:
-            predicted.clear()
-        super().recover()
-
-    def resize(self, num_slots: int) -> None:
-        """Change the number of slots. Experts in flight to slots that go are dropped."""
-        for key in [key for key in self._tickets if self.slot_of[key[0]][key[1]] >= num_slots]:
-            self.leave(key)
-        super().resize(num_slots)
-
-    def drop_failed(self, layer: int, experts: Iterable[int]) -> None:
-        """Take the slots away from those of some experts whose reads have failed."""
-        for expert in experts:
-            ticket = self._tickets.get((layer, expert))
-            if ticket is not None and ticket.done():
+    def _settle(self, layer: int, experts: Iterable[int]) -> None:
+        """Note which reads of some experts have ended. Take the slots away from those whose reads have failed."""
+        in_flight = self._in_flight[layer]
+        for expert in experts if in_flight else ():
+            if expert in in_flight and in_flight[expert].done():
                 try:
-                    ticket.wait()
+                    in_flight[expert].wait()
                 except ReadError:  # it is read again
                     self.leave((layer, expert))
                 else:
-                    self.filling.discard((layer, expert))
-                    del self._tickets[layer, expert]
+                    del in_flight[expert]
 
     def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
         """Take the slots away from those of some experts that are in flight."""
-        self.drop_failed(layer, experts)
+        self._settle(layer, experts)
+        for expert in self._in_flight[layer].keys() & set(experts):
+            self.leave((layer, expert))
+
+    def reads(self, key: Expert) -> tuple[Sequence[Segment], memoryview]:
+        """Return the reads that fill an expert's slot, and the memory that they write to."""
+        layer, expert = key
+        slot = int(self.slot_of[layer][expert])
+        return self.layers[layer].segments(expert, slot), self.slots.memory(slot)
+
+    def clear_head(self, num_slots: int) -> None:
+        """Take the first slots away from their experts, until :meth:`restore_head`."""
+        self._held = _NOTHING
+        for layer, table in enumerate(self.slot_of):
+            for expert in np.flatnonzero((table != ABSENT) & (table < num_slots)):
+                self.leave((layer, int(expert)))
+        self._free = [slot for slot in self._free if slot >= num_slots]
+        self._num_cleared = num_slots
+
+    def restore_head(self) -> None:
+        """Give the slots of :meth:`clear_head` back."""
+        self._free = [*reversed(range(self._num_cleared)), *self._free]
+        self._num_cleared = 0
+
+    def adopt(self, layer: int, experts: Iterable[int], spared: Mask) -> dict[int, int]:
+        """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.
+
+        Args:
+            layer: number of the layer.
+            experts: experts without slots, the most important first.
+            spared: for each slot whether its expert must stay.
+
+        Returns:
+            The slot of each expert that got one.
+        """
+        adopted: dict[int, int] = {}
         for expert in experts:
-            if (layer, expert) in self._tickets:
+            least = None if self._free else self._uses.least(spared)
+            if not self._free and (least is None or not self._uses.is_more((layer, expert), least)):
+                break
+            slot = self._enter((layer, expert), spared)
+            assert slot is not None
+            adopted[expert] = slot
+        return adopted
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots. Of all experts in their slots, those that were used most stay.
+
+        Everything that computes with slots must be evaluated, and no slot may be cleared.
+        """
+        for layer, in_flight in enumerate(self._in_flight):
+            for expert in [expert for expert in in_flight if self.slot_of[layer][expert] >= num_slots]:
                 self.leave((layer, expert))
+        before = self.slots.num_slots
+        going = np.arange(self.slots.capacity) >= num_slots
+        self._held = _NOTHING
+        assert isinstance(self.slots, SlotArena)
+        self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
+        for slot in range(num_slots, before):
+            self._vacate(slot, going)
+        self.slots.resize(num_slots)
+
+    def _vacate(self, slot: int, going: Mask) -> None:
+        """Take a slot from its expert, which gets that of an expert in another slot if that one was used less."""
+        key = self._uses.holder(slot)
+        if key is None:
+            return
+        if not self._free and (least := self._uses.least(going)) is not None and self._uses.is_more(key, least):
+            self.leave(least)
+        if self._free:
+            to = self._free.pop()
+            self.slots.touch(to)
+            self.slots.memory(to)[:] = self.slots.memory(slot)
+            self.slot_of[key[0]][key[1]] = to
+            self._uses.leave(slot)
+            self._uses.enter(to, key)
+        else:
+            self.leave(key)
+            self._free.pop()
 
     def close(self) -> None:
         """Cancel all reads, and wait until none writes to a slot. Free the slots where the system can do that."""
-        for ticket in self._tickets.values():
-            ticket.cancel()
-        self._tickets.clear()
+        for in_flight in self._in_flight:
+            for ticket in in_flight.values():
+                ticket.cancel()
+            in_flight.clear()
         if isinstance(self.slots, SlotArena) and self.slots.can_resize:
             self.slots.resize(0)

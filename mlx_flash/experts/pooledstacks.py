@@ -15,7 +15,7 @@ import numpy as np
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import PoolLayer, stack_layers
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.layout.swap import clone_tree, own_class
+from mlx_flash.layout.swap import clone_tree
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
 
@@ -103,8 +103,7 @@ class PooledStacks:
 
     def run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
         """Compute tokens with the experts in some slots, ``(..., top_k)``."""
-        module = self._modules[layer]
-        return cast(mx.array, own_class(module).__call__(module, x, slots))
+        return cast(Callable[..., mx.array], self._modules[layer])(x, slots)
 
     def run_routing(self, layer: int, x: mx.array, routing: Routing) -> mx.array:
         """Compute tokens with their experts, all of which have slots."""
@@ -170,10 +169,10 @@ def join_rows(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[i
         parts: rows ``(pairs, width)`` and the numbers of their pairs.
         shape: of the routing.
     """
-    rows = parts[0][0]
-    if len(parts) > 1:
-        source = [0] * math.prod(shape)
-        for row, pair in enumerate(chain.from_iterable(pairs for _, pairs in parts)):
-            source[pair] = row
-        rows = mx.concatenate([rows for rows, _ in parts])[mx.array(source, mx.uint32)]
-    return rows.reshape(*shape, -1)
+    if len(parts) == 1:
+        return parts[0][0].reshape(*shape, -1)
+    rows, numbers = zip(*parts, strict=True)
+    source = [0] * math.prod(shape)
+    for row, pair in enumerate(chain.from_iterable(numbers)):
+        source[pair] = row
+    return mx.concatenate([*rows])[mx.array(source, mx.uint32)].reshape(*shape, -1)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import ABSENT, Bytes
+from mlx_flash.experts.slots import Bytes
 from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
@@ -144,8 +144,7 @@ class Stage:
         pool.clear_head(self.num_slots)
         if self._arena is None:
             self._arena = pool.slots.head(self.num_slots)
-        pool.count(layer, hottest)
-        present = {expert for expert in hottest if pool.slot_of[layer][expert] != ABSENT}
+        present = set(hottest).difference(pool.count(layer, hottest))
         call = self._call = _Call(layer, list(self._matrices[layer]), sorted(hottest), present)
         try:
             for region in range(self._num_regions):
@@ -155,7 +154,6 @@ class Stage:
             module = self._copies[layer]
             result = cast(mx.array, own_class(module).__call__(module, x, indices))
             mx.eval(result)
-            pool.filling.difference_update((layer, expert) for expert in call.adopted)
         except BaseException:
             for expert in call.adopted:
                 pool.leave((layer, expert))
@@ -163,10 +161,6 @@ class Stage:
         finally:
             self._end()
         return result
-
-    def recover(self) -> None:
-        """Let go of what an interrupted call has left, before the pool does."""
-        self._end()
 
     def _end(self) -> None:
         for _, ticket in self._regions.values():

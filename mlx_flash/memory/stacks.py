@@ -30,7 +30,6 @@ class StackArena:
         num_slots, capacity, num_touched: as in :class:`~mlx_flash.memory.arena.SlotArena`; the same number here.
         pitch: as given.
         starts: for each part the offset of its stack.
-        everything: the bytes of all stacks.
     """
 
     can_resize = False
@@ -45,7 +44,6 @@ class StackArena:
         self.starts = tuple(ends[part] for part in range(len(widths)))
         self._widths = tuple(widths)
         self._arena = Arena(max(num_slots * pitch, end))
-        self.everything = self._arena.memory
 
     @property
     def committed(self) -> int:
@@ -59,6 +57,10 @@ class StackArena:
     def touch(self, slot: int) -> None:
         """Do nothing: all slots have memory."""
 
+    def memory(self, slot: int) -> memoryview:
+        """Return the bytes that the reads of a slot write to: those of all stacks."""
+        return self._arena.memory
+
     def part(self, slot: int, start: int, nbytes: int) -> memoryview:
         """Return a part of a slot.
 
@@ -67,7 +69,7 @@ class StackArena:
             start: where the stack of the part starts.
             nbytes: size of the part.
         """
-        return self.everything[start + slot * nbytes :][:nbytes]
+        return self._arena.memory[start + slot * nbytes :][:nbytes]
 
     def view(self, start: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return a stack as an evaluated array ``(slots, *shape)``.

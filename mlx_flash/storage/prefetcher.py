@@ -78,35 +78,39 @@ class Reads:
     Attributes:
         segments: what is read.
         tasks: its parts, as threads read them.
-        caching: use of the page cache.
         buffer_end: first byte of the buffer after all that is written.
     """
 
     segments: Sequence[Segment]
     tasks: Sequence[_Task]
-    caching: Caching
     buffer_end: int
 
 
 class Ticket:
-    """Reads that fill one buffer, in flight. Made by :meth:`BackgroundPrefetcher.start`."""
+    """Reads that fill one buffer, in flight. Made by :meth:`BackgroundPrefetcher.start`.
 
-    def __init__(self, reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, is_urgent: bool) -> None:
-        self._reader, self._is_urgent = reader, is_urgent
+    Attributes:
+        is_urgent: whether the urgent threads read.
+    """
+
+    def __init__(
+        self, reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, caching: Caching, is_urgent: bool
+    ) -> None:
+        self._reader, self.is_urgent = reader, is_urgent
         # The reader's lock guards these.
         self._waiting = deque(reads.tasks)  # what no thread has begun
         self._num_left = len(reads.tasks)  # what has not ended
         self._error: BaseException | None = None
         self._began_at = self._ended_at = 0.0
-        self._buffer, self._caching = buffer, reads.caching
+        self._buffer, self._caching = buffer, caching
         self._in_flight = threading.Lock()  # held until all has ended
         if reads.tasks:
             self._in_flight.acquire()
 
     def hurry(self) -> None:
         """Have the urgent threads do what has not begun."""
-        if not self._is_urgent:
-            self._is_urgent = True
+        if not self.is_urgent:
+            self.is_urgent = True
             self._reader._hurry(self)
 
     def done(self) -> bool:
@@ -164,7 +168,7 @@ class Ticket:
 
 
 class _Threads:
-    """Threads that serve one queue, from its first ticket on. Each ticket is in it once for each of its tasks.
+    """Threads that serve one queue, from its first ticket on. A ticket is in it once for each thread that may read.
 
     Attributes:
         queue: the tickets; None ends a thread.
@@ -271,29 +275,35 @@ class BackgroundPrefetcher:
         """True if every file is read past the page cache."""
         return all(file.direct_fd is not None for file in self._files.values())
 
-    def prepare(
-        self, segments: Sequence[Segment], *, caching: Caching = "shared", num_tasks: int | None = None
-    ) -> Reads:
+    def prepare(self, segments: Sequence[Segment], caching: Caching = "shared") -> Reads:
         """Return reads that :meth:`start` starts.
 
         Args:
             segments: what to read.
-            caching: what reads do with the page cache. With ``"kept"`` a segment is one task: for small reads that come
-                again, such as embedding rows.
-            num_tasks: number of threads that share the work; None for all. Each gets at most ``read_size`` bytes
-                at a time.
+            caching: what reads will do with the page cache. With ``"kept"`` a segment is one task: for small reads that
+                come again, such as embedding rows.
         """
-        tasks = tuple(self._tasks(segments, caching, num_tasks or self.queue_depth))
-        return Reads(segments, tasks, caching, max([segment.buffer_end for segment in segments], default=0))
+        tasks = tuple(self._tasks(segments, caching))
+        return Reads(segments, tasks, max([segment.buffer_end for segment in segments], default=0))
 
-    def start(self, reads: Reads, buffer: memoryview, *, urgent: bool = False) -> Ticket:
+    def start(
+        self,
+        reads: Reads,
+        buffer: memoryview,
+        *,
+        caching: Caching = "shared",
+        urgent: bool = False,
+        num_threads: int | None = None,
+    ) -> Ticket:
         """Start to read.
 
         Args:
             reads: what to read.
             buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``. The caller must not touch them
                 until it has waited for the ticket or cancelled it.
+            caching: what reads do with the page cache.
             urgent: do not queue behind reads ahead, since the caller waits.
+            num_threads: the most threads that share the work; None for all.
 
         Raises:
             ClosedError: the prefetcher was closed.
@@ -305,14 +315,14 @@ class BackgroundPrefetcher:
         if (now := time.monotonic()) >= self._refresh_at:
             self._refresh_at = now + REFRESH_SECONDS
             self.cached.refresh()
-        ticket = Ticket(self, reads, buffer, urgent)
+        ticket = Ticket(self, reads, buffer, caching, urgent)
         threads = self._urgent if urgent else self._ahead
         with self._lock:
             if self._closed:
                 raise ClosedError(_CLOSED)
             if not threads.are_started:
                 threads.start()
-            for _ in reads.tasks:
+            for _ in reads.tasks[:num_threads]:
                 threads.queue.put(ticket)
         return ticket
 
@@ -323,19 +333,20 @@ class BackgroundPrefetcher:
         *,
         caching: Caching = "shared",
         urgent: bool = False,
-        num_tasks: int | None = None,
+        num_threads: int | None = None,
     ) -> Ticket:
         """Do what :meth:`prepare` and :meth:`start` do, for reads that come once."""
-        return self.start(self.prepare(segments, caching=caching, num_tasks=num_tasks), buffer, urgent=urgent)
+        reads = self.prepare(segments, caching)
+        return self.start(reads, buffer, caching=caching, urgent=urgent, num_threads=num_threads)
 
-    def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[_Task]:
+    def _tasks(self, segments: Sequence[Segment], caching: Caching) -> Iterator[_Task]:
         """Yield what each task reads. Small parts share one unless they are kept, since handing over costs time.
 
         A task has at most ``read_size`` bytes, and few enough that all threads get work. Parts of what stays in memory
         are larger.
         """
         read_size = self.read_size
-        share = min(read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
+        share = min(read_size, -(-sum(segment.nbytes for segment in segments) // self.queue_depth))
         task: list[_Part] = []
         nbytes = 0
         for segment in segments:
@@ -361,10 +372,14 @@ class BackgroundPrefetcher:
                     self._urgent.queue.put(ticket)
 
     def _work(self, ticket: Ticket) -> None:
-        """Do the next task of a ticket, if one is left."""
+        """Do the tasks of a ticket that are left."""
+        while ticket._waiting:
+            self._do_next(ticket)
+
+    def _do_next(self, ticket: Ticket) -> None:
         with self._lock:
             if not ticket._waiting:
-                return  # other threads did it, or nobody needs it any more
+                return  # another thread was faster
             task, now = ticket._waiting.popleft(), time.perf_counter()
             ticket._began_at = ticket._began_at or now
             self._busy_since = self._busy_since if self._num_busy else now

@@ -92,7 +92,7 @@ def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int, lea
         for rank, share in enumerate(shares):
             is_right = (i + 1) * share - right[rank] >= 0.5 + rng.uniform(-0.3, 0.3)
             right[rank] += is_right
-            odds.note(rank, bool(is_right))
+            odds.note({0: rank}, {0} if is_right else set())
     good = [rank for rank in range(len(shares)) if right[rank] >= 400 * (least + 0.01)]
     bad = [rank for rank in range(len(shares)) if right[rank] >= 400 * (least - 0.01)]
     assert max(good, default=-1) < odds.num_good <= max(bad, default=-1) + 1
@@ -101,10 +101,10 @@ def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int, lea
 def test_rank_that_becomes_wrong_is_read_no_more() -> None:
     odds = Odds(CAREFUL_ODDS)
     for _ in range(2000):
-        odds.note(0, True)
+        odds.note({0: 0}, {0})
     assert odds.num_good == 1
     for _ in range(400):
-        odds.note(0, False)
+        odds.note({0: 0}, set())
     assert odds.num_good == 0
 
 

@@ -169,7 +169,7 @@ def test_failed_stack_returns_its_slots(directory: Path, stacks: list[Any], disk
         module = model.layout.experts[0].unit.module
         disk.is_broken = True
         pool.read_ahead(0, [0, 1], 2)
-        for ticket in list(pool._tickets.values()):
+        for ticket in list(pool._in_flight[0].values()):
             with pytest.raises(ReadError):
                 ticket.wait()
         with pytest.raises(ReadError, match=r"layers\.0\.mlp\.switch_mlp\..*_proj\.weight"):

@@ -160,17 +160,11 @@ def test_experts_stream_through_pools_of_every_size() -> None:
 def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the passes that read experts one by one can see it."""
 
-    def another(self: ExpertPool, key: tuple[int, int]) -> Any:
-        table, expert = self.slot_of[key[0]], key[1]
-        other = (expert + 1) % len(table)
-        there, table[other] = table[other], table[expert]
-        try:
-            return reads(self, (key[0], other))
-        finally:
-            table[other] = there
+    def another(self: ExpertPool, key: tuple[int, int], slot: int) -> Any:
+        return prepare(self, (key[0], (key[1] + 1) % self.layers[key[0]].num_experts), slot)
 
-    reads = ExpertPool.reads
-    monkeypatch.setattr(ExpertPool, "reads", another)
+    prepare = ExpertPool._prepare
+    monkeypatch.setattr(ExpertPool, "_prepare", another)
     outcome = compare("qwen3_moe", "fp32", in_turns=True)
     assert outcome.status == "failed" and outcome.num_cuts > 1 and outcome.num_pools == 0
     assert outcome.reason.startswith("pool of ")

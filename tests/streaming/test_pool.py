@@ -32,7 +32,7 @@ from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import place_rows
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads
 from mlx_flash.storage.ranges import RETRIES
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 from mlx_flash.streaming.stream import POISON
@@ -123,8 +123,11 @@ def numbers(experts: Sequence[int]) -> Any:
     return np.array(experts, np.int64)
 
 
+def in_flight(pool: ExpertPool) -> set[tuple[int, int]]:
+    return {(layer, expert) for layer, tickets in enumerate(pool._in_flight) for expert in tickets}
+
+
 def bring(pool: ExpertPool, layer: int, *experts: int) -> None:
-    pool.hold(layer, ())
     pool.wait(layer, pool.request(layer, experts))
 
 
@@ -151,10 +154,6 @@ class Calls(RuleBasedStateMachine):
             self.pool.close()
             self.reader.close()
 
-    def let_go(self) -> None:
-        self.held = {}
-        self.pool.hold(0, ())
-
     def note_reads(self, before: Experts) -> None:
         self.most_bytes += sum(sum(SIZES[layer]) for layer, _ in set(resident(self.pool)) - set(before))
 
@@ -166,13 +165,12 @@ class Calls(RuleBasedStateMachine):
         experts = [e for e in experts if e < NUM_EXPERTS[layer]][: self.pool.num_usable]
         following = (layer + 1) % 3
         likely = [e for e in likely if e < NUM_EXPERTS[following]]
-        self.let_go()
+        self.held = {}
         before, hits = resident(self.pool), self.pool.stats.num_hits
         if experts:
             self.pool.use(layer, numbers(experts), numbers([1] * len(experts)), 1)
         late = self.pool.request(layer, experts)
         assert self.pool.stats.num_hits - hits == len(set(before) & {(layer, expert) for expert in experts})
-        self.pool.hold(layer, experts)
         self.held = self.slots(layer, experts)
         assert set(late) <= set(experts)
         assert ABSENT not in self.held.values()
@@ -207,15 +205,15 @@ class Calls(RuleBasedStateMachine):
 
     @rule(layer=LAYERS, experts=SOME)
     def drop_unread(self, layer: int, experts: list[int]) -> None:
-        self.let_go()
+        self.held = {}
         experts = [e for e in experts if e < NUM_EXPERTS[layer]]
         self.pool.drop_unread(layer, experts)
-        assert not {(layer, expert) for expert in experts} & self.pool._tickets.keys()
+        assert not {(layer, expert) for expert in experts} & in_flight(self.pool)
 
     @precondition(lambda self: not self.cleared)
     @rule(share=st.floats(0.1, 1))
     def clear_head(self, share: float) -> None:
-        self.let_go()
+        self.held = {}
         num_slots = max(1, int(share * self.pool.slots.num_slots))
         self.pool.clear_head(num_slots)
         self.cleared = set(range(num_slots))
@@ -229,17 +227,17 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.slots.can_resize and not self.cleared)
     @rule(num_slots=st.integers(1, CAPACITY))
     def resize(self, num_slots: int) -> None:
-        self.let_go()
+        self.held = {}
         before, uses = self.slots_by_use(), len(resident(self.pool))
         self.pool.resize(num_slots)
         self.used = {slot for slot in self.used if slot < num_slots}
         after = self.slots_by_use()
         assert set(after) <= set(before) and len(resident(self.pool)) <= min(num_slots, uses)
-        if not self.pool._tickets and len(before) == uses:  # nothing was in flight: those used most have stayed
+        if not in_flight(self.pool) and len(before) == uses:  # nothing was in flight: those used most have stayed
             assert sorted(after.values()) == sorted(before.values())[max(0, uses - num_slots) :]
 
     def slots_by_use(self) -> dict[tuple[int, int], float]:
-        there = set(resident(self.pool)) - self.pool._tickets.keys()
+        there = set(resident(self.pool)) - in_flight(self.pool)
         return {(layer, expert): float(self.pool._uses._sums[layer][expert]) for layer, expert in there}
 
     @invariant()
@@ -256,7 +254,7 @@ class Calls(RuleBasedStateMachine):
     @invariant()
     def what_is_there_is_right(self) -> None:
         if hasattr(self, "pool"):
-            for layer, expert in set(resident(self.pool)) - self.pool._tickets.keys():
+            for layer, expert in set(resident(self.pool)) - in_flight(self.pool):
                 assert self.checkpoint.found(self.pool, layer, expert) == self.checkpoint.expected(layer, expert)
 
     @invariant()
@@ -308,13 +306,13 @@ def test_more_experts_than_slots_is_an_error(checkpoint: Checkpoint, reader: Bac
 def started(reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]:
     """The reads from now on: where each begins in its file, and its options."""
     found = []
-    submit = reader.submit
+    start = reader.start
 
-    def spy(segments: Any, *args: Any, **options: Any) -> Any:
-        found.append((segments[0].offset, options))
-        return submit(segments, *args, **options)
+    def spy(reads: Reads, *args: Any, **options: Any) -> Any:
+        found.append((reads.segments[0].offset, options))
+        return start(reads, *args, **options)
 
-    monkeypatch.setattr(reader, "submit", spy)
+    monkeypatch.setattr(reader, "start", spy)
     return found
 
 
@@ -324,7 +322,7 @@ def test_misses_are_read_in_file_order(
     bring(checkpoint.pool(6, reader), STACKED, 4, 0, 5, 2)
     offsets = [offset for offset, _ in started]
     assert offsets == sorted(offsets) and len(offsets) == 4
-    expected = {"caching": "shared", "urgent": True, "num_tasks": None}
+    expected = {"caching": "shared", "urgent": True, "num_threads": None}
     assert all(options == expected for _, options in started)
 
 
@@ -354,7 +352,6 @@ def test_limit_of_predicted_experts_holds_over_all_layers(checkpoint: Checkpoint
 def test_prediction_evicts_no_held_expert(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(3, reader)
     bring(pool, 0, 0, 1)
-    pool.hold(0, [0, 1])
     pool.read_ahead(1, [4, 2, 3], 9)
     assert resident(pool) == [(0, 0), (0, 1), (1, 4)]
 
@@ -364,6 +361,7 @@ def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: 
     pool.use(0, numbers([0, 1]), numbers([9, 1]), 10)
     bring(pool, 0, 0, 1)
     pool.use(1, numbers([2, 3, 4]), numbers([5, 4, 1]), 10)
+    pool.clear_head(0)
     found = pool.adopt(1, [2, 3, 4], pool.spared(1, [2, 3, 4]))
     assert list(found) == [2]
     assert resident(pool) == [(0, 0), (1, 2)]
@@ -430,7 +428,7 @@ def test_arrived_experts_are_used_before_late_ones(
         came = pool.wait_any(0, left)
         assert came and all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in came)
         left = [expert for expert in left if expert not in came]
-    assert left == [2] and list(pool._tickets) == [(0, 2)]
+    assert left == [2] and in_flight(pool) == {(0, 2)}
     assert pool.wait_any(0, [2, 0]) == [0]
     gate.set()
     pool.wait(0, left)
@@ -443,9 +441,10 @@ def test_failed_prediction_is_read_again(checkpoint: Checkpoint, reader: Backgro
     disk.is_broken = True
     pool.read_ahead(1, [0, 1], 4)
     pool.read_ahead(2, [3], 4)
-    for ticket in pool._tickets.values():
-        with pytest.raises(ReadError):
-            ticket.wait()
+    for tickets in pool._in_flight:
+        for ticket in tickets.values():
+            with pytest.raises(ReadError):
+                ticket.wait()
     disk.is_broken = False
     bring(pool, 0, 0, 1)
     bring(pool, 1, 0)

@@ -34,12 +34,14 @@ class CacheKinds:
     Attributes:
         plain: keys and values of all tokens, with nothing else about them.
         lists, recurrent, windows: lists of caches, states that every token replaces, and the last tokens only.
+        buffers: keys and values in buffers with room behind them.
     """
 
     plain: tuple[type[Any], ...] = (KVCache,)
     lists: tuple[type[Any], ...] = (CacheList,)
     recurrent: tuple[type[Any], ...] = (ArraysCache,)
     windows: tuple[type[Any], ...] = (RotatingKVCache,)
+    buffers: tuple[type[Any], ...] = (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache)
 
     @classmethod
     def add(cls, module: Any) -> None:
@@ -86,7 +88,7 @@ def token_fits(entry: Any) -> bool:
         return all(array is not None for array in vars(entry)["cache"])
     if issubclass(kind, CacheKinds.lists):
         return all(map(token_fits, entry.caches))
-    if kind not in (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache) or entry.keys is None:
+    if kind not in CacheKinds.buffers or entry.keys is None:
         return False
     size, most = entry.keys.shape[2], getattr(entry, "max_size", None)
     return size == most or (length_of(entry) < size and (most is None or size < most))

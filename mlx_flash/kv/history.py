@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from mlx_flash.compat.caches import CacheKinds
+
 Labels = np.ndarray[Any, np.dtype[np.int64]]
 """``(tokens, 4)``: the token; begin and end of the call that computed it, or 0 where they do not matter; the form of
 the cache at that call."""
@@ -105,6 +107,7 @@ class LoneKVCache(BatchKVCache):  # type: ignore[misc]
 
 
 LoneKVCache.__name__ = BatchKVCache.__name__
+CacheKinds.buffers += (LoneKVCache,)
 
 
 def merged(plain: Sequence[KVCache], caches: Sequence[object]) -> BatchKVCache:

@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_flash
 from batches import check_equal
 from mlx_flash import FlashLLM, load_model
+from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.errors import BudgetError, ClosedError
@@ -275,6 +276,18 @@ def test_memory_is_looked_at_where_buffers_grow(
         with pytest.raises(BudgetError):
             got += islice(steps, 300)
         assert 10 < len(got) <= 256
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_tokens_of_mlx_lms_batches_are_calls_of_its_own(directory: Path, looks: list[int], num_prompts: int) -> None:
+    """Also of a batch of one, whose content the prefix cache may know."""
+    with in_memory(directory) as model:
+        generator = StockBatchGenerator(model)
+        generator.insert([PROMPT] * num_prompts, max_tokens=[50] * num_prompts)
+        for _ in range(40):
+            generator.next()
+        generator.close()
+    assert sum(size == num_prompts for size in looks) <= 3, looks
 
 
 def test_tokens_of_a_batch_that_changes(llama: Path, looks: list[int]) -> None:

@@ -100,7 +100,8 @@ class Passes:
                     row.was_sought = False  # this pass may have computed the prefix
         finally:
             for each in lifted:
-                each.put()  # if its token was not computed, or guesses were
+                if each.debt is not None:  # its token was not computed, or guesses were
+                    each.put()
 
     def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
         """Note the outputs of the next calls of a row, or why there are none."""

@@ -92,7 +92,6 @@ class GeneratedSequence:
         self._is_read_only = reads is not None and max_tokens == 0
         self.hidden: list[mx.array] = []
         self._new: list[int] = []  # the tokens of the row
-        self._num_guesses = 0  # tokens at its end that may be taken back
         self._at = -1  # number of the logits to choose from
         self._token: mx.array | None = None
         self._logprobs = mx.array([])
@@ -107,10 +106,10 @@ class GeneratedSequence:
             most: the most tokens of a prompt, at least a step; None for as many as memory allows.
         """
         if self.row is None and self._owed is not None and self._owed.found is not None:  # somebody looked
-            self.row, self._new, self._at, self._num_guesses = self._owed.found, [self.last], -1, 0
+            self.row, self._new, self._at = self._owed.found, [self.last], -1
         if self.row is not None:
             return self.row
-        self._num_guesses, self._at, self.num_rows = 0, -1, int(self._token is not None)
+        self._at, self.num_rows = -1, int(self._token is not None)
         if self._token is None:
             if most is not None:
                 most -= most % self.model.prefill_step(self._step, 0)
@@ -130,7 +129,7 @@ class GeneratedSequence:
             self.row.report = self._report
         else:
             guessed = self._guess(num_others)
-            self._new, self._num_guesses, self.num_rows = [self.last, *guessed], len(guessed), 1 + len(guessed)
+            self._new, self.num_rows = [self.last, *guessed], 1 + len(guessed)
             self._at = 0 if guessed else -1
             self.row = self.model.row(
                 mx.array([self._new]), self.cache, self._step, num_guesses=len(guessed), owed=self._owed
@@ -196,11 +195,10 @@ class GeneratedSequence:
         if self.guesses is not None:
             self.guesses.add(number)
         if self._at >= 0:
-            is_right = self._num_guesses > 0 and self._guessed[self._at : self._at + 1] == [number]
+            is_right = self._guessed[self._at : self._at + 1] == [number]
             self._at += is_right
             if not is_right:
                 self.take_back()
-                self.row, self._at = None, -1
         self.num_taken = self.num_tokens
         if self._owed is not None:
             self._owed.owe(self._token_owed(self._owed) if self.row is None else self.row.guessed(1 + self._at))
@@ -213,10 +211,10 @@ class GeneratedSequence:
 
     def take_back(self) -> None:
         """Take tokens from the cache that were only guessed. Harmless when repeated."""
-        if self._num_guesses and self.row is not None and self.row.outputs:
+        if self.row is not None and self.row.outputs and self.row.parts[0].checkpoints is not None:
             num_tried, num_right = len(self._guessed), self._at
             self.row.keep(1 + num_right)
-            self._num_guesses = 0
+            self.row, self._at = None, -1
             self.model.counters.end_guess(num_tried, num_right)
             if self.guesses is not None:
                 self.guesses.note(num_tried, num_right)
@@ -233,7 +231,6 @@ class GeneratedSequence:
         if self._at >= 0:
             self._at -= 1
             self.take_back()
-            self.row, self._at = None, -1
         self.guesses = None
 
     def _token_owed(self, owed: Owed) -> Debt:

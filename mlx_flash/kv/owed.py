@@ -64,17 +64,13 @@ class Owed(Opaque):
         self.found = None
         if debt is None:
             self.debt = None
-            self._lift()
+            self.lift()
         else:
-            self._put()
+            self.put()
             self.debt = debt
 
     def put(self) -> None:
-        """Have the entries say what is owed, if anything is."""
-        if self.debt is not None:
-            self._put()
-
-    def _put(self) -> None:
+        """Have the entries say what is owed."""
         for entry in self._entries:
             other = _owed_of(entry)
             if other is None or other.debt is None:  # else it refuses every use
@@ -92,9 +88,6 @@ class Owed(Opaque):
                 "a prompt cache was trimmed before generate_step ended, and is used by it again, or not all of its "
                 "layers were trimmed. Hint: trim all layers, and begin a new generate_step."
             )
-        self._lift()
-
-    def _lift(self) -> None:
         for entry in self._entries:
             if _owed_of(entry) is self:
                 _restore(entry)

@@ -22,7 +22,6 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, window_before
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
@@ -112,10 +111,6 @@ class Leaf:
         """Note the content, until :func:`forget`."""
         vars(self.entry)[ATTRIBUTE] = (history, self._anchor())
 
-    def checkpoint(self, start: int) -> PutBack:
-        """Return what puts the entry back as it is now, after its state or the rows from ``start`` on were replaced."""
-        raise NotImplementedError
-
     def _anchor(self) -> object:
         """Return an object that the entry replaces when sequences are added or removed."""
         entry = self.entry
@@ -183,18 +178,6 @@ class RowLeaf(Leaf):
         """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
 
-    def checkpoint(self, start: int) -> PutBack:
-        length = self.length or 0
-        replaced = [mx.contiguous(array) for array in self._read(start, length)] if start < length else []
-        mx.eval(replaced)
-
-        def put_back() -> None:
-            self.trim(min(start, length))
-            if replaced:
-                self.append(replaced)
-
-        return put_back
-
     def _read(self, start: int, stop: int) -> list[mx.array]:
         own = self.own
         return [array[..., start:stop, :] for array in self._arrays()] if own is None else own.read(start, stop)
@@ -230,9 +213,6 @@ class StateLeaf(Leaf):
         """Replace the state by one that :meth:`read_state` returned."""
         others = json.loads(bytes(memory_of(found[_OTHERS])))
         self.entry.state = tree_unflatten([*((path, found[path]) for path in found if path != _OTHERS), *others])
-
-    def checkpoint(self, start: int) -> PutBack:
-        return checkpoint(self.entry)
 
 
 def _is_zero(padding: mx.array | None) -> bool:

@@ -47,7 +47,7 @@ class PrefixCounters:
 
 
 def fill(call: KnownCall, prefix: Prefix, store: PrefixStore, counters: PrefixCounters) -> bool:
-    """Add the pages of a prefix to a cache. Return whether all could be read; if not, some of them may have been added.
+    """Add the pages of a prefix to a cache. Return whether all could be read; if not, it has as many tokens as before.
 
     A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
     """
@@ -58,6 +58,8 @@ def fill(call: KnownCall, prefix: Prefix, store: PrefixStore, counters: PrefixCo
         if call.rows and end > call.history.length:
             found = _read(page, len(call.rows), store, counters)
             if found is None:
+                for leaf in call.rows:
+                    leaf.trim(call.history.length)
                 return False
             for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
                 leaf.trim(start)
@@ -238,7 +240,7 @@ class PrefixCache:
         while (found := self._find(call, most)).num_tokens > begin:
             prefix = self.store.pin(found)
             try:
-                is_filled = prefix == found and self._fill(call, prefix)
+                is_filled = prefix == found and fill(call, prefix, self.store, self.counters)
             finally:
                 self.store.release(prefix)
             if is_filled:
@@ -247,19 +249,6 @@ class PrefixCache:
                 prefix.num_tokens, found.num_tokens - 1
             )  # a page is gone or damaged; those before it may be used
         return 0
-
-    def _fill(self, call: KnownCall, prefix: Prefix) -> bool:
-        """Fill the cache with a prefix. Return whether it was done; if not, the cache is as before."""
-        start = max((page_end for page_end in prefix.ends if page_end <= call.history.length), default=0)
-        put_backs = [leaf.checkpoint(start) for leaf in call.leaves]
-        is_filled = False
-        try:
-            is_filled = fill(call, prefix, self.store, self.counters)
-        finally:
-            if not is_filled:
-                for put_back in put_backs:
-                    put_back()
-        return is_filled
 
     def _store(self, call: KnownCall, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""

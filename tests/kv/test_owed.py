@@ -127,7 +127,7 @@ def test_an_interrupt_leaves_a_cache_right_or_owed() -> None:
             add_tokens(cache, 1)
             is_computed.append(True)
 
-        strike = Strike([Owed.owe, Owed._put], at)
+        strike = Strike([Owed.owe, Owed.put], at)
         is_struck = strike.run(lambda owed=owed, settle=settle: owed.owe(Debt(1, settle, 7)))
         says = {entry.offset for entry in cache}
         assert says == ({6} if owed_to(cache) else {5})

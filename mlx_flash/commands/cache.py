@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TextIO
 
-from huggingface_hub import CacheNotFound, scan_cache_dir
+from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.commands.common import print_json, print_rich
+from mlx_flash.commands.common import emit
+from mlx_flash.commands.models import repositories
 from mlx_flash.commands.report import Json
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies, remove
 from mlx_flash.files import PARTIAL_SUFFIX
@@ -32,62 +33,63 @@ DAY = 24 * 3600
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash cache list`` or ``clear``."""
-    return (_clear if args.action == "clear" else _list)(args, out)
-
-
-def _list(args: argparse.Namespace, out: TextIO) -> int:
-    copies, prefixes, models = list_copies(), list_prefixes(prefix_directory()), list_models()
-    disks = sorted(PROFILES.load())
-    if args.json:
-        lists = {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes], "models": models}
-        print_json({**_places(), "bytes": _total(copies) + _total(prefixes), "disks": disks, **lists}, out)
-        return 0
-    _print_rows(((_name(c), size(c.nbytes), _when(c), c.source) for c in copies), out)
-    print(f"{_in_words(copies)} in {derived_directory()}; {len(disks)} remembered disk profiles", file=out)
-    _print_rows(((m.title, size(m.nbytes), f"{m.tokens} tokens", _days_ago(m.last_used)) for m in prefixes), out)
-    tokens = sum(model.tokens for model in prefixes)
-    print(f"{tokens} tokens in the prefix cache of {size(_total(prefixes))} in {prefix_directory()}", file=out)
-    _print_rows(((m["model"], size(m["bytes"]), _days_ago(m["last_used"])) for m in models), out)
-    total = f"{counted(len(models), 'model')} of {size(sum(model['bytes'] for model in models))}"
-    print(f"{total} downloaded from Hugging Face; clear keeps them", file=out)
+    copies, prefixes, disks = list_copies(), list_prefixes(prefix_directory()), sorted(PROFILES.load())
+    places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
+    places["disk_profiles"] = PROFILES.file
+    facts, words = (_clear if args.action == "clear" else _list)(copies, prefixes, len(disks))
+    emit(args, {**{name: str(path) for name, path in places.items()}, "disks": disks, **facts}, words, out)
     return 0
+
+
+def _list(copies: Sequence[Copy], prefixes: Sequence[StoredModel], num_disks: int) -> tuple[Json, list[RenderableType]]:
+    models = list_models()
+    tokens = sum(model.tokens for model in prefixes)
+    table = Table.grid(padding=(0, 2))
+    for copy in copies:
+        when = _days_ago(copy.last_used) if copy.is_complete else "not complete"
+        table.add_row(copy.model or "(cannot be read)", size(copy.nbytes), when, f"packed copy of {copy.source}")
+    for model in prefixes:
+        table.add_row(model.title, size(model.nbytes), _days_ago(model.last_used), f"{model.tokens} cached tokens")
+    for found in models:
+        table.add_row(
+            found["model"], size(found["bytes"]), _days_ago(found["last_used"]), "downloaded, which clear keeps"
+        )
+    total = f"{counted(len(models), 'model')} of {size(sum(model['bytes'] for model in models))}"
+    words = [
+        f"{_in_words(copies)} in {derived_directory()}; {num_disks} remembered disk profiles",
+        f"{tokens} tokens in the prefix cache of {size(_total(prefixes))} in {prefix_directory()}",
+        f"{total} downloaded from Hugging Face",
+    ]
+    lists = {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes], "models": models}
+    return {"bytes": _total(copies) + _total(prefixes), **lists}, [*([table] if table.row_count else []), *words]
 
 
 def list_models() -> list[Json]:
     """Return the models in the cache of Hugging Face that have safetensors files, the largest first."""
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
     models = [
         {"model": r.repo_id, "bytes": r.size_on_disk, "last_used": r.last_accessed, "folder": str(r.repo_path)}
-        for r in repositories
+        for r in repositories()
         if any(file.file_name.endswith(".safetensors") for revision in r.revisions for file in revision.files)
     ]
     return sorted(models, key=lambda model: -model["bytes"])
 
 
-def _clear(args: argparse.Namespace, out: TextIO) -> int:
-    copies, prefixes, disks = list_copies(), list_prefixes(prefix_directory()), sorted(PROFILES.load())
+def _clear(
+    copies: Sequence[Copy], prefixes: Sequence[StoredModel], num_disks: int
+) -> tuple[Json, list[RenderableType]]:
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
     in_use = clear_prefixes(prefix_directory())
     _remove_small_files()
     tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
     nbytes = _total(prefixes) - _total(in_use)
-    if args.json:
-        lists = {"removed": _to_json(removed), "kept": _to_json(kept), "prefixes": [asdict(m) for m in in_use]}
-        numbers = {"bytes": _total(removed) + nbytes, "prefix_tokens": tokens, "disks": disks}
-        print_json({**_places(), **numbers, **lists}, out)
-        return 0
-    for copy in copies:
-        verb, state = ("removed", "") if copy in removed else ("kept", "in use, ")
-        print(f"{verb} {size(copy.nbytes)} of {_name(copy)}: {state}{copy.folder}", file=out)
-    for model in in_use:
-        print(f"kept {size(model.nbytes)} of the prefix cache of {model.title}: in use", file=out)
-    words = f"{tokens} tokens in the prefix cache of {size(nbytes)}"
-    print(f"removed {_in_words(removed)}, {words}, and {len(disks)} remembered disk profiles", file=out)
-    return 0
+    words = [f"removed {size(copy.nbytes)} of {copy.model or '(cannot be read)'}: {copy.folder}" for copy in removed]
+    words += [f"kept {size(copy.nbytes)} of {copy.model}: in use, {copy.folder}" for copy in kept]
+    words += [f"kept {size(model.nbytes)} of the prefix cache of {model.title}: in use" for model in in_use]
+    cleared = f"{tokens} tokens in the prefix cache of {size(nbytes)}, and {num_disks} remembered disk profiles"
+    lists = {"removed": _to_json(removed), "kept": _to_json(kept), "prefixes": [asdict(model) for model in in_use]}
+    facts = {"bytes": _total(removed) + nbytes, "prefix_tokens": tokens, **lists}
+    return facts, [*words, f"removed {_in_words(removed)}, {cleared}"]
 
 
 def _remove_small_files() -> None:
@@ -101,35 +103,14 @@ def _remove_small_files() -> None:
     remove_unheld(derived_directory().glob("*.lock"))
 
 
-def _places() -> Json:
-    places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
-    return {name: str(path) for name, path in {**places, "disk_profiles": PROFILES.file}.items()}
-
-
 def _to_json(copies: Sequence[Copy]) -> list[Json]:
     names = {"nbytes": "bytes", "is_complete": "complete"}
     found = ({names.get(name, name): value for name, value in asdict(copy).items()} for copy in copies)
     return [{**entry, "folder": str(entry["folder"])} for entry in found]
 
 
-def _print_rows(rows: Iterable[tuple[str, ...]], out: TextIO) -> None:
-    table = Table.grid(padding=(0, 2))
-    for row in rows:
-        table.add_row(*row)
-    if table.row_count:
-        print_rich(table, out)
-
-
 def _total(kept: Sequence[Copy] | Sequence[StoredModel]) -> int:
     return sum(each.nbytes for each in kept)
-
-
-def _name(copy: Copy) -> str:
-    return copy.model or "(cannot be read)"
-
-
-def _when(copy: Copy) -> str:
-    return _days_ago(copy.last_used) if copy.is_complete else "not complete"
 
 
 def _days_ago(last_used: float) -> str:

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -159,12 +159,13 @@ def note_lines(modelfile: Modelfile) -> None:
         note(f"{modelfile.path}:{found.line}: {found.text}")
 
 
-def emit(args: argparse.Namespace, facts: Json, words: RenderableType, out: TextIO) -> None:
+def emit(args: argparse.Namespace, facts: Json, words: RenderableType | Sequence[RenderableType], out: TextIO) -> None:
     """Print facts: as JSON with ``--json``, in words for people otherwise."""
     if args.json:
         print_json(facts, out)
-    else:
-        print_rich(words, out)
+        return
+    for part in words if isinstance(words, list | tuple) else [words]:
+        print_rich(part, out)
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> Table:
@@ -182,5 +183,5 @@ def print_json(value: Json, out: TextIO) -> None:
 
 
 def print_rich(value: RenderableType, out: TextIO) -> None:
-    """Print for people, as wide as the terminal; 80 columns without one."""
-    Console(file=out, markup=False, highlight=False, emoji=False).print(value)
+    """Print for people, as wide as the terminal; 80 columns without one. A text of its own is not wrapped."""
+    Console(file=out, markup=False, highlight=False, emoji=False).print(value, soft_wrap=isinstance(value, str))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
-from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CacheNotFound, constants, scan_cache_dir
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich import box
 from rich.table import Table
@@ -128,15 +128,19 @@ def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outc
     return Outcome("streamed" if plan.read_bytes else "in memory", reached, plan.budget_bytes, plan.read_bytes)
 
 
+def repositories() -> list[CachedRepoInfo]:
+    """Return the models in the cache of Hugging Face."""
+    try:
+        return [found for found in scan_cache_dir().repos if found.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
 def _downloaded() -> Iterator[Model]:
     """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return
-    for repository in sorted(repositories, key=lambda repository: str(repository.repo_id)):
+    for repository in sorted(repositories(), key=lambda repository: str(repository.repo_id)):
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
-        if (nbytes := _weight_bytes(newest.snapshot_path)) and repository.repo_type == "model":
+        if nbytes := _weight_bytes(newest.snapshot_path):
             yield Model(repository.repo_id, str(newest.snapshot_path), nbytes)
 
 
@@ -287,11 +291,13 @@ class Removable:
         name: its name.
         nbytes: the disk space that becomes free.
         path: the Modelfile; None for a repository in Hugging Face's cache.
+        revisions: of such a repository.
     """
 
     name: str
     nbytes: int
     path: Path | None = None
+    revisions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} ({'Modelfile' if self.path else size(self.nbytes)})"
@@ -313,7 +319,7 @@ def remove(args: argparse.Namespace, out: TextIO) -> int:
         if model.path is not None:
             model.path.unlink()
         else:
-            _delete_repository(model.name)
+            scan_cache_dir().delete_revisions(*model.revisions).execute()
         print(f"removed {model}", file=out)
     return 0
 
@@ -323,13 +329,10 @@ def _find(name: str) -> Removable:
         return Removable(name, path.stat().st_size, path)
     if Path(name).exists():
         raise ConfigError(f"rm {name}: it is a path. Hint: rm removes Modelfiles with names, and what pull downloaded.")
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        repositories = frozenset()
-    for repository in repositories:
-        if repository.repo_id == name and repository.repo_type == "model":
-            return Removable(name, repository.size_on_disk)
+    for repository in repositories():
+        if repository.repo_id == name:
+            hashes = tuple(revision.commit_hash for revision in repository.revisions)
+            return Removable(name, repository.size_on_disk, revisions=hashes)
     hub.check_name(name)
     raise CheckpointNotFoundError(f"rm {name}: no model of this name is on this machine. Hint: mlx-flash list")
 
@@ -342,13 +345,6 @@ def _ask(question: str) -> bool:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-def _delete_repository(name: str) -> None:
-    """Delete all revisions of a repository."""
-    cache = scan_cache_dir()
-    (repository,) = (found for found in cache.repos if found.repo_id == name and found.repo_type == "model")
-    cache.delete_revisions(*(revision.commit_hash for revision in repository.revisions)).execute()
 
 
 def pull(args: argparse.Namespace, out: TextIO) -> int:

@@ -28,7 +28,8 @@ from safetensors.numpy import load_file, save_file
 import children
 from children import ROOT
 from mlx_flash import __version__, cli
-from mlx_flash.commands import cache, dispatch
+from mlx_flash.commands import dispatch
+from mlx_flash.commands import models as modellist
 from mlx_flash.commands.arguments import COMMANDS, SETTINGS, make_parser, parse_arguments
 from mlx_flash.commands.common import prompt_text
 from mlx_flash.commands.report import render_plan
@@ -305,13 +306,13 @@ def test_cache_lists_downloaded_models_with_their_sizes(
     (snapshot.parents[1] / "refs/main").write_text("abc")
     (snapshot / "model.safetensors").write_bytes(bytes(303_000))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
+    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
     assert cli.main(["cache", "list"]) == 0
     assert re.search(r"^org/tiny +303 kB +used today", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["cache", "list", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["models"]
     assert (listed["model"], listed["bytes"]) == ("org/tiny", 303_000)
-    monkeypatch.setattr(cache, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "none"))
+    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "none"))
     assert cli.main(["cache", "list"]) == 0
     assert "0 models of 0 kB" in capsys.readouterr().out
 

@@ -55,7 +55,7 @@ def _list(copies: Sequence[Copy], prefixes: Sequence[StoredModel], num_disks: in
             found["model"], size(found["bytes"]), _days_ago(found["last_used"]), "downloaded, which clear keeps"
         )
     total = f"{counted(len(models), 'model')} of {size(sum(model['bytes'] for model in models))}"
-    words = [
+    words: list[RenderableType] = [
         f"{_in_words(copies)} in {derived_directory()}; {num_disks} remembered disk profiles",
         f"{tokens} tokens in the prefix cache of {size(_total(prefixes))} in {prefix_directory()}",
         f"{total} downloaded from Hugging Face",
@@ -83,7 +83,9 @@ def _clear(
     _remove_small_files()
     tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
     nbytes = _total(prefixes) - _total(in_use)
-    words = [f"removed {size(copy.nbytes)} of {copy.model or '(cannot be read)'}: {copy.folder}" for copy in removed]
+    words: list[RenderableType] = [
+        f"removed {size(copy.nbytes)} of {copy.model or '(cannot be read)'}: {copy.folder}" for copy in removed
+    ]
     words += [f"kept {size(copy.nbytes)} of {copy.model}: in use, {copy.folder}" for copy in kept]
     words += [f"kept {size(model.nbytes)} of the prefix cache of {model.title}: in use" for model in in_use]
     cleared = f"{tokens} tokens in the prefix cache of {size(nbytes)}, and {num_disks} remembered disk profiles"

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -159,12 +159,12 @@ def note_lines(modelfile: Modelfile) -> None:
         note(f"{modelfile.path}:{found.line}: {found.text}")
 
 
-def emit(args: argparse.Namespace, facts: Json, words: RenderableType | Sequence[RenderableType], out: TextIO) -> None:
+def emit(args: argparse.Namespace, facts: Json, words: RenderableType | list[RenderableType], out: TextIO) -> None:
     """Print facts: as JSON with ``--json``, in words for people otherwise."""
     if args.json:
         print_json(facts, out)
         return
-    for part in words if isinstance(words, list | tuple) else [words]:
+    for part in words if isinstance(words, list) else [words]:
         print_rich(part, out)
 
 

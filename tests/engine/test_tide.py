@@ -19,7 +19,7 @@ from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CA
 from mlx_flash.facts import budget_of
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.pressure import MemoryReading, darwin_reading, linux_pressure, read_memory
-from mlx_flash.monitor.lines import budget_change
+from mlx_flash.monitor.frames import budget_change
 from models import LLAMA, same_bits, save
 
 GB = 10**9

@@ -39,7 +39,7 @@ from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.monitor import enginewatch, frames
+from mlx_flash.monitor import frames, rates
 from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.system import system_memory
 from mlx_flash.prefixes import folder as pagefile
@@ -429,7 +429,7 @@ def state(folder: Path) -> Iterator[Case]:
     def check(line: str) -> None:
         assert not [c for c in set(line) if unicodedata.category(c) == "Cc"], "control characters"
 
-    def look(watcher: enginewatch.Watcher, state: dict[str, Any], clock: float) -> None:
+    def look(watcher: rates.Watcher, state: dict[str, Any], clock: float) -> None:
         entry = published(state) | {"clock": clock, "started": 1.0}
         found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS})]
         watcher.look()
@@ -442,7 +442,7 @@ def state(folder: Path) -> Iterator[Case]:
             return
         if type(damaged) is not dict:
             return
-        watcher = enginewatch.Watcher()
+        watcher = rates.Watcher()
         if dice.random() < 0.5:
             look(watcher, STATES[number], 0.6)
         look(watcher, damaged, 1.0)
@@ -454,8 +454,8 @@ def state(folder: Path) -> Iterator[Case]:
         json.loads(line)
 
     with (
-        patch.object(enginewatch, "find", lambda: found),
-        patch.object(enginewatch, "system_memory", lambda: memory),
+        patch.object(rates, "find", lambda: found),
+        patch.object(rates, "system_memory", lambda: memory),
         remembered_lines(),
     ):
         yield case

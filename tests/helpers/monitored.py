@@ -11,8 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 import children
-from mlx_flash.monitor.frames import Canvas, frame
-from mlx_flash.monitor.glyphs import UNICODE, Glyphs
+from mlx_flash.monitor.frames import UNICODE, Canvas, Glyphs, frame
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.telemetry import SCHEMA, Json, Published

@@ -30,13 +30,21 @@ from children import ROOT
 from interrupt_points import interrupted_in, total_points
 from mlx_flash import facts
 from mlx_flash.monitor import app, system
-from mlx_flash.monitor.enginewatch import Watcher
-from mlx_flash.monitor.frames import frame
-from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
-from mlx_flash.monitor.lines import pass_words
-from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History
+from mlx_flash.monitor.app import Terminal, print_lines
+from mlx_flash.monitor.frames import (
+    ASCII,
+    UNICODE,
+    Glyphs,
+    bar,
+    chart,
+    choose_glyphs,
+    frame,
+    pass_words,
+    sparkline,
+    strip,
+)
+from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.state import STATES, Unit, printable
-from mlx_flash.monitor.terminal import Terminal, print_lines
 from mlx_flash.monitor.words import duration, size
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
 from models import LLAMA, save
@@ -182,8 +190,8 @@ def test_states_differ_without_colour() -> None:
 
 
 def test_encodings() -> None:
-    assert choose("utf-8") is choose("UTF8") is choose("utf_8") is UNICODE
-    assert choose("ascii") is choose("latin-1") is choose("ANSI_X3.4-1968") is ASCII
+    assert choose_glyphs("utf-8") is choose_glyphs("UTF8") is choose_glyphs("utf_8") is UNICODE
+    assert choose_glyphs("ascii") is choose_glyphs("latin-1") is choose_glyphs("ANSI_X3.4-1968") is ASCII
 
 
 def test_words_for_numbers() -> None:
@@ -678,7 +686,7 @@ def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None
 
 def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> None:
     """One in hundreds came while rich collected the frame, and then it collected what restores the terminal as well."""
-    folders = ["monitor/terminal.py", str(Path(str(rich.console.__file__)))]
+    folders = ["monitor/app.py", str(Path(str(rich.console.__file__)))]
 
     def program(run: Callable[[Callable[[], object]], bool]) -> None:
         console = Console(file=io.StringIO(), force_terminal=True, width=40, height=5)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.monitor import app
-from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs
+from mlx_flash.monitor.frames import ASCII, UNICODE, Glyphs
 from mlx_flash.monitor.rates import MINUTE, History
 from mlx_flash.telemetry import SCHEMA, Json
 from monitored import JSON, canvas, published, runtime, state, text_of

@@ -41,7 +41,7 @@ from rich.table import Table
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.convert.pack import pack
 from mlx_flash.errors import FlashError
-from mlx_flash.storage.codec import decode_speed
+from mlx_flash.storage.blocks import decode_speed
 from mlx_flash.storage.shards import weight_files
 
 NAMES = ("plain", "compressed")

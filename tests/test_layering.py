@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors", "folders", "forks", "threadends", "version"],
-    ["aliases", "compat", "files"],
+    ["compat", "files"],
     ["config", "enginethread", "facts", "memory", "sessions", "telemetry"],
     ["storage"],
     ["layout"],

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mlx_flash import __version__
-from mlx_flash.aliases import FLAGS
 from mlx_flash.commands import flags
 from mlx_flash.commands.flags import (
     JSON,
@@ -36,7 +35,7 @@ from mlx_flash.commands.flags import (
     max_tokens,
     setting,
 )
-from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
+from mlx_flash.config import FLAGS, FlashConfig, did_you_mean, setting_kinds
 
 EXIT_USAGE = 2
 
@@ -452,7 +451,7 @@ def _add_talk_flags(parser: Parser, *more: Flag) -> None:
 
 
 def _add_idle_flags(parser: Parser) -> None:
-    """Add flags of other programs that only cause a warning (:data:`mlx_flash.aliases.IDLE`)."""
+    """Add flags of other programs that only cause a warning (:data:`mlx_flash.config.IDLE`)."""
     parser.add_argument("--tile-size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--no-pipeline", action="store_true", dest="pipelined_execution", help=argparse.SUPPRESS)
 

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
 import mlx.core as mx
+from rich.console import Group
 
-from mlx_flash.commands.common import Status, emit, make_config, tokenizer_if_any
-from mlx_flash.commands.report import Json, Recorder, make_report, render_run
-from mlx_flash.commands.vision import is_vision, seeing
-from mlx_flash.config import FlashConfig
+from mlx_flash.commands.common import Status, emit, labelled, make_config, print_json, print_rich, tokenizer_if_any
+from mlx_flash.commands.plan import budget_rows, budgets_to_json, render_budgets
+from mlx_flash.commands.report import Json, Recorder, make_report, render_run, surroundings
+from mlx_flash.commands.vision import is_vision, prepare_model, sample_prompt, seeing, tokens_after
+from mlx_flash.compat.require import TESTED
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
+from mlx_flash.folders import cache_directory
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
+from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.memory.pagecache import drop_file
+from mlx_flash.monitor.system import SystemMemory, system_memory
+from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.speed import load_speed
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, sample_in
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
 from mlx_flash.storage.shards import weight_files
 
 
@@ -69,8 +82,6 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
 
 def _measure_seeing(args: argparse.Namespace, path: Path) -> tuple[Json, ResidencyPlan, str]:
     """As :func:`measure`, of a model that sees, with a picture."""
-    from mlx_flash.commands.seen import sample_prompt, tokens_after
-
     began = time.perf_counter()
     with seeing(args, path) as (model, processor):
         prompt = sample_prompt(model, processor, args.prompt_tokens)  # before the plan, which counts the process
@@ -94,3 +105,129 @@ def _cold(engine: Engine) -> str:
     else:
         cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
     return cold
+
+
+MACHINE = """
+Machine: {versions.platform}, {num_processors:processor}
+Memory: {memory.available:size} of {memory.total:size} free, {memory.swap_used:size} swapped out
+Disk: {disk.device} at {disk.mount}, {disk.file_system}, {disk.free_bytes:size} free, \
+{disk.is_network:network}, {disk.is_external:external}, {disk.is_encrypted:encrypted}
+Disk speed: {profile.bytes_per_second:GB/s}, {profile.direct:direct}, {profile.queue_depth} x {profile.read_size:size}
+MLX: {versions.versions.mlx} on {device}, mlx-lm {versions.versions.mlx_lm}, Python {versions.versions.python}
+Self-test: reads are {selftest.way}, blocks lost of {selftest.num_blocks}: {lost}, {selftest.seconds:duration}
+"""
+"""The machine in words."""
+
+SLOW_DISK = 1e9
+"""Bytes a second below which a disk is called slow: a token of a model of 10 GB that is not in memory takes 10 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Facts found out about the machine.
+
+    Attributes:
+        device: of MLX, for people.
+        memory: of the machine.
+        wired_limit: bytes that Metal keeps wired at most; None elsewhere.
+        disk: that of the model, or of the cache folder.
+        profile: its probed speed.
+        selftest: how bytes reach MLX's device.
+        versions: of Python, MLX, mlx-lm and mlx-flash, with platform and device.
+    """
+
+    device: str
+    memory: SystemMemory
+    wired_limit: int | None
+    disk: Disk
+    profile: DiskProfile
+    selftest: SelfTest
+    versions: Json
+
+
+def doctor(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash doctor``."""
+    config = make_config(args)
+    path = None if args.model is None else resolve(args.model)
+    found = examine(path, config)
+    if not args.json:
+        lost = ", ".join(f"{way} {number}" for way, number in found.selftest.lost.items())
+        facts = {**asdict(found), "num_processors": os.cpu_count(), "lost": lost}
+        print_rich(labelled([*filled(MACHINE, facts), *(("Note", words) for words in advice(found))]), out)
+    model = {} if path is None else _look_at_model(args, path, config, out)
+    if args.json:
+        print_json({**asdict(found), "advice": list(advice(found)), **model}, out)
+    return 0
+
+
+def examine(path: Path | None, config: FlashConfig) -> Findings:
+    """Look at the machine, and at the disk of a model; without one, of the cache folder."""
+    known = mx.device_info()
+    return Findings(
+        device=f"{known.get('device_name', '?')} ({mx.default_device()})",
+        memory=system_memory(),
+        wired_limit=wired_limit(),
+        disk=disk_of(path or cache_directory()),
+        profile=_profile(path, config),
+        selftest=test_now(),
+        versions=surroundings(),
+    )
+
+
+def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
+    """Return the speed of a disk. Without a model to read, a file is written for the moment."""
+    direct = reads_directly(config.io)
+    if path is not None:
+        return disk_profile(
+            max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path,
+            direct,
+            may_cache=config.io == "auto",
+        )
+    with sample_in(cache_directory()) as file:
+        return disk_profile(file, direct, may_cache=config.io == "auto")
+
+
+def advice(found: Findings) -> Iterator[str]:
+    """Yield what is worth knowing, one sentence or two each."""
+    disk, memory, test = found.disk, found.memory, found.selftest
+    if disk.is_network:
+        yield f"{disk.mount} is a network file system ({disk.file_system}). Hint: copy models to an internal disk."
+    if disk.is_external:
+        yield f"{disk.device} is an external disk. Hint: copy models to an internal one if that is faster."
+    if disk.is_nearly_full:
+        yield f"{disk.mount} has {size(disk.free_bytes)} of {size(disk.total_bytes)} free. Nearly full SSDs are slow."
+    if found.profile.bytes_per_second < SLOW_DISK:
+        yield f"{disk.mount} reads only {found.profile.bytes_per_second / GB:.2f} GB/s, which large models wait for."
+    if not found.profile.direct:
+        yield f"{disk.mount} ({disk.file_system}) has no direct reads: weights pass through the page cache."
+    if memory.swap_used > memory.total // 10:
+        yield f"{size(memory.swap_used)} are swapped out. Hint: close other programs, or take a smaller budget."
+    if test.way != "in place":
+        lost = test.lost.get("in place", 0)
+        yield f"direct reads in place lost {lost} of {test.num_blocks} blocks, so they are {test.way}."
+    if found.wired_limit is not None:
+        yield (
+            f"Metal keeps at most {size(found.wired_limit)} wired: a larger budget is slow. mlx-lm does not warn here, "
+            "since it does not see streamed weights. Hint: sudo sysctl iogpu.wired_limit_mb=N raises the limit."
+        )
+    for name, (oldest, newest) in TESTED.items():
+        if not _numbers(oldest) <= _numbers(found.versions["versions"][name.replace("-", "_")]) <= _numbers(newest):
+            yield f"mlx-flash was tested with {name} {oldest} to {newest}."
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".") if part.isdigit()]
+
+
+def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
+    """Measure a short run, then plan for several budgets with the speeds that it reached. Print, or return for JSON."""
+    tokenizer = tokenizer_if_any(path, args)
+    prepared = prepare_model(args, path, config)  # before the run, which takes memory
+    del tokenizer
+    report, plan, _ = measure(args, path, config)
+    reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed
+    rows = budget_rows(replace(prepared, machine=prepared.machine.at_speed(reached)), config)
+    if not args.json:
+        shown = {**report, "within_budget": None}  # the self-test is part of the process, but not of the plan
+        print_rich(Group("", render_run(shown, plan), render_budgets(rows)), out)
+    return {"run": report, "budgets": budgets_to_json(rows)}

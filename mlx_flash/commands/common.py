@@ -22,8 +22,7 @@ from rich.text import Text
 from mlx_flash.commands.arguments import SETTINGS, default_of
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.parse import Modelfile
-from mlx_flash.modelfile.values import check_text
+from mlx_flash.modelfile.parse import Modelfile, check_text
 from mlx_flash.monitor.words import size
 from mlx_flash.telemetry import Json
 

@@ -84,6 +84,8 @@ PLACES = {
     "show": "models.show",
     "create": "models.create",
     "rm": "models.remove",
+    "cache": "models.cache",
+    "doctor": "bench.doctor",
     "ps": "engines.ps",
     "stop": "engines.stop",
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_flash.config import parse_setting
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.values import DEFAULT_MAX_TOKENS
+from mlx_flash.modelfile.parse import DEFAULT_MAX_TOKENS
 from mlx_flash.monitor.words import seconds_of
 
 Type = Callable[[str], Any]

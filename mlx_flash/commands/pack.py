@@ -18,7 +18,7 @@ from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.monitor.words import counted, filled
 from mlx_flash.residency.machine import compute_bytes_per_second, computes_on_cores
-from mlx_flash.storage.codec import Compression, check_installed, decode_speed
+from mlx_flash.storage.blocks import Compression, check_installed, decode_speed
 from mlx_flash.storage.probe import disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import reads_directly

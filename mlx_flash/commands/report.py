@@ -29,7 +29,7 @@ from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, counted, duration, filled, rate, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
-from mlx_flash.storage.codec import Compression, num_cores
+from mlx_flash.storage.blocks import Compression, num_cores
 
 Json = dict[str, Any]
 

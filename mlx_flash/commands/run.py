@@ -23,8 +23,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from mlx_flash.commands.arguments import default_of
 from mlx_flash.commands.common import Status, make_config, note, note_lines
 from mlx_flash.commands.preview import is_remote
-from mlx_flash.commands.talk import COMPLETIONS, LAST, Talk, alarm, kept
-from mlx_flash.commands.typedlines import begun, make_reader
+from mlx_flash.commands.talk import COMPLETIONS, LAST, Talk, alarm, begun, kept, make_reader
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress

@@ -3,44 +3,472 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.commands.common import Status, emit, labelled, make_config
-from mlx_flash.commands.receipt import (
-    FORMAT,
-    Call,
-    calls_of,
-    calls_to_json,
-    checked_bytes,
-    file_digests,
-    first_difference,
-    reference_trace,
-    streamed_trace,
-)
 from mlx_flash.commands.report import Json, surroundings
-from mlx_flash.commands.vision import is_vision
+from mlx_flash.commands.vision import is_vision, sample_prompt, seeing
+from mlx_flash.compat.arrays import memory_of
+from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.config import FlashConfig
-from mlx_flash.convert.pack import pack
+from mlx_flash.convert.pack import copy_buffer, pack, read_pieces
+from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.errors import CheckpointError, FileChangedError, WriteError
+from mlx_flash.errors import CheckpointError, FileChangedError, ReadError, WriteError
 from mlx_flash.files import write_atomically
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
-from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
+from mlx_flash.layout.reachable import arrays_in
+from mlx_flash.layout.swap import own_class
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
+from mlx_flash.memory.pagecache import drop_cached
+from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
-from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.placement import Segment
+from mlx_flash.storage.safetensors import Extent, TensorRecord, read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.source import identity_of
+
+if TYPE_CHECKING:  # mlx-vlm is an extra
+    from mlx_flash.vision.pictures import PicturePrompt
+
+_CHUNK_BYTES = 4 << 20
+
+
+class ByteCheck:
+    """Compares every slot that is released, and every array that stays in memory, with the files.
+
+    It reads the files through the page cache, without the reader that filled the slots.
+
+    Attributes:
+        nbytes: bytes compared so far.
+        wrong: the first wrong byte of each tensor that differed, in words.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.wrong: dict[str, str] = {}
+        self._buffer = copy_buffer()
+
+    @contextmanager
+    def watching(self, engine: Engine) -> Iterator[None]:
+        """Compare slots as they are released during a block."""
+        stream, before = engine.stream, engine.stream.before_release
+
+        def compare(index: int, memory: memoryview) -> None:
+            self.segments(stream.units[index].reads.segments, memory)
+            if before is not None:
+                before(index, memory)
+
+        stream.before_release = compare
+        try:
+            yield
+        finally:
+            stream.before_release = before
+
+    def resident(self, engine: Engine, layout: ModelLayout) -> None:
+        """Compare what stays in memory: arrays of the checkpoint that are not streamed, and experts in the pool."""
+        for parameter in [*layout.resident, *(p for unit in layout.units for p in (*unit.large, *unit.small))]:
+            if parameter.records and not engine.is_streamed(parameter.container, parameter.key):
+                self._array(parameter)
+        pool = engine.experts.pool if engine.experts is not None else None
+        for number in range(len(pool.layers) if pool is not None else 0):
+            assert pool is not None
+            for expert in np.flatnonzero(pool.ready(number)):
+                self.segments(*pool.reads((number, int(expert))))
+
+    def segments(self, segments: Sequence[Segment], memory: memoryview) -> None:
+        """Compare a buffer with the parts of files that were read into it."""
+        for segment in segments:
+            for piece in segment.pieces:
+                part = memory[piece.buffer_offset : piece.buffer_offset + piece.nbytes]
+                self._compare(piece.name, segment.path, piece.offset, part)
+
+    def _array(self, parameter: Parameter) -> None:
+        array: mx.array = parameter.container[parameter.key]
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        mx.eval(flat)
+        memory, start = memory_of(flat), 0
+        for record in parameter.records:
+            self._compare(record.name, record.extent.path, record.extent.offset, memory[start : start + record.nbytes])
+            start += record.nbytes
+
+    def _compare(self, name: str, path: Path, offset: int, memory: memoryview) -> None:
+        record = TensorRecord(name, "U8", (len(memory),), Extent(path, offset, len(memory)))
+        start = 0
+        for piece in read_pieces(record, self._buffer):
+            found, expected = (
+                np.frombuffer(bytes_, np.uint8) for bytes_ in (memory[start : start + len(piece)], piece)
+            )
+            if not np.array_equal(found, expected):
+                at = start + int(np.flatnonzero(found != expected)[0])
+                self.wrong.setdefault(name, f"byte {at} of '{name}' in {path.name}")
+            start += len(piece)
+        self.nbytes += len(memory)
+
+
+@contextmanager
+def checked_bytes(engine: Engine, layout: ModelLayout) -> Iterator[tuple[ByteCheck, Json]]:
+    """Compare the weights that a model computes with in a block. Yield the check, and what it counts, at the end."""
+    check, numbers = ByteCheck(), Json()
+    with check.watching(engine):
+        yield check, numbers
+    check.resident(engine, layout)
+    numbers["bytes_read"] = engine.reader.stats.nbytes
+    numbers["bytes_compared"] = check.nbytes
+    numbers["wrong_bytes"] = list(check.wrong.values())
+
+
+FORMAT = 1
+
+Notice = Callable[[nn.Module, Any], None]
+"""Called with a module and the evaluated result of its call."""
+Report = Callable[[int, int], None]
+"""Called with (steps done, steps to do)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward call of a model.
+
+    Attributes:
+        tokens: that the model was given.
+        logits: digest of its logits; empty for a part of a prompt, whose logits are dropped as mlx-lm drops them.
+        layers: digest of each layer's output, by name.
+    """
+
+    tokens: list[int]
+    logits: str
+    layers: dict[str, str]
+
+
+def call_of(
+    model: Any, tokens: list[int], cache: list[Any], layers: dict[str, nn.Module], then: Notice, *, is_prompt: bool
+) -> tuple[Call, int]:
+    """Call a model. Return the digests, and the most likely token after it; of a part of a prompt, 0.
+
+    Args:
+        model: what to call.
+        tokens: for the call.
+        cache: the prompt cache.
+        layers: modules whose outputs get a digest, by name.
+        then: called after each of them.
+        is_prompt: drop the logits.
+    """
+    with digests_of(layers, then) as digests:
+        digest, token = "", 0
+        if is_prompt:
+            model(mx.array([tokens]), cache=cache)  # whose logits nobody computes
+        else:
+            logits = model(mx.array([tokens]), cache=cache)
+            digest, token = digest_of(logits), cast(int, mx.argmax(logits[0, -1]).item())
+        mx.eval(arrays_in(cache))
+    return Call(tokens, digest, digests), token
+
+
+@contextmanager
+def digests_of(layers: dict[str, nn.Module], then: Notice) -> Iterator[dict[str, str]]:
+    """Yield the digests of what layers compute in a block, by name. Each goes on from those of earlier calls.
+
+    Args:
+        layers: modules, by name.
+        then: called after each of their calls.
+    """
+    names = {id(module): name for name, module in layers.items()}
+    digests: dict[str, str] = {}
+
+    def note(module: nn.Module, result: Any) -> None:
+        name = names[id(module)]
+        digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
+        then(module, result)
+
+    with watching(list(layers.values()), note):
+        yield digests
+
+
+@contextmanager
+def watching(modules: Sequence[nn.Module], notice: Notice) -> Iterator[None]:
+    """Report the calls of some modules during a block. Arrays that a call can have an effect on are evaluated before.
+
+    The classes' own ``__call__`` is replaced, so the modules may be streamed or not.
+    """
+    watched = {id(module) for module in modules}
+    classes = {own_class(module) for module in modules}
+    own = {cls: cls.__dict__.get("__call__") for cls in classes}
+    active: list[int] = []
+    for cls in classes:
+        cls.__call__ = _watched(cls.__call__, watched, active, notice)
+    try:
+        yield
+    finally:
+        for cls, call in own.items():
+            if call is None:
+                del cls.__call__
+            else:
+                cls.__call__ = call
+
+
+def _watched(call: Callable[..., Any], watched: set[int], active: list[int], notice: Notice) -> Callable[..., Any]:
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in watched or id(self) in active:  # a subclass calls its base
+            return call(self, *args, **kwargs)
+        active.append(id(self))
+        try:
+            result = call(self, *args, **kwargs)
+        finally:
+            active.remove(id(self))
+        mx.eval(arrays_in(result, args, kwargs))
+        notice(self, result)
+        return result
+
+    return wrapper
+
+
+def digest_of(*arrays: mx.array, before: str = "") -> str:
+    """Return a digest of arrays: bytes, shapes and dtypes. It goes on from another one."""
+    found = hashlib.sha256(before.encode())
+    for array in arrays:
+        found.update(f"{array.dtype}{array.shape}".encode())
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        mx.eval(flat)
+        found.update(memory_of(flat))
+    return found.hexdigest()[:32]
+
+
+def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, report: Report) -> list[Call]:
+    """Compute a prompt and further tokens, streamed.
+
+    Args:
+        model: the streamed model. It is started before, so that its layers are final.
+        prompt: its first tokens. All but the last are computed in parts of the plan's prefill step.
+        num_tokens: calls after these, of one token each; the first one has the last token of the prompt.
+        report: progress.
+    """
+    model.start()
+    layers = {unit.name: unit.module for unit in model.layout.layers}
+    step, head, token = model.plan.prefill_step_size, prompt[:-1], prompt[-1]
+    chunks = [list(head[i : i + step]) for i in range(0, len(head), step)]
+    cache, calls, total = make_prompt_cache(model), list[Call](), len(chunks) + num_tokens
+    for i in range(total):
+        is_prompt = i < len(chunks)
+        tokens = chunks[i] if is_prompt else [token]
+        call, following = call_of(model, tokens, cache, layers, keep, is_prompt=is_prompt)
+        token = token if is_prompt else following
+        calls.append(call)
+        report(i + 1, total)
+    return calls
+
+
+def reference_trace(
+    path: Path, layout: ModelLayout, calls: Sequence[Call], *, resident: bool, report: Report
+) -> list[Call]:
+    """Repeat calls by mlx-lm alone, which reads the weights itself.
+
+    Args:
+        path: the model directory.
+        layout: of the streamed model, for the names of its layers.
+        calls: to repeat, with their tokens.
+        resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
+        report: progress.
+    """
+    reference, found = Reference(lambda lazy: current_load_model()(path, lazy=lazy)[0], layout.layers, resident), []
+    cache = make_prompt_cache(reference.model)
+    for i, call in enumerate(calls):
+        is_prompt = not call.logits
+        again, _ = call_of(reference.model, call.tokens, cache, reference.layers, reference.then, is_prompt=is_prompt)
+        found.append(again)
+        report(i + 1, len(calls))
+    return found
+
+
+def keep(module: nn.Module, result: Any) -> None:
+    """Leave a layer as it is."""
+
+
+class Reference:
+    """A model of mlx-lm or mlx-vlm alone, whole in memory or with one layer at a time.
+
+    Args:
+        load: loads it, lazily or not.
+        units: the layers of the streamed model.
+        resident: keep all weights. Otherwise those of a layer are loaded again after each call, lazily, so that those
+            in memory leave.
+
+    Attributes:
+        model: the model.
+        layers: its layers, by name.
+        then: to be called after each call of a layer.
+    """
+
+    def __init__(self, load: Callable[[bool], nn.Module], units: Sequence[Unit], resident: bool) -> None:
+        self._load = load
+        self.model = load(not resident)
+        self._modules = dict(self.model.named_modules())
+        self.layers = {unit.name: self._modules[unit.name] for unit in units}
+        self._units = {id(self.layers[unit.name]): unit for unit in units}
+        self._fresh: dict[str, nn.Module] = {}
+        self.then: Notice = keep if resident else self._renew
+
+    def _renew(self, module: nn.Module, result: Any) -> None:
+        for parameter in self._units[id(module)].large:
+            name, _, key = parameter.name.rpartition(".")
+            if key not in self._fresh.get(name, {}):  # taken before
+                self._fresh = dict(self._load(True).named_modules())
+            bind(self._modules[name], key, dict.pop(self._fresh[name], key))
+        mx.clear_cache()
+
+
+def stream_seeing(
+    args: argparse.Namespace, path: Path
+) -> tuple[ResidencyPlan, ModelLayout, list[Call], Json, PicturePrompt]:
+    """Return the plan, the layers, the streamed calls, what reading and comparing bytes counted, and the prompt."""
+    with (
+        seeing(args, path) as (model, processor),
+        Status("Streamed", args.verbose) as status,
+    ):
+        prompt = sample_prompt(model, processor, args.prompt_tokens)
+        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
+        model.start()
+        layers = {unit.name: unit.module for unit in _seen_layers(model.layout)}
+        with checked_bytes(model.engine, model.layout) as (check, numbers), model.towers.before_release(check.segments):
+            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, keep, status.show)
+        return model.plan, model.layout, calls, numbers, prompt
+
+
+def reference_seeing(
+    path: Path,
+    layout: ModelLayout,
+    prompt: PicturePrompt,
+    calls: Sequence[Call],
+    step: int,
+    *,
+    resident: bool,
+    report: Report,
+) -> list[Call]:
+    """Repeat calls by mlx-vlm alone, which reads the weights itself.
+
+    Args:
+        path: the model directory.
+        layout: of the streamed model, for the names of its layers.
+        prompt: of the calls.
+        calls: to repeat.
+        step: prompt tokens in a forward call.
+        resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
+        report: progress.
+    """
+    from mlx_flash.compat.vlm import current_vlm_load_model
+
+    reference = Reference(lambda lazy: current_vlm_load_model()(path, lazy=lazy), _seen_layers(layout), resident)
+    return _trace(reference.model, prompt, len(calls), step, reference.layers, reference.then, report)
+
+
+def _seen_layers(layout: ModelLayout) -> list[Unit]:
+    return [*layout.towers, *layout.layers]
+
+
+def _trace(
+    model: nn.Module,
+    prompt: PicturePrompt,
+    num_tokens: int,
+    step: int,
+    layers: dict[str, nn.Module],
+    then: Notice,
+    report: Report,
+) -> list[Call]:
+    """Generate tokens by mlx-vlm's loop. Return the calls with their digests, of log probabilities in place of logits.
+
+    Args:
+        model: what to call.
+        prompt: the prompt.
+        num_tokens: tokens to generate.
+        step: prompt tokens in a forward call.
+        layers: modules whose outputs get a digest, by name.
+        then: called after each of them.
+        report: progress.
+    """
+    from mlx_flash.vision.pictures import steps
+
+    calls: list[Call] = []
+    given = prompt.tokens
+    with digests_of(layers, then) as digests:
+        for token, logprobs in steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step):
+            calls.append(Call(given, digest_of(logprobs), dict(digests)))
+            given = [token]
+            report(len(calls), num_tokens)
+    return calls
+
+
+def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | None:
+    """Return where two traces part, in words; None where they are equal."""
+    if [call.tokens for call in expected] != [call.tokens for call in found]:
+        return "the calls have other tokens"
+    for number, (one, other) in enumerate(zip(expected, found, strict=True), 1):
+        layers = [name for name in one.layers if one.layers[name] != other.layers.get(name)]
+        if layers or one.layers.keys() != other.layers.keys():
+            return f"call {number} of {len(found)}: output of {layers[0] if layers else 'other layers'}"
+        if one.logits != other.logits:
+            return f"call {number} of {len(found)}: logits"
+    return None
+
+
+def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
+    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache.
+
+    Raises:
+        ReadError: a file cannot be read.
+    """
+    total, done, found = sum(path.stat().st_size for path in paths), 0, {}
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for path in paths:
+        digest = hashlib.sha256()
+        try:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+                    done += count
+                    report(done, total)
+                drop_cached(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            raise ReadError(f"cannot read {path}: {error.strerror}. Hint: check the disk.") from error
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def calls_to_json(calls: Sequence[Call]) -> list[Json]:
+    """Return calls for a receipt."""
+    return [asdict(call) for call in calls]
+
+
+def calls_of(receipt: object, path: Path) -> list[Call]:
+    """Return the calls of a receipt.
+
+    Raises:
+        CheckpointError: it is no receipt.
+    """
+    try:
+        if isinstance(receipt, dict) and receipt["format"] == FORMAT:
+            return [Call(**call) for call in receipt["calls"]]
+    except (KeyError, TypeError):
+        pass  # said below
+    raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")
+
 
 VERIFICATION = """
 Model: {model}, {plan.model_bytes:size}, {num_files:file}
@@ -73,8 +501,6 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         digests = file_digests(files, status.show_bytes)
     prompt = None
     if is_vision(args, path, prefers=True):
-        from mlx_flash.commands.seen import reference_seeing, stream_seeing
-
         plan, layout, calls, numbers, prompt = stream_seeing(args, path)
     else:
         plan, layout, calls, numbers = _stream(args, path, make_config(args))

@@ -6,8 +6,11 @@ import argparse
 import contextlib
 import time
 from collections.abc import Generator, Iterator
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+import mlx.nn as nn
 
 from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text
 from mlx_flash.commands.report import Recorder, follow
@@ -18,6 +21,10 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
+
+if TYPE_CHECKING:  # mlx-vlm is an extra
+    from mlx_flash.vision.flashvlm import FlashVLM
+    from mlx_flash.vision.pictures import PicturePrompt
 
 _WITHOUT = {
     "adapter_path": None,
@@ -116,6 +123,23 @@ def seeing_talk(
             del pictures
             model.start(progress)
         yield model, processor
+
+
+def sample_prompt(model: nn.Module, processor: Any, num_words: int) -> PicturePrompt:
+    """Return a prompt of so many words and a picture, the same in every run."""
+    from mlx_flash.vision.pictures import make_prompt, sample_picture
+
+    words = ("What", "is", "in", "this", "picture", "?")
+    return make_prompt(model, processor, " ".join(islice(cycle(words), num_words)), [sample_picture()])
+
+
+def tokens_after(model: FlashVLM, prompt: PicturePrompt, num_tokens: int) -> Iterator[int]:
+    """Yield the most likely tokens after a prompt."""
+    from mlx_flash.vision.pictures import steps
+
+    step = model.plan.prefill_step_size
+    found = steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)
+    return (token for token, _ in found)
 
 
 class SeeingConversation(Conversation):

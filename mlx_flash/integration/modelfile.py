@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_flash.aliases import warn_once
-from mlx_flash.config import FlashConfig, parse_setting
+from mlx_flash.config import FlashConfig, parse_setting, warn_once
 from mlx_flash.modelfile.parse import parse_modelfile
 
 

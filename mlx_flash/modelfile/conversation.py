@@ -17,8 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_flash.errors import ConfigError, FlashError
 from mlx_flash.generation import stream_generate
 from mlx_flash.model import FlashLLM
-from mlx_flash.modelfile.parse import Modelfile, Parameters
-from mlx_flash.modelfile.values import DEFAULT_MAX_TOKENS, check_text
+from mlx_flash.modelfile.parse import DEFAULT_MAX_TOKENS, Modelfile, Parameters, check_text
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]

@@ -16,7 +16,7 @@ from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.storage.decoding import decoding_bytes
+from mlx_flash.storage.blocks import decoding_bytes
 from mlx_flash.storage.probe import DiskProfile
 
 

@@ -27,8 +27,7 @@ from mlx_flash.memory.others import OtherLoad, least
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.scores import bytes_per_pair
 from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
-from mlx_flash.storage.blocks import BLOCK_BYTES
-from mlx_flash.storage.codec import Compression, decode_speed
+from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH
 from mlx_flash.storage.probe import DiskProfile, disk_profile

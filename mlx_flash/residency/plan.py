@@ -12,7 +12,7 @@ from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.ledger import Ledger, parts_together, shares_on_disk
-from mlx_flash.storage.codec import Compression
+from mlx_flash.storage.blocks import Compression
 
 MB = 1_000_000
 

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 
-from mlx_flash.storage.codec import Compression
+from mlx_flash.storage.blocks import Compression
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.ranges import Arrival

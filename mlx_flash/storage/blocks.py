@@ -18,20 +18,26 @@ same size, but for the last one.
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 import struct
+import time
 import zlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.errors import HeaderError
+import numpy as np
+
+from mlx_flash.errors import ConfigError, HeaderError, ReadError
 from mlx_flash.files import open_regular
-from mlx_flash.memory.pagecache import round_up
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 COMPRESSED_SUFFIX = ".flash"
 MAGIC = b"MLXFLASH"
@@ -202,3 +208,293 @@ def read_head(path: Path) -> tuple[dict[str, Any], array[int], int, int]:
             f"was changed. {_AGAIN}"
         )
     return header, sizes, data_start, nbytes
+
+
+CODED_DTYPES = frozenset({"BF16", "F16", "F32"})
+"""Dtypes of tensors that may be compressed."""
+
+WORTH_IT = 1.05
+"""A compressed copy pays where a pass is this much faster."""
+
+_PROBE_BLOCKS = 4
+_PROBE_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """A compressed checkpoint in numbers.
+
+    Attributes:
+        ratio: bytes that are read for each byte of weights.
+        decode_bytes_per_second: bytes of weights that one core decodes.
+        disk_bytes_per_second: bytes that the disk delivers.
+        compute_bytes_per_second: bytes of weights that MLX computes with.
+        shares_cores: whether MLX computes on the cores that decode.
+    """
+
+    ratio: float
+    decode_bytes_per_second: float
+    disk_bytes_per_second: float
+    compute_bytes_per_second: float
+    shares_cores: bool
+
+    @property
+    def weight_bytes_per_second(self) -> float:
+        """Bytes of weights that reading and decoding side by side deliver. MLX may take one core."""
+        free = max(1, num_cores() - self.shares_cores)
+        return min(self.disk_bytes_per_second / self.ratio, self.decode_bytes_per_second * free)
+
+    @property
+    def num_decoding(self) -> int:
+        """Threads that decode while as many others as ever wait for the disk. One more helps where speeds vary."""
+        free = max(1, num_cores() - self.shares_cores)
+        return min(free, math.ceil(self.disk_bytes_per_second / self.ratio / self.decode_bytes_per_second) + 1)
+
+    @property
+    def gain(self) -> float:
+        """The time of a pass with an uncompressed copy over that with this one."""
+        computing = 1 / self.compute_bytes_per_second
+        busy = (1 / self.decode_bytes_per_second + computing * self.shares_cores) / num_cores()
+        plain = max(1 / self.disk_bytes_per_second, computing)
+        return plain / max(1 / self.weight_bytes_per_second, computing, busy)
+
+    @property
+    def pays(self) -> bool:
+        """True if the gain is worth a copy that only this program reads."""
+        return self.gain >= WORTH_IT
+
+
+class CodecError(Exception):
+    """A block is not what the encoder made."""
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=1)
+def _zstandard() -> Any:
+    """Return the library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise ConfigError("compressed weights need the package zstandard. Hint: pip install zstandard.") from error
+    return zstandard
+
+
+def check_installed() -> None:
+    """Raise a ConfigError if the library is not installed."""
+    _zstandard()
+
+
+class Encoder:
+    """Encodes blocks. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        library = _zstandard()
+        parameters = library.ZstdCompressionParameters(
+            strategy=library.STRATEGY_FAST, min_match=7, window_log=17, hash_log=6, write_checksum=True
+        )
+        self._compressor = library.ZstdCompressor(compression_params=parameters)
+        self._flush = library.COMPRESSOBJ_FLUSH_BLOCK
+
+    def encode(self, block: bytes | memoryview, itemsize: int) -> bytes:
+        """Return a block in coded form. Each significance ends a block of Zstandard, which has its own code."""
+        planes = np.ascontiguousarray(np.frombuffer(block, np.uint8).reshape(-1, itemsize).T)
+        frame = self._compressor.compressobj(size=planes.size)
+        parts = [part for plane in planes for part in (frame.compress(plane.data), frame.flush(self._flush))]
+        return b"".join([*parts, frame.flush()])
+
+
+class Decoder:
+    """Decodes blocks. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._library = _zstandard()
+        self._decompressor = self._library.ZstdDecompressor()
+        self._planes = np.empty(BLOCK_BYTES, np.uint8)
+
+    def decode(self, stored: memoryview, target: memoryview, itemsize: int, sizes: Sequence[int] = ()) -> None:
+        """Write the contents of blocks to memory of their size. Releases the GIL most of the time.
+
+        Threads that decode hand the GIL to each other, which takes longer than what they do with it. So several blocks
+        are decoded at once.
+
+        Args:
+            stored: the coded blocks, one after another.
+            target: the memory.
+            itemsize: of the tensor.
+            sizes: bytes of the contents of each block; none for a single one.
+
+        Raises:
+            CodecError: a block is damaged, or the contents have another size.
+        """
+        if len(target) > len(self._planes):
+            self._planes = np.empty(len(target), np.uint8)
+        planes, sizes = self._planes[: len(target)], sizes or [len(target)]
+        try:
+            size = self._library.get_frame_parameters(stored).content_size
+            if size != sizes[0]:
+                raise CodecError(f"it has {size} bytes, expected {sizes[0]}")
+            # each block is decoded in one step, as it is there as a whole and has room
+            with self._decompressor.stream_reader(stored, read_across_frames=True) as reader:
+                got = reader.readinto(planes.data)
+                is_longer = got == len(target) and bool(reader.read(1))
+        except self._library.ZstdError as error:
+            raise CodecError(str(error)) from error
+        if got != len(target) or is_longer:
+            raise CodecError(f"it has {'more' if is_longer else got} bytes, expected {len(target)}")
+        items, begin = np.frombuffer(target, f"<u{itemsize}"), 0
+        for size, group in groupby(sizes):
+            end = begin + size * len(list(group))
+            _join(planes[begin:end].reshape(-1, itemsize, size // itemsize), items[begin // itemsize : end // itemsize])
+            begin = end
+
+
+def _join(planes: np.ndarray[Any, Any], items: np.ndarray[Any, Any]) -> None:
+    """Put items together from their bytes: ``planes`` has those of each block, the least significant first."""
+    items = items.reshape(len(planes), -1)
+    np.copyto(items, planes[:, -1])
+    for number in range(planes.shape[1] - 2, -1, -1):
+        np.left_shift(items, 8, out=items)
+        np.bitwise_or(items, planes[:, number], out=items)
+
+
+def decode_speed() -> float:
+    """Return the bytes of bfloat16 weights a second that one core decodes. Takes some milliseconds."""
+    normal = np.random.default_rng(0).standard_normal(_PROBE_BLOCKS * BLOCK_BYTES // 2, np.float32)
+    blocks = (normal.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(_PROBE_BLOCKS, -1)
+    encoder, decoder = Encoder(), Decoder()
+    stored = [memoryview(encoder.encode(block.data, 2)) for block in blocks]
+    target = memoryview(bytearray(BLOCK_BYTES))
+    seconds = []
+    for _ in range(_PROBE_ROUNDS):
+        began = time.perf_counter()
+        for block in stored:
+            decoder.decode(block, target, 2)
+        seconds.append(time.perf_counter() - began)
+    return blocks.size / min(seconds)
+
+
+Fetch = Callable[[str, int, int, memoryview], None]
+"""Reads a range of a file, for the tensor of a name, to memory that starts at a whole page and has whole pages."""
+
+
+def decoding_bytes(read_size: int) -> int:
+    """Return the memory that a thread needs to read and decode ranges of a size."""
+    return _room(read_size) + max(read_size, BLOCK_BYTES) + BLOCK_BYTES
+
+
+def _room(read_size: int) -> int:
+    return round_up(max(read_size, BLOCK_BYTES) + MARGIN, DIRECT_ALIGNMENT)
+
+
+class BlockReader:
+    """Reads and decodes blocks. Each thread has its own.
+
+    Args:
+        read_size: bytes that are fetched at once, one block at least.
+    """
+
+    def __init__(self, read_size: int) -> None:
+        self._decoder = Decoder()
+        self._most = max(read_size, BLOCK_BYTES)
+        self._coded = memoryview(mmap.mmap(-1, _room(read_size)))
+        self._block = memoryview(bytearray(BLOCK_BYTES))
+        self._last: tuple[BlockTable, int] | None = None
+
+    def read(
+        self,
+        path: Path,
+        table: BlockTable,
+        name: str,
+        start: int,
+        target: memoryview,
+        fetch: Fetch,
+        land: Callable[[memoryview], memoryview] = lambda part: part,
+    ) -> None:
+        """Fill memory with the logical bytes of a tensor from ``start`` on.
+
+        Args:
+            path: the file, for errors.
+            table: its blocks.
+            name: of the tensor.
+            start: logical offset.
+            target: the memory.
+            fetch: reads coded bytes.
+            land: returns the memory to decode a part of the target into.
+
+        Raises:
+            ReadError: a block is damaged.
+        """
+        stop = start + len(target)
+        blocks = table.around(start, stop)
+        if len(blocks) == 1 and self._last == (table, blocks.start):
+            self._copy(table, blocks.start, start, land(target))
+            return
+        for part in self._chunks(table, blocks):
+            first = table.offsets[part.start] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+            fetch(name, first, table.offsets[part.stop] - first, self._coded)
+            for some in _whole_and_cut(table, part, start, stop):
+                low, high = max(start, table.starts[some.start]), min(stop, table.ends[some.stop - 1])
+                coded = self._coded[table.offsets[some.start] - first : table.offsets[some.stop] - first]
+                self._decode(path, table, name, some, coded, low, land(target[low - start : high - start]))
+
+    def _decode(
+        self, path: Path, table: BlockTable, name: str, blocks: range, coded: memoryview, low: int, landing: memoryview
+    ) -> None:
+        """Decode whole blocks, or a part of one from the logical offset ``low`` on."""
+        sizes = [table.ends[number] - table.starts[number] for number in blocks]
+        itemsize = table.itemsize(blocks.start)
+        try:
+            if len(landing) == sum(sizes):
+                self._decoder.decode(coded, landing, itemsize, sizes)
+                return
+            self._last = None
+            self._decoder.decode(coded, self._block[: sizes[0]], itemsize)
+        except CodecError as error:
+            if len(blocks) > 1:
+                for number in blocks:  # one of them has the error
+                    at, end = (table.offsets[i] - table.offsets[blocks.start] for i in (number, number + 1))
+                    place = landing[table.starts[number] - low : table.ends[number] - low]
+                    self._decode(path, table, name, range(number, number + 1), coded[at:end], low, place)
+            raise ReadError(
+                f"cannot read '{name}' in {path}: the block of {len(coded)} bytes at offset "
+                f"{table.offsets[blocks.start]} is damaged: {error}. Hint: check the disk, and pack the model again."
+            ) from error
+        self._last = table, blocks.start
+        self._copy(table, blocks.start, low, landing)
+
+    def _copy(self, table: BlockTable, number: int, low: int, landing: memoryview) -> None:
+        at = low - table.starts[number]
+        np.copyto(np.frombuffer(landing, np.uint8), np.frombuffer(self._block[at : at + len(landing)], np.uint8))
+
+    def _chunks(self, table: BlockTable, blocks: range) -> Iterator[range]:
+        """Yield runs of blocks that are fetched and decoded at once."""
+        first = blocks.start
+        for number in blocks:
+            begin = table.offsets[first] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+            is_long = table.offsets[number + 1] - begin > len(self._coded) - DIRECT_ALIGNMENT
+            if number > first and (is_long or table.ends[number] - table.starts[first] > self._most):
+                yield range(first, number)
+                first = number
+        if first < blocks.stop:
+            yield range(first, blocks.stop)
+
+
+def _whole_and_cut(table: BlockTable, blocks: range, start: int, stop: int) -> Iterator[range]:
+    """Yield the blocks that are wanted as a whole together, and those at the ends that are not, by themselves."""
+    first, last = blocks.start, blocks.stop
+    if first < last and (table.starts[first] < start or table.ends[first] > stop):
+        yield range(first, first + 1)
+        first += 1
+    is_cut = first < last and table.ends[last - 1] > stop
+    if first < last - is_cut:
+        yield range(first, last - is_cut)
+    if is_cut:
+        yield range(last - 1, last)

@@ -20,8 +20,7 @@ import numpy as np
 from mlx_flash.errors import ReadError, TruncatedFileError
 from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
-from mlx_flash.storage.blocks import BlockTable
-from mlx_flash.storage.decoding import BlockReader
+from mlx_flash.storage.blocks import BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Segment, read_pages
 from mlx_flash.storage.safetensors import read_shard
 from mlx_flash.storage.source import SourceFile

@@ -17,9 +17,8 @@ import pytest
 from mlx_flash import CheckpointError, FileChangedError, ReadError, WriteError
 from mlx_flash.commands import verify as command
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.receipt import Call, file_digests, reference_trace, watching
-from mlx_flash.commands.verify import EXIT_DIFFERS, verify
-from mlx_flash.convert import rewrite
+from mlx_flash.commands.verify import EXIT_DIFFERS, Call, file_digests, reference_trace, verify, watching
+from mlx_flash.convert import pack as rewrite
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.storage.prefetcher import Ticket

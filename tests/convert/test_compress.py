@@ -23,10 +23,8 @@ from mlx_flash.cli import main
 from mlx_flash.convert.pack import PackReport, pack
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HeaderError
 from mlx_flash.residency.machine import _reads
-from mlx_flash.storage import codec
-from mlx_flash.storage.blocks import BLOCK_BYTES
-from mlx_flash.storage.codec import Compression
-from mlx_flash.storage.decoding import decoding_bytes
+from mlx_flash.storage import blocks as codec
+from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decoding_bytes
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import GEMMA3, LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
@@ -246,7 +244,7 @@ def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], tmp_pa
 
 
 def test_the_planned_speed_is_that_of_disk_and_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.storage.codec.num_cores", lambda: 4)
+    monkeypatch.setattr("mlx_flash.storage.blocks.num_cores", lambda: 4)
     assert Compression(0.5, 1e9, 1e9, 3e9, True).weight_bytes_per_second == 2e9
     assert Compression(0.5, 1e9, 9e9, 3e9, True).weight_bytes_per_second == 3e9
     assert Compression(0.5, 1e9, 9e9, 3e9, False).weight_bytes_per_second == 4e9
@@ -254,7 +252,7 @@ def test_the_planned_speed_is_that_of_disk_and_decoder(monkeypatch: pytest.Monke
 
 
 def test_as_many_threads_decode_as_keep_up_with_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.storage.codec.num_cores", lambda: 16)
+    monkeypatch.setattr("mlx_flash.storage.blocks.num_cores", lambda: 16)
     disk = DiskProfile(6e9, 4 << 20, 4, True)
     slow, fast = Compression(2 / 3, 2e9, 3e8, 3e9, False), Compression(2 / 3, 2e9, 6e9, 3e9, False)
     assert _reads(FlashConfig(), disk, None) == (4 << 20, 4)
@@ -262,6 +260,6 @@ def test_as_many_threads_decode_as_keep_up_with_the_disk(monkeypatch: pytest.Mon
     assert _reads(FlashConfig(), disk, fast) == (2 << 20, 4 + 6)
     large, small = replace(disk, read_size=8 << 20, queue_depth=2), replace(disk, read_size=1 << 20, queue_depth=8)
     assert _reads(FlashConfig(), large, slow) == _reads(FlashConfig(), small, slow) == (2 << 20, 4 + 2)
-    monkeypatch.setattr("mlx_flash.storage.codec.num_cores", lambda: 2)
+    monkeypatch.setattr("mlx_flash.storage.blocks.num_cores", lambda: 2)
     assert _reads(FlashConfig(), disk, replace(fast, shares_cores=True)) == (2 << 20, 4 + 1)
     assert _reads(FlashConfig(queue_depth=3, read_size_mb=0.1), disk, fast) == (BLOCK_BYTES, 3)

@@ -28,7 +28,7 @@ from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import derived
 from mlx_flash.convert import derived as copies
 from mlx_flash.convert.derived import Room, adopt_derived, derived_directory, derived_parameters, list_copies
-from mlx_flash.convert.rewrite import TensorSpec
+from mlx_flash.convert.pack import TensorSpec
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX
@@ -574,7 +574,7 @@ def test_what_no_longer_says_what_it_is_can_be_cleared(capsys: pytest.CaptureFix
     folder = fake_copy("strange", 10, 10)
     (folder / "copy.json").write_text("[]")
     out = io.StringIO()
-    from mlx_flash.commands.cache import cache
+    from mlx_flash.commands.models import cache
 
     assert cache(Namespace(action="list", json=False), out) == 0
     assert "(cannot be read)" in out.getvalue() and "not complete" in out.getvalue()

@@ -26,8 +26,17 @@ import children
 from children import ROOT
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
-from mlx_flash.convert.pack import PackReport, UnitTensors, pack, streaming_order
-from mlx_flash.convert.rewrite import DATA_ALIGNMENT, STATE_NAME, ShardPlan, TensorSpec, cut
+from mlx_flash.convert.pack import (
+    DATA_ALIGNMENT,
+    STATE_NAME,
+    PackReport,
+    ShardPlan,
+    TensorSpec,
+    UnitTensors,
+    cut,
+    pack,
+    streaming_order,
+)
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from mlx_flash.layout.load import load_lazily
@@ -506,7 +515,7 @@ def test_a_full_disk_and_then_room(
         return pwrite(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.convert.rewrite.os.pwrite", short)
+        patch.setattr("mlx_flash.convert.pack.os.pwrite", short)
         with pytest.raises(WriteError, match=r"No space left on device. Hint: make room on the disk"):
             pack(source, tmp_path / "packed", shard_bytes=3_000_000)
     assert not (tmp_path / "packed").exists()

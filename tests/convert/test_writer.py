@@ -14,8 +14,8 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.convert import rewrite as writer
-from mlx_flash.convert.rewrite import (
+from mlx_flash.convert import pack as writer
+from mlx_flash.convert.pack import (
     COPY_BYTES,
     DATA_ALIGNMENT,
     ShardPlan,

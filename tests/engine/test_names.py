@@ -23,10 +23,10 @@ from mlx_flash import (
     FlashManager,
     parse_flash_directives,
 )
-from mlx_flash.aliases import FLAGS, IDLE, warn_once
-from mlx_flash.aliases import OTHER_NAMES as OTHERS
 from mlx_flash.cli import main
 from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.config import FLAGS, IDLE, warn_once
+from mlx_flash.config import OTHER_NAMES as OTHERS
 from mlx_flash.engine import wrapped
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 

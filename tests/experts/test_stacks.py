@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from expert_pools import ARCHITECTURES, QUANTIZED, pool_of, with_pool
 from expert_pools import made as made  # a fixture
-from mlx_flash.commands.receipt import ByteCheck
+from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.experts import pooledstacks
 from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.experts.slots import ABSENT

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_flash.convert.rewrite import ShardPlan, TensorSpec, cut
+from mlx_flash.convert.pack import ShardPlan, TensorSpec, cut
 from zoo import configuration
 from zoo.weights import VARIANTS, build
 

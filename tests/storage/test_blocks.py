@@ -14,13 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakedriver import FakeDriver
-from mlx_flash.convert.pack import CompressedPlan
-from mlx_flash.convert.rewrite import TensorSpec, cut
+from mlx_flash.convert.pack import CompressedPlan, TensorSpec, cut
 from mlx_flash.errors import ConfigError, HeaderError, ReadError, TruncatedFileError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage import codec
-from mlx_flash.storage.blocks import BlockTable, join_head, make_head, read_head, runs_of
-from mlx_flash.storage.codec import CodecError, Compression, Decoder, Encoder
+from mlx_flash.storage import blocks as codec
+from mlx_flash.storage.blocks import (
+    BlockTable,
+    CodecError,
+    Compression,
+    Decoder,
+    Encoder,
+    join_head,
+    make_head,
+    read_head,
+    runs_of,
+)
 from mlx_flash.storage.placement import place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
 from mlx_flash.storage.safetensors import Shard, TensorRecord, read_shard

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from mlx_flash.errors import ClosedError
+from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.forks import THREAD_PREFIX
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
@@ -59,12 +59,13 @@ class ReadStats:
 
 
 class _Part(NamedTuple):
-    """The part ``[start, stop)`` of a segment, in bytes of its file."""
+    """The part ``[start, stop)`` of a segment, in bytes of its file; ``nbytes`` of them are wanted."""
 
     file: SourceFile
     segment: Segment
     start: int
     stop: int
+    nbytes: int
 
 
 _Task = Sequence[_Part]
@@ -78,11 +79,13 @@ class Reads:
     Attributes:
         segments: what is read.
         tasks: its parts, as threads read them.
+        files: with the name of a tensor of each.
         buffer_end: first byte of the buffer after all that is written.
     """
 
     segments: Sequence[Segment]
     tasks: Sequence[_Task]
+    files: Sequence[tuple[SourceFile, str]]
     buffer_end: int
 
 
@@ -96,13 +99,12 @@ class Ticket:
     def __init__(
         self, reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, caching: Caching, is_urgent: bool
     ) -> None:
-        self._reader, self.is_urgent = reader, is_urgent
-        # The reader's lock guards these.
-        self._waiting = deque(reads.tasks)  # what no thread has begun
+        self.is_urgent = is_urgent
+        self._reader, self._reads, self._buffer, self._caching = reader, reads, buffer, caching
+        self._waiting = deque(reads.tasks)  # what no thread has begun; changed with the reader's lock, as the next one
         self._num_left = len(reads.tasks)  # what has not ended
         self._error: BaseException | None = None
         self._began_at = self._ended_at = 0.0
-        self._buffer, self._caching = buffer, caching
         self._in_flight = threading.Lock()  # held until all has ended
         if reads.tasks:
             self._in_flight.acquire()
@@ -115,14 +117,14 @@ class Ticket:
 
     def done(self) -> bool:
         """Return whether no read is in flight."""
-        return not self._num_left
+        return not self._in_flight.locked()
 
     def done_by(self, moment: float) -> bool:
         """Wait until no read is in flight, up to a moment (``time.perf_counter()``). Return whether none is."""
-        seconds = min(max(0.0, moment - time.perf_counter()), threading.TIMEOUT_MAX)
-        if self._num_left and self._in_flight.acquire(timeout=seconds):
+        is_done = self._in_flight.acquire(timeout=min(max(0.0, moment - time.perf_counter()), threading.TIMEOUT_MAX))
+        if is_done:
             self._in_flight.release()
-        return not self._num_left
+        return is_done
 
     def wait(self) -> float:
         """Wait until every byte is in the buffer. Return the seconds of it in which reads were in flight.
@@ -145,26 +147,23 @@ class Ticket:
     def cancel(self) -> None:
         """Drop what has not begun, and wait until nothing writes to the buffer."""
         with self._reader._lock:
+            if self._waiting and self._num_left == len(self._waiting):
+                self._in_flight.release()
             self._drop()
         with self._in_flight:
             pass
 
     def _drop(self) -> None:
         self._num_left -= len(self._waiting)
-        if self._waiting and not self._num_left:
-            self._in_flight.release()
         self._waiting.clear()
 
-    def _end(self, now: float, error: BaseException | None) -> None:
-        """Note that a task has ended. After one that failed, nobody needs the others."""
+    def _note_end(self, error: BaseException | None) -> bool:
+        """Note the end of a task. After one that failed, nobody needs the others. Return whether all have ended."""
         if error is not None:
             self._error = self._error or error
-            self._num_left -= len(self._waiting)
-            self._waiting.clear()
+            self._drop()
         self._num_left -= 1
-        if not self._num_left:
-            self._ended_at = now
-            self._in_flight.release()
+        return not self._num_left
 
 
 class _Threads:
@@ -284,7 +283,9 @@ class BackgroundPrefetcher:
                 come again, such as embedding rows.
         """
         tasks = tuple(self._tasks(segments, caching))
-        return Reads(segments, tasks, max([segment.buffer_end for segment in segments], default=0))
+        files = {self._files[segment.path]: segment.pieces[0].name for segment in reversed(segments)}
+        buffer_end = max([segment.buffer_end for segment in segments], default=0)
+        return Reads(segments, tasks, tuple(files.items()), buffer_end)
 
     def start(
         self,
@@ -359,7 +360,7 @@ class BackgroundPrefetcher:
                 if task and (caching == "kept" or nbytes >= share or nbytes + stop - start > read_size):
                     yield task
                     task, nbytes = [], 0
-                task.append(_Part(file, segment, start, stop))
+                task.append(_Part(file, segment, start, stop, segment.wanted_bytes(start, stop)))
                 nbytes += stop - start
         if task:
             yield task
@@ -396,28 +397,34 @@ class BackgroundPrefetcher:
             stats.num_reads += read.num_reads
             stats.nbytes += read.nbytes
             stats.cached_bytes += read.cached_bytes
-            ticket._end(now, error)
+            has_ended = ticket._note_end(error)
+        if has_ended:
+            ticket._error = self._change_of(ticket._reads.files) or ticket._error
+            ticket._ended_at = now
+            ticket._in_flight.release()
         del ticket, error  # the traceback refers to this frame
 
     def _read(self, task: _Task, buffer: memoryview, caching: Caching, read: ReadStats) -> None:
-        """Read some parts, and count them. Check afterwards that the files are the same."""
+        """Read some parts, and count them."""
+        self._ranges.begin()
+        for file, segment, start, stop, nbytes in task:
+            if self._closed:
+                raise ClosedError(_CLOSED)
+            read.num_reads += 1
+            through_cache = self._goes_through_cache(caching, file, start, stop)
+            self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
+            read.nbytes += nbytes
+            read.cached_bytes += nbytes * through_cache
+        self._ranges.finish()
+
+    def _change_of(self, files: Sequence[tuple[SourceFile, str]]) -> Exception | None:
+        """Return the error that one of some files is not as it was, which explains a failed read; None if all are."""
         try:
-            self._ranges.begin()
-            for part in task:
-                if self._closed:
-                    raise ClosedError(_CLOSED)
-                file, segment, start, stop = part
-                read.num_reads += 1
-                through_cache = self._goes_through_cache(caching, file, start, stop)
-                self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
-                wanted = segment.wanted_bytes(start, stop)
-                read.nbytes += wanted
-                read.cached_bytes += wanted * through_cache
-            self._ranges.finish()
-        finally:
-            if not self._closed:  # before an error of the reads: it explains that
-                for file, name in {part.file: part.segment.pieces[0].name for part in reversed(task)}.items():
-                    file.check_unchanged(name)
+            for file, name in () if self._closed else files:
+                file.check_unchanged(name)
+        except (ReadError, OSError) as error:
+            return error
+        return None
 
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:

@@ -31,7 +31,7 @@ from mlx_flash.errors import (
 )
 from mlx_flash.memory.pagecache import is_cached, open_direct
 from mlx_flash.storage import ranges as ranges_module
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import RETRIES, Arrival
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 from reading import CACHING, PAGE, Load, descriptors, num_cached_pages, packed, reader_threads, write_file
@@ -859,19 +859,13 @@ def test_waiting_for_a_processor_is_not_waiting_for_reads(tmp_path: Path, monkey
     """A report said that 20 % of the time went to waiting for the disk, and 18 % to reading."""
     load = Load(packed(write_file(tmp_path / "file", 1 << 20), 0, [1 << 20]))
     with contextlib.closing(BackgroundPrefetcher([tmp_path / "file"])) as reader:
-        ended, is_late = Ticket._end, threading.Event()
+        change_of, is_late = reader._change_of, threading.Event()
 
-        def end(self: Ticket, now: float, error: BaseException | None) -> None:
-            if self._num_left == 1:
-                in_flight, self._in_flight = self._in_flight, threading.Lock()
-                self._in_flight.acquire()
-                ended(self, now, error)
-                is_late.wait(0.05)  # before the system lets the caller go on
-                in_flight.release()
-            else:
-                ended(self, now, error)
+        def late(files: Any) -> Exception | None:
+            is_late.wait(0.05)  # before the system lets the caller go on
+            return change_of(files)
 
-        monkeypatch.setattr(Ticket, "_end", end)
+        monkeypatch.setattr(reader, "_change_of", late)
         ticket = load.submit(reader)
         assert ticket.wait() <= reader.stats.busy_seconds
         assert ticket.wait() == 0

@@ -24,8 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
 
-from mlx_flash.commands.arguments import COMMANDS, EXIT_USAGE, make_parser, parse_arguments
-from mlx_flash.commands.flags import LOG
+from mlx_flash.commands.arguments import COMMANDS, EXIT_USAGE, LOG, make_parser, parse_arguments
 from mlx_flash.errors import ConfigError, FlashError, mlx_explained
 
 REQUEST_VARIABLE = "_ARGCOMPLETE"

@@ -33,10 +33,8 @@ from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
 from mlx_flash.layout.download import download, missing_bytes
 from mlx_flash.layout.held import RESULTS as HELD
-from mlx_flash.modelfile.namedfiles import check_model_name, create_model, named_models
-from mlx_flash.modelfile.parse import Modelfile, read_modelfile
-from mlx_flash.monitor.state import printable
-from mlx_flash.monitor.words import counted, filled, rate, size, speed
+from mlx_flash.modelfile.parse import Modelfile, check_model_name, create_model, named_models, read_modelfile
+from mlx_flash.monitor.words import counted, filled, printable, rate, size, speed
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION

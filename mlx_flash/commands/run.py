@@ -4,39 +4,572 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, TextIO
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.utils.tqdm import disable_progress_bars
+from rich.console import RenderableType
+from rich.text import Text
 
 from mlx_flash.commands.arguments import default_of
-from mlx_flash.commands.common import Status, make_config, note, note_lines
+from mlx_flash.commands.common import Status, labelled, make_config, note, note_lines, print_rich
 from mlx_flash.commands.preview import is_remote
-from mlx_flash.commands.talk import COMPLETIONS, LAST, Talk, alarm, begun, kept, make_reader
+from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
-from mlx_flash.config import FlashConfig
+from mlx_flash.config import FlashConfig, did_you_mean
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import ConfigError, FlashError, WriteError
+from mlx_flash.files import make_private, write_atomically
+from mlx_flash.folders import home_directory
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.loading import apply_adapter, load
+from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.modelfile.namedfiles import named_models
-from mlx_flash.modelfile.parse import Modelfile, read_modelfile
+from mlx_flash.modelfile.parse import (
+    Modelfile,
+    Parameters,
+    check_model_name,
+    named_models,
+    parse_parameter,
+    parse_stop,
+    read_modelfile,
+    read_text,
+)
+from mlx_flash.monitor.words import filled
 from mlx_flash.ranks import launched_group
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
+
+PROMPT, CONTINUED = ">>> ", "... "
+QUOTES = '"""'
+
+Read = Callable[[], str]
+
+
+def make_reader(words: Sequence[str]) -> Read:
+    """Return a function that reads one message. It raises EOFError at the end of the input.
+
+    Args:
+        words: commands that the Tab key completes.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return read_plainly
+    return _make_editor(words)
+
+
+def read_plainly() -> str:
+    """Read a line, or several ones between triple quotes.
+
+    Raises:
+        EOFError: the input has ended.
+        ConfigError: it ends within a message.
+    """
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    text = input()
+    while is_open(text):
+        print(CONTINUED, end="", file=sys.stderr, flush=True)
+        try:
+            text += "\n" + input()
+        except EOFError:
+            raise ConfigError(
+                f"the input ends within a message that begins with {QUOTES}, which was not sent. Hint: close it."
+            ) from None
+    return unquote(text)
+
+
+def is_open(text: str) -> bool:
+    """Return True for text that begins with triple quotes which are not closed yet."""
+    text = text.strip()
+    return text.startswith(QUOTES) and not (text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES))
+
+
+def unquote(text: str) -> str:
+    """Return a message without triple quotes around it."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES) and not is_open(stripped):
+        return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return text
+
+
+def begun(read: Read) -> Read:
+    """Read the first message now. Return a function that returns it, and reads the others.
+
+    Raises:
+        ConfigError: there is no message.
+    """
+    try:
+        while not (first := read()).strip():
+            pass
+    except EOFError:
+        raise ConfigError("there is no prompt: standard input is empty. Hint: mlx-flash run MODEL PROMPT") from None
+    messages = iter([first])
+    return lambda: next(messages, None) or read()
+
+
+def state_folder() -> Path:
+    """Return the folder of earlier messages and conversations. It need not exist."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else home_directory() / ".local" / "state") / "mlx-flash"
+
+
+def history_file() -> Path:
+    """Return the file of earlier messages. It need not exist."""
+    return state_folder() / "history"
+
+
+def open_history(path: Path) -> bool:
+    """Make the file for this user alone. Return False where that fails."""
+    try:
+        make_private(path.parent)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.fchmod(fd, 0o600)
+        os.close(fd)
+    except OSError as error:
+        note(f"mlx-flash: messages are not kept for the next time: {error.strerror}: {path}")
+        return False
+    return True
+
+
+def _make_editor(words: Sequence[str]) -> Read:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    path = history_file()
+    history: History = FileHistory(str(path)) if open_history(path) else InMemoryHistory()
+    keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _(event: Any) -> None:
+        """Empty the line, or interrupt the prompt where it is empty."""
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    @keys.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
+        prompt_continuation=CONTINUED,
+        history=history,
+        key_bindings=keys,
+        completer=WordCompleter(list(words), sentence=True),
+        complete_while_typing=False,
+        enable_open_in_editor=True,
+        output=create_output(stdout=sys.stderr),
+    )
+    return lambda: unquote(session.prompt())
+
+
+LAST = "last"
+"""The name of the conversation that had the last answer."""
+
+
+def keep(name: str, conversation: Conversation) -> None:
+    """Write a conversation to its file.
+
+    Raises:
+        ConfigError: the name is wrong.
+        WriteError: the file cannot be written.
+    """
+    path = _path(name)
+    base, described = Path(conversation.modelfile.base), conversation.modelfile.path
+    model = described if described.is_file() else base
+    found = {"model": str(model.absolute() if model.exists() else model), "messages": conversation.messages}
+    try:
+        make_private(path.parent)
+        write_atomically(path, json.dumps(found, ensure_ascii=False, indent=1))
+    except OSError as error:
+        raise WriteError(
+            f"the conversation is not kept: {error.strerror}: {path}. Hint: set XDG_STATE_HOME to another folder."
+        ) from error
+
+
+def kept(name: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the model of a kept conversation, as the command line takes it, and the messages.
+
+    Raises:
+        ConfigError: there is none of this name, or its file is damaged.
+    """
+    path = _path(name)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
+        raise ConfigError(f"there is no conversation {name!r}; there are: {names}. Hint: /save NAME keeps one.")
+    try:
+        found = json.loads(path.read_bytes())
+        texts = [{name: str(message[name]) for name in ("role", "content")} for message in found["messages"]]
+        return str(found["model"]), [message | text for message, text in zip(found["messages"], texts, strict=True)]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no conversation: {error!r}. Hint: remove it.") from error
+
+
+def _path(name: str) -> Path:
+    check_model_name(name)
+    return state_folder() / "conversations" / f"{name}.json"
+
+
+_WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n"
+_STDERR = 2
+
+
+@contextmanager
+def alarm(seconds: float | None, action: Callable[[], None]) -> Iterator[None]:
+    """Call a function in the main thread once a block has waited so long; None and less wait for ever."""
+    is_set = seconds is not None and seconds >= 0
+    before = signal.signal(signal.SIGALRM, lambda *_: action()) if is_set else None
+    signal.setitimer(signal.ITIMER_REAL, max(seconds or 0, 1e-6) if is_set else 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if is_set:
+            signal.signal(signal.SIGALRM, before)
+
+
+class AnswerStoppedError(Exception):
+    """The user stopped an answer."""
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[..., None]]:
+    """Let the first Ctrl-C in a block end an answer after the pass under way, and the second one the program.
+
+    Yield a function that raises AnswerStoppedError once Ctrl-C was pressed. A process that ignores SIGINT, as
+    background jobs do, goes on ignoring it.
+    """
+    pressed: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+        os.write(_STDERR, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
+
+    def check(*_: object) -> None:
+        if pressed:
+            raise AnswerStoppedError
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+INFO = """
+Model: {model}
+Weights: {plan.model_bytes:size}, {plan.read_bytes:size} read for each token
+Budget: {plan.budget_bytes:GB}
+Context: memory reserved for {plan.context_length:token}
+Messages: {num_messages}, {num_cached} tokens in the KV cache
+Memory: {footprint:GB}, peak {peak:GB}
+"""
+"""A conversation in words."""
+
+BRIEF = """
+Answer: {generation_tokens:token}, {generation_tokens_per_second:speed}, \
+prompt {prompt_tokens:token} in {time_to_first_token_seconds:duration}, \
+memory {footprint:size}, peak {peak_memory_bytes:size} of {budget_bytes:size}
+"""
+"""An answer in words."""
+
+BYE = ("/bye", "/exit", "/quit")
+HELP = ("/?", "/help")
+SETTINGS = ("parameter", "system", "verbose", "quiet", "normal")
+VIEWS = ("info", "parameters", "system", "template", "license", "modelfile")
+
+USAGES = {
+    "/set parameter NAME VALUE": "such as: /set parameter temperature 0.7",
+    "/set system TEXT": "change the system prompt",
+    "/set verbose, /set quiet": "all measurements after an answer, or none; /set normal: one line",
+    f"/show {' | '.join(VIEWS)}": "show it",
+    "/clear": "forget the conversation",
+    "/save NAME, /load NAME": "keep the conversation, go on with one; run --resume goes on with the last one",
+    "/image FILE": "a picture for the next message, where the model sees",
+    ", ".join(HELP): "show this",
+    ", ".join(BYE): "end, as Ctrl-D does",
+    '"""': "begins and ends a message of several lines; Alt-Enter adds a line",
+}
+
+WITH_NAMES = ("/save", "/load", "/image")
+
+NAMES = ("/set", "/show", "/clear", *WITH_NAMES, *HELP, *BYE)
+COMPLETIONS = (
+    "/clear",
+    *WITH_NAMES,
+    *HELP,
+    *BYE,
+    *(f"/set {word}" for word in SETTINGS),
+    *(f"/show {word}" for word in VIEWS),
+)
+
+
+class Bye(Exception):
+    """The user ends the conversation."""
+
+
+class Slash:
+    """The commands of one conversation. They print to stderr.
+
+    Args:
+        conversation: the conversation.
+        verbose: the state of ``/set verbose`` at the beginning.
+
+    Attributes:
+        is_verbose: print all measurements after an answer.
+        is_quiet: print none.
+    """
+
+    def __init__(self, conversation: Conversation, verbose: bool) -> None:
+        self._conversation = conversation
+        self.is_verbose = verbose
+        self.is_quiet = False
+
+    def run(self, line: str) -> None:
+        """Run a command.
+
+        Raises:
+            Bye: it ends the conversation.
+            ConfigError: there is no such command, or its arguments are wrong.
+        """
+        name, _, rest = line.strip().partition(" ")
+        if name in BYE:
+            raise Bye
+        if name in HELP:
+            _print("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()))
+        elif name == "/clear":
+            self._conversation.clear()
+        elif name in WITH_NAMES:
+            self._take(name, rest.strip())
+        elif name == "/set":
+            self._set(*_words(rest))
+        elif name == "/show":
+            self._show(rest.strip() or "info")
+        else:
+            raise ConfigError(
+                f"there is no command {name}; there are {', '.join(NAMES)}{did_you_mean(name, NAMES) or '.'} "
+                "Hint: put a blank before a message that begins with /"
+            )
+
+    def _take(self, name: str, what: str) -> None:
+        """Keep, load, or show a picture."""
+        conversation = self._conversation
+        if not what:
+            raise ConfigError(f"{name} needs a name. Hint: /? shows the commands.")
+        if name == "/image":
+            conversation.pictures = [*conversation.pictures, str(Path(what).expanduser().absolute())]
+        elif name == "/save":
+            keep(what, conversation)
+        else:
+            conversation.resume(kept(what)[1])
+            note(f"{len(conversation.messages)} messages; the next answer goes on from there")
+
+    def _set(self, what: str, rest: str) -> None:
+        if what == "parameter":
+            self._set_parameter(*_words(rest))
+        elif what == "system":
+            self._conversation.set_system(rest.strip().strip('"') or None)
+        elif what in ("verbose", "quiet", "normal"):
+            self.is_verbose, self.is_quiet = what == "verbose", what == "quiet"
+        else:
+            raise ConfigError(f"/set {what}: it must be one of {', '.join(SETTINGS)}{did_you_mean(what, SETTINGS)}")
+
+    def _set_parameter(self, name: str, text: str) -> None:
+        """Change a parameter of the Modelfile for the next answers."""
+        described = self._conversation.modelfile
+        if name == "stop":
+            self._conversation.modelfile = replace(described, stop=(parse_stop(text.strip('"')),))
+            return
+        if name == "num_ctx":
+            raise ConfigError("/set parameter num_ctx: memory for the context is reserved when the model is loaded")
+        if not text:
+            raise ConfigError(f"/set parameter {name}: there is no value")
+        changed = {name: parse_parameter(name, text)}
+        self._conversation.modelfile = replace(described, parameters=replace(described.parameters, **changed))  # type: ignore[arg-type]
+
+    def _show(self, what: str) -> None:
+        described = self._conversation.modelfile
+        views: dict[str, Callable[[], RenderableType]] = {
+            "info": lambda: labelled(self._info()),
+            "parameters": lambda: labelled(_parameters(described.parameters, described.stop)),
+            "system": lambda: described.system or "",
+            "template": lambda: described.template or "the tokenizer's own",
+            "license": lambda: "\n".join(described.licenses),
+            "modelfile": lambda: read_text(described.path) if described.path.is_file() else f"FROM {described.base}",
+        }
+        if what not in views:
+            raise ConfigError(f"/show {what}: it must be one of {', '.join(VIEWS)}{did_you_mean(what, VIEWS)}")
+        _print(views[what]() or f"there is no {what}")
+
+    def _info(self) -> Iterator[tuple[str, str]]:
+        conversation, model = self._conversation, self._conversation.model
+        facts = {
+            "model": conversation.modelfile.base,
+            "plan": plan_to_json(model.plan) if isinstance(model, FlashLLM) else None,
+            "num_messages": str(len(conversation.messages)),
+            "num_cached": str(conversation.num_cached),
+            "footprint": footprint(),
+            "peak": peak_footprint(),
+        }
+        return filled(INFO, facts)
+
+
+def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    yield from ((name, str(value)) for name, value in parameters.given().items())
+    yield from (("stop", repr(text)) for text in stop)
+
+
+def _words(text: str) -> tuple[str, str]:
+    first, _, rest = text.strip().partition(" ")
+    return first, rest.strip()
+
+
+def _print(text: RenderableType) -> None:
+    print_rich(text, sys.stderr)
+
+
+HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
+AGAIN = "(Ctrl-C again, Ctrl-D or /bye ends)"
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters of an answer that would control the terminal."""
+
+
+class Talk:
+    """A conversation in a terminal, or the answer to one prompt.
+
+    Args:
+        conversation: the conversation.
+        load_seconds: duration of loading.
+        out: receives the answers.
+        verbose: print all measurements after each answer.
+        keeps: write the conversation to its file after each answer.
+        reopen: loads the model again that left memory. Returns it and its tokenizer.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        load_seconds: float,
+        out: TextIO,
+        verbose: bool,
+        keeps: bool = False,
+        reopen: Callable[[], tuple[Any, Any]] | None = None,
+    ) -> None:
+        self._conversation = conversation
+        self._load_seconds = load_seconds
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._keeps = keeps
+        self._reopen = reopen
+        self.slash = Slash(conversation, verbose)
+
+    def converse(self, read: Read, is_typed: bool = False) -> int:
+        """Answer messages until the user ends the conversation. An error of an answer does not end it.
+
+        Args:
+            read: reads a message.
+            is_typed: a person types: Ctrl-C without a message asks for another one, and errors are no failure.
+
+        Returns:
+            The exit status.
+        """
+        note(HINT)
+        is_interrupted, status = False, 0
+        while True:
+            try:
+                text = read()
+            except EOFError:
+                return status
+            except KeyboardInterrupt as error:
+                if is_interrupted or not is_typed or type(error) is not KeyboardInterrupt:  # SIGTERM and SIGHUP
+                    raise
+                is_interrupted = True
+                note(AGAIN)
+                continue
+            is_interrupted = False
+            try:
+                if text.startswith("/"):
+                    self.slash.run(text)
+                elif text.strip():
+                    self.answer(text.strip())
+                    self._print_footer()
+            except Bye:
+                return status
+            except FlashError as error:
+                status = int(not is_typed)
+                print_rich(Text(f"mlx-flash: error: {' '.join(str(error).split())}"), sys.stderr)
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message until it ends or the user presses Ctrl-C."""
+        if self._conversation.model is None and self._reopen is not None:
+            self._conversation.bind(*self._reopen())
+        recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
+        with stoppable() as check, Status("computing the prompt", self._is_terminal) as status:
+
+            def report(done: int, total: int) -> None:
+                check()
+                status.show(done, total)
+
+            def add(response: Any) -> None:
+                recorder.add(response)
+                check()
+
+            pieces = self._conversation.answer(text, report, add)
+            try:
+                with closing(pieces):
+                    for piece in pieces:
+                        status.stop()
+                        shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
+                        print(shown, end="", file=self._out, flush=True)
+            except AnswerStoppedError:
+                pass  # what was said stays
+        print(file=self._out, flush=True)
+        if self._keeps:
+            try:
+                keep(LAST, self._conversation)
+            except WriteError as error:
+                self._keeps = False
+                note(f"mlx-flash: {error}")
+        recorder.num_prompt_tokens = self._conversation.num_new_tokens
+        if self.slash.is_verbose and recorder.tokens:
+            step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
+            print_rich(render_run(make_report(recorder, "", step)), sys.stderr)
+
+    def _print_footer(self) -> None:
+        """Print speed and memory of the last answer."""
+        if not (self.slash.is_verbose or self.slash.is_quiet) and self._recorder.tokens:
+            facts = {**make_report(self._recorder, "", DEFAULT_PREFILL_STEP_SIZE), "footprint": footprint()}
+            ((_, words),) = filled(BRIEF, facts)
+            print_rich(Text(words, style="dim"), sys.stderr)
 
 
 class Format:

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 from mlx_flash.commands.common import make_config, note, note_lines
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
-from mlx_flash.modelfile.namedfiles import named_models
-from mlx_flash.modelfile.parse import Modelfile, read_modelfile
+from mlx_flash.modelfile.parse import Modelfile, named_models, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks import launched_group
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, step_in_words

@@ -10,18 +10,24 @@ from rich.text import Text
 
 from mlx_flash.facts import Facts, budget_of, checked
 from mlx_flash.monitor.rates import ExpertRates, History, Shares
-from mlx_flash.monitor.state import STATES, Unit, entries, model_name, printable, section, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import (
     ALL_CACHED,
     DISK_LIMITS,
+    STATES,
+    Unit,
     amount,
     duration,
+    entries,
     layer_runs,
+    model_name,
     percent,
+    printable,
     rate,
+    section,
     size,
     speed,
+    units,
 )
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Json
 

@@ -13,8 +13,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.modelfile.conversation import DEFAULT_REPEAT_LAST_N, first_messages
-from mlx_flash.modelfile.namedfiles import named_models
-from mlx_flash.modelfile.parse import Modelfile
+from mlx_flash.modelfile.parse import Modelfile, named_models
 from mlx_flash.server.sampling import Defaults
 
 DEFAULT_NAME = "default_model"

@@ -31,8 +31,7 @@ from starlette.routing import BaseRoute, Route
 from mlx_flash import __version__
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
 from mlx_flash.layout.download import is_downloaded
-from mlx_flash.modelfile.namedfiles import create_model, named_models, quoted
-from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
+from mlx_flash.modelfile.parse import Modelfile, create_model, named_models, parse_modelfile, quoted
 from mlx_flash.server.body import Checked, Lenient, Many
 from mlx_flash.server.catalog import LATEST, Catalog, Source
 from mlx_flash.server.embeddings import OllamaRequest, embed_ollama

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
-from mlx_flash.commands.talk import AnswerStoppedError, stoppable
+from mlx_flash.commands.run import AnswerStoppedError, stoppable
 from terminals import ROOT, Shell
 
 TINY = ROOT / "examples" / "pair" / "draft"

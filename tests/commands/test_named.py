@@ -21,8 +21,14 @@ from mlx_flash import cli
 from mlx_flash.commands import models as modellist
 from mlx_flash.commands import run
 from mlx_flash.errors import ConfigError, WriteError
-from mlx_flash.modelfile.namedfiles import create_model, models_folder, named_models
-from mlx_flash.modelfile.parse import Modelfile, parse_modelfile, read_modelfile
+from mlx_flash.modelfile.parse import (
+    Modelfile,
+    create_model,
+    models_folder,
+    named_models,
+    parse_modelfile,
+    read_modelfile,
+)
 from models import LLAMA, save
 from terminals import ROOT
 

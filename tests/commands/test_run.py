@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import children
 from mlx_flash import FlashConfig, FlashLLM, cli
-from mlx_flash.commands.run import loaded
-from mlx_flash.commands.talk import AnswerStoppedError
+from mlx_flash.commands.run import AnswerStoppedError, loaded
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling

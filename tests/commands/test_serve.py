@@ -14,8 +14,7 @@ from mlx_flash.commands import serve
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
-from mlx_flash.modelfile.namedfiles import create_model
-from mlx_flash.modelfile.parse import read_modelfile
+from mlx_flash.modelfile.parse import create_model, read_modelfile
 from mlx_flash.server.catalog import Catalog
 
 

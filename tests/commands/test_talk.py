@@ -18,8 +18,8 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlx_flash.commands import talk
-from mlx_flash.commands.talk import NAMES, Bye, Slash, Talk
+from mlx_flash.commands import run
+from mlx_flash.commands.run import NAMES, Bye, Slash, Talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.loading import load
@@ -34,15 +34,15 @@ TEXT = f"FROM {MODEL}\nSYSTEM You are brief.\nPARAMETER num_predict 6\nPARAMETER
 @given(st.text('a" \n', max_size=20))
 def test_triple_quotes_are_open_until_they_are_closed(text: str) -> None:
     stripped = text.strip()
-    assert talk.is_open(text) == (stripped.startswith('"""') and not (stripped[3:].endswith('"""')))
-    if not talk.is_open(text):
-        assert talk.unquote(text) == (stripped[3:-3].strip("\n") if stripped.startswith('"""') else text)
+    assert run.is_open(text) == (stripped.startswith('"""') and not (stripped[3:].endswith('"""')))
+    if not run.is_open(text):
+        assert run.unquote(text) == (stripped[3:-3].strip("\n") if stripped.startswith('"""') else text)
 
 
 def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('one\n"""two\n three\n"""\n'))
-    read = talk.make_reader(NAMES)
-    assert read is talk.read_plainly
+    read = run.make_reader(NAMES)
+    assert read is run.read_plainly
     assert [read(), read()] == ["one", "two\n three"]
     with pytest.raises(EOFError):
         read()
@@ -52,7 +52,7 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_a_message_that_the_input_cuts_off_is_not_dropped_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\n two\n'))
     with pytest.raises(ConfigError, match="the input ends within a message"):
-        talk.make_reader(NAMES)()
+        run.make_reader(NAMES)()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def keyboard(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_editor_takes_pasted_lines_quotes_and_history(keyboard: Any, state: Path) -> None:
-    read = talk.make_reader(NAMES)
+    read = run.make_reader(NAMES)
     keyboard.send_text("\x1b[200~one\ntwo\x1b[201~\r")
     assert read() == "one\ntwo"
     keyboard.send_text('"""three\rfour"""\r')
@@ -92,15 +92,15 @@ def test_the_editor_takes_pasted_lines_quotes_and_history(keyboard: Any, state: 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "right" in file.read_text()
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     keyboard.send_text("\x1b[A\r")
-    assert talk.make_reader(NAMES)() == "five\nsi!x"  # of the run before
+    assert run.make_reader(NAMES)() == "five\nsi!x"  # of the run before
 
 
 def test_a_history_that_others_could_read_becomes_private(state: Path) -> None:
-    file = talk.history_file()
+    file = run.history_file()
     file.parent.mkdir(parents=True)
     file.write_text("")
     file.chmod(0o644)
-    assert talk.open_history(file) and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert run.open_history(file) and stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_without_a_place_messages_are_not_kept(
@@ -108,7 +108,7 @@ def test_without_a_place_messages_are_not_kept(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert not talk.open_history(talk.history_file())
+    assert not run.open_history(run.history_file())
     assert "messages are not kept" in capsys.readouterr().err
 
 

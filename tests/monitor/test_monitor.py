@@ -44,8 +44,7 @@ from mlx_flash.monitor.frames import (
     strip,
 )
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
-from mlx_flash.monitor.state import STATES, Unit, printable
-from mlx_flash.monitor.words import duration, size
+from mlx_flash.monitor.words import STATES, Unit, duration, printable, size
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
 from models import LLAMA, save
 from monitored import JSON, MACHINE, canvas, published, run, state, text_of

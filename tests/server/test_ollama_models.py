@@ -15,8 +15,7 @@ from huggingface_hub import constants
 from hub import Hub, serving
 from live import Live, live
 from mlx_flash import FlashConfig
-from mlx_flash.modelfile.namedfiles import models_folder, named_models
-from mlx_flash.modelfile.parse import read_modelfile
+from mlx_flash.modelfile.parse import models_folder, named_models, read_modelfile
 from mlx_flash.server.access import Access
 from mlx_flash.server.catalog import Source
 from scripted import make_scripted_model, saying

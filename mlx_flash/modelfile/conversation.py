@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from jinja2 import TemplateError
+from mlx_lm.generate import TextStateMachine
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -292,19 +293,41 @@ def _below_vocabulary(sampler: Sampler, top_k: int) -> Sampler:
     return choose
 
 
+class StopTexts:
+    """Finds the first text that ends an answer, in text that comes in pieces, as mlx-lm finds marks.
+
+    Args:
+        texts: the texts. Empty ones are none.
+
+    Attributes:
+        found: the text that was found; None before.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        ends: dict[str, list[Any]] = {text: [] for text in texts}
+        self._state = TextStateMachine({"": [(text, text) for text in texts], **ends}).make_state("")
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        """Return the text that is surely part of the answer. What may begin a stop text is held back."""
+        if self.found:
+            return ""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        self.found = self._state[0] or None
+        return str(segments[0][1])
+
+    def end(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
+        return "" if self.found else str(TextStateMachine.flush(self._state)[1])
+
+
 def cut_at(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:
     """Yield text up to the first stop text. Text that may become a stop text is held back."""
-    held = ""
+    texts = StopTexts(stop)
     for piece in pieces:
-        held += piece
-        ends = [at for text in stop if (at := held.find(text)) >= 0]
-        if ends:
-            yield held[: min(ends)]
+        if text := texts.add(piece):
+            yield text
+        if texts.found:
             return
-        keep = max((n for text in stop for n in range(1, len(text)) if held.endswith(text[:n])), default=0)
-        ready = held[: len(held) - keep]
-        if ready:
-            yield ready
-        held = held[len(held) - keep :]
-    if held:
-        yield held
+    if text := texts.end():
+        yield text

@@ -6,36 +6,16 @@ import hmac
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.files import read_regular
-from mlx_flash.server.anthropic import error_body as anthropic_error
-from mlx_flash.server.ollama import error_body as ollama_error
-from mlx_flash.server.openai import error_body as openai_error
-
-
-def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return an error as the clients of a path read it.
-
-    Args:
-        path: of the request.
-        error: the error.
-        headers: of the reply.
-    """
-    body = openai_error
-    if path.startswith("/api/"):
-        body = ollama_error
-    elif path.startswith("/v1/messages"):
-        body = anthropic_error
-    return JSONResponse(body(error), error.status, headers)
-
+from mlx_flash.server.replies import error_reply
 
 API_KEY_VARIABLE = "MLX_FLASH_API_KEY"
 

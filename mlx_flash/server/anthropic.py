@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many, error_text
+from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
 from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai import (
@@ -29,7 +29,7 @@ from mlx_flash.server.openai import (
     Thinking,
     TopK,
 )
-from mlx_flash.server.replies import Whole, Writer, collect_all, sent, stream
+from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, sent, stream
 from mlx_flash.server.request import (
     GenerationRequest,
     Sampling,
@@ -42,23 +42,6 @@ from mlx_flash.server.request import (
 )
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
-
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error_body(error: RefusedError) -> dict[str, Any]:
-    """Return an error as Anthropic's clients read it."""
-    return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": error_text(error)}}
-
 
 _NEEDED = {
     "text": ("text",),
@@ -429,7 +412,7 @@ class _Writer(Writer):
             yield sent({"type": "message_delta", "delta": _ending(self._body, event), "usage": usage})
             yield sent({"type": "message_stop"})
         elif isinstance(event, Failed):
-            yield sent(error_body(event.error))
+            yield sent(error_body("/v1/messages", event.error))
 
     def beat(self) -> bytes:
         """Return an event that changes nothing: mostly one that clients skip."""

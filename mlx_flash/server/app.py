@@ -26,12 +26,12 @@ from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.facts import metrics as metrics_of
 from mlx_flash.facts import read
-from mlx_flash.server.access import Access, AccessMiddleware, error_reply
+from mlx_flash.server.access import Access, AccessMiddleware
 from mlx_flash.server.anthropic import CountRequest, MessagesRequest, answer_messages, count_tokens
-from mlx_flash.server.anthropic import error_body as anthropic_error
 from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
 from mlx_flash.server.ollamamodels import ollama_routes
-from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete, error_body
+from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete
+from mlx_flash.server.replies import error_reply
 from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond
 from mlx_flash.server.service import Service
 from mlx_flash.telemetry import find
@@ -145,16 +145,16 @@ def openai_routes(service: Service) -> list[BaseRoute]:
         try:
             await asyncio.to_thread(service.catalog.find, name)
         except RefusedError as error:
-            return JSONResponse(error_body(error), error.status)
+            return error_reply(request.url.path, error)
         return JSONResponse(shown(name))
 
     respond_here = partial(respond, KeptResponses())
     return [
-        *(service.post(path, ChatRequest, chat, error_body) for path in ("/v1/chat/completions", "/chat/completions")),
-        *(service.post(path, RerankRequest, rerank, error_body) for path in ("/v1/rerank", "/rerank")),
-        service.post("/v1/completions", CompletionRequest, complete, error_body),
-        service.post("/v1/responses", ResponseRequest, respond_here, error_body),
-        service.post("/v1/embeddings", EmbeddingRequest, embed, error_body),
+        *(service.post(path, ChatRequest, chat) for path in ("/v1/chat/completions", "/chat/completions")),
+        *(service.post(path, RerankRequest, rerank) for path in ("/v1/rerank", "/rerank")),
+        service.post("/v1/completions", CompletionRequest, complete),
+        service.post("/v1/responses", ResponseRequest, respond_here),
+        service.post("/v1/embeddings", EmbeddingRequest, embed),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]
@@ -197,8 +197,8 @@ def make_app(service: Service, access: Access) -> Starlette:
         *page_routes(service),
         *openai_routes(service),
         *ollama_routes(service, may_manage=not access.is_open),
-        service.post("/v1/messages", MessagesRequest, answer_messages, anthropic_error),
-        service.post("/v1/messages/count_tokens", CountRequest, count_tokens, anthropic_error),
+        service.post("/v1/messages", MessagesRequest, answer_messages),
+        service.post("/v1/messages/count_tokens", CountRequest, count_tokens),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
 

@@ -186,12 +186,6 @@ def _accepted(error: Any) -> tuple[int, bool, int]:
     return len(error["loc"]), not error["type"].endswith("_type"), place if isinstance(place, int) else 0
 
 
-def error_text(error: RefusedError) -> str:
-    """Return the text of an error, with its field. For dialects whose errors have no place for the field."""
-    message = str(error)
-    return message if error.field is None or error.field in message else f"{error.field}: {message}"
-
-
 def _is_text(value: Any) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()

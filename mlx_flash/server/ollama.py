@@ -5,7 +5,6 @@ A field that would change the answer unseen, and is not supported, is an error.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +15,8 @@ from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_flash.errors import RefusedError
 from mlx_flash.monitor.words import seconds_of
-from mlx_flash.server.body import Asking, Lenient, Many, error_text
+from mlx_flash.server.body import Asking, Lenient, Many
 from mlx_flash.server.catalog import LATEST
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammars import schema_grammar
@@ -38,20 +36,10 @@ from mlx_flash.server.openai import (
     shown_logprobs,
     shown_tools,
 )
-from mlx_flash.server.replies import Writer, collect_all, stream
+from mlx_flash.server.replies import Writer, collect_all, error_body, line, stream
 from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options, tool_fields
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
-
-
-def error_body(error: RefusedError) -> dict[str, Any]:
-    """Return an error as Ollama's clients read it."""
-    return {"error": error_text(error)}
-
-
-def line(value: Mapping[str, Any]) -> bytes:
-    """Return a part of a stream."""
-    return f"{json.dumps(value, ensure_ascii=False)}\n".encode("utf-8", "replace")
 
 
 def now() -> str:
@@ -300,7 +288,7 @@ class _Lines(Writer):
         elif isinstance(event, End):
             yield line({**form.part(), **form.end(event)})
         elif isinstance(event, Failed):
-            yield line(error_body(event.error))
+            yield line(error_body("/api/chat", event.error))
 
     def beat(self) -> bytes:
         """Return a line without text."""

@@ -42,13 +42,11 @@ from mlx_flash.server.ollama import (
     Message,
     ShowRequest,
     chat,
-    error_body,
     generate,
-    line,
     tagged,
 )
 from mlx_flash.server.openai import Name
-from mlx_flash.server.replies import Stream, collect, while_connected
+from mlx_flash.server.replies import Stream, collect, error_reply, line, while_connected
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.service import Service
@@ -495,7 +493,7 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         error = RefusedError(f"this server has no {request.url.path}.", 501)
         if "/blobs/" in request.url.path and request.method == "HEAD":
             error = RefusedError("there are no blobs here.", 404)
-        return JSONResponse(error_body(error), error.status)
+        return error_reply(request.url.path, error)
 
     def managed(
         path: str,
@@ -506,14 +504,14 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         async def refused(service: Service, request: Request, body: Checked) -> Response:
             raise RefusedError("models are not managed with --no-auth. Hint: give the server an API key.", 403)
 
-        return service.post(path, kind, answer if may_manage else refused, error_body, method)
+        return service.post(path, kind, answer if may_manage else refused, method)
 
     models = Management(service)
     return [
-        service.post("/api/chat", ChatRequest, chat, error_body),
-        service.post("/api/generate", GenerateRequest, generate, error_body),
-        *(service.post(path, OllamaRequest, embed_ollama, error_body) for path in ("/api/embed", "/api/embeddings")),
-        service.post("/api/show", ShowRequest, show, error_body),
+        service.post("/api/chat", ChatRequest, chat),
+        service.post("/api/generate", GenerateRequest, generate),
+        *(service.post(path, OllamaRequest, embed_ollama) for path in ("/api/embed", "/api/embeddings")),
+        service.post("/api/show", ShowRequest, show),
         managed("/api/pull", NamedRequest, models.pull),
         managed("/api/create", CreateRequest, models.create),
         managed("/api/copy", CopyRequest, models.copy),

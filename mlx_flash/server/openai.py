@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash import __version__
-from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import (
     CallArguments,
@@ -33,7 +32,7 @@ from mlx_flash.server.events import (
     ToolCall,
 )
 from mlx_flash.server.grammars import schema_grammar
-from mlx_flash.server.replies import Whole, Writer, collect_all, stream
+from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, sent, stream
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
@@ -348,18 +347,6 @@ class CompletionRequest(SamplingFields):
 FINGERPRINT = f"mlx-flash-{__version__}"
 
 
-def error_body(error: RefusedError) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    code = "model_not_found" if error.status == 404 else None
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}
-
-
-def sent(value: Mapping[str, Any]) -> bytes:
-    """Return a part of a stream."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
-
-
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
     """Return the fields that a reply and all parts of its stream begin with."""
     return {
@@ -396,7 +383,7 @@ class Chunks(Writer):
         if isinstance(event, Progress):
             yield f": {event.stage} {event.done}/{event.total}\n\n".encode()
         elif isinstance(event, Failed):
-            yield sent(error_body(event.error))
+            yield sent(error_body("/v1", event.error))
         elif (choice := self.choice(number, event)) is not None:
             yield self.chunk(choice)
         if isinstance(event, End):

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector
 
 _log = logging.getLogger("mlx_flash")
@@ -123,8 +124,45 @@ class Writer(ABC):
 
 
 def sent(value: Mapping[str, Any]) -> bytes:
-    """Return an event of a stream, which is named after its type."""
-    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+    """Return an event of a stream, which is named after its type if it has one."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def line(value: Mapping[str, Any]) -> bytes:
+    """Return a part of a stream of lines."""
+    return f"{json.dumps(value, ensure_ascii=False)}\n".encode("utf-8", "replace")
+
+
+_ANTHROPICS_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(path: str, error: RefusedError) -> dict[str, Any]:
+    """Return an error as the clients of a path read it."""
+    text = str(error)
+    if path.startswith(("/api/", "/v1/messages")) and error.field is not None and error.field not in text:
+        text = f"{error.field}: {text}"  # these dialects have no place for it
+    if path.startswith("/api/"):
+        return {"error": text}
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": _ANTHROPICS_KINDS.get(error.status, "api_error"), "message": text}}
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = "model_not_found" if error.status == 404 else None
+    return {"error": {"message": text, "type": kind, "param": error.field, "code": code}}
+
+
+def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the reply to a request that is refused."""
+    return JSONResponse(error_body(path, error), error.status, headers)
 
 
 async def stream(request: Request, answers: Sequence[Answer], writer: Writer) -> Response:

@@ -8,16 +8,15 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.server.body import Asking, Checked, read_body
 from mlx_flash.server.events import Answer
-from mlx_flash.server.replies import ClientLeftError
+from mlx_flash.server.replies import ClientLeftError, error_reply
 from mlx_flash.server.request import GenerationRequest, without_broken_calls
 from mlx_flash.server.requestpictures import with_pictures
 from mlx_flash.server.room import EngineRoom
@@ -38,8 +37,6 @@ IGNORED_HEADER = "x-mlx-flash-ignored"
 """The header of a reply that lists the fields of its request that had no effect."""
 
 _log = logging.getLogger("mlx_flash")
-
-ErrorBody = Callable[[RefusedError], Any]
 
 
 class Service:
@@ -85,7 +82,6 @@ class Service:
         path: str,
         kind: type[Checked],
         answer: Callable[[Service, Request, Checked], Awaitable[Response]],
-        errors: ErrorBody,
         method: str = "POST",
     ) -> Route:
         """Return the route of requests with a body.
@@ -94,7 +90,6 @@ class Service:
             path: of their URL.
             kind: of their bodies.
             answer: makes the reply to a checked body.
-            errors: makes the body of an error, in the form of the dialect.
             method: of HTTP.
         """
 
@@ -111,7 +106,7 @@ class Service:
                     return response
             except FlashError as error:
                 found = error if isinstance(error, RefusedError) else RefusedError(str(error), 400)
-                return JSONResponse(errors(found), found.status)
+                return error_reply(request.url.path, found)
             except (ClientLeftError, ClientDisconnect):
                 return Response(status_code=499)  # nobody reads it
 

@@ -16,6 +16,7 @@ import regex
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.modelfile.conversation import StopTexts
 from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
 
 Part: TypeAlias = Piece | CallBegun | CallArguments | ToolCall
@@ -238,43 +239,6 @@ def _tool_call(call: dict[str, Any]) -> ToolCall:
     if not isinstance(call["name"], str) or not isinstance(arguments, dict):
         raise TypeError("a tool call needs a name and arguments")
     return ToolCall(call["name"], arguments, call.get("id"))
-
-
-class StopTexts:
-    """Finds the first text that ends an answer, in text that comes in pieces.
-
-    Args:
-        texts: the texts; none may be empty.
-
-    Attributes:
-        found: the text that was found; None before.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = tuple(dict.fromkeys(texts))
-        self._held = ""
-        self.found: str | None = None
-
-    def add(self, text: str) -> str:
-        """Return the text that is surely part of the answer. What may begin a stop text is held back."""
-        self._held += text
-        places = [(at, stop) for stop in self._texts if (at := self._held.find(stop)) >= 0]
-        if places:
-            at, self.found = min(places)
-            return self._cut(at)
-        most = max((len(stop) - 1 for stop in self._texts), default=0)
-        for length in range(min(most, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._texts):
-                return self._cut(len(self._held) - length)
-        return self._cut(len(self._held))
-
-    def end(self) -> str:
-        """Return the text that was held back, at the end of the answer."""
-        return self._cut(len(self._held)) if self.found is None else ""
-
-    def _cut(self, at: int) -> str:
-        text, self._held = self._held[:at], self._held[at:]
-        return text
 
 
 class TextStream:

@@ -585,11 +585,11 @@ class Format:
     """
 
     def __init__(self, text: str, tokenizer: Any) -> None:
-        from mlx_flash.server.grammars import Grammars, schema_grammar
+        from mlx_flash.server.grammar import Grammars, json_grammar
 
         try:
             schema = None if text == "json" else json.loads(Path(text).read_bytes())
-            self._rule = schema_grammar(schema, "--format")
+            self._rule = json_grammar(schema, "--format")
         except ModuleNotFoundError as error:
             raise ConfigError("--format needs llguidance. Hint: pip install llguidance") from error
         except (FileNotFoundError, TypeError, json.JSONDecodeError) as error:

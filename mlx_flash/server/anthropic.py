@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import (
     Count,
     Effort,
@@ -195,7 +195,7 @@ def generation_request(body: Conversation) -> GenerationRequest:
         continues=continues(messages),
         **tool_fields(tools, must_call=kind in ("any", "tool"), allowed=None if name is None else [name]),
         template_options=thinking_options(None if thinking is None else thinking.thinks, effort),
-        grammar=None if form is None else schema_grammar(form.schema_, "output_config.format.schema"),
+        grammar=None if form is None else json_grammar(form.schema_, "output_config.format.schema"),
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
     )
 

@@ -1,4 +1,7 @@
-"""Answers that follow a grammar: llguidance masks the logits of tokens that it does not allow."""
+"""Answers that follow a grammar: llguidance masks the logits of tokens that it does not allow.
+
+Functions import llguidance themselves: it takes 8 MB, which few servers need.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,19 @@ import re
 from collections.abc import Callable
 from dataclasses import astuple
 from decimal import Decimal
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.calltemplates import CallForm, headers_of
-from mlx_flash.server.prompts import Reasoning
+from mlx_flash.server.calltemplates import CallForm, form_of, headers_of
+from mlx_flash.server.prompts import Prompt, Reasoning, reasoning_of
 from mlx_flash.server.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAX_SCHEMA_CHARACTERS = 100_000
 """The longest JSON schema."""
@@ -49,6 +54,8 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
     Raises:
         RefusedError: the schema is wrong, too long, or has a part that is not supported.
     """
+    from llguidance import LLMatcher
+
     _check_costs(schema, field)
     text = json.dumps({"x-guidance": _JSON_OPTIONS, **({"type": "object"} if schema is None else schema)})
     if len(text) > MAX_SCHEMA_CHARACTERS:
@@ -113,6 +120,8 @@ def grammar_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     Raises:
         RefusedError: the bytes of its tokens are not known.
     """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     to_bytes = _bytes_of(tokenizer)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     texts = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), vocab_size))))
@@ -172,6 +181,8 @@ class GrammarProcessor:
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        from llguidance import LLMatcher
+
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._mask = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         self._has_begun = False
@@ -215,6 +226,8 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
     Raises:
         RefusedError: a schema that is to be followed is not supported.
     """
+    from llguidance import LLMatcher
+
     headers = headers_of(tokenizer) if reasoning == "headers" else None
     marks = _Marks(tokenizer, form.call_id if form else None, "".join(astuple(headers)) if headers else "")
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
@@ -354,3 +367,73 @@ class _Marks:
         if part == self._call_id:
             return "CALL_ID"
         return f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
+
+
+_TOKEN_BYTES = 200
+"""Memory that the first grammar takes for each token of the vocabulary. Measured: 158 (Qwen2.5, 152 000 tokens)."""
+
+_LEAST_BYTES = 4_000_000
+"""Memory that it takes at least: the library."""
+
+
+class Grammars:
+    """The tokenizer as llguidance needs it, made for the first request with a grammar.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        vocab_size: tokens that the model knows.
+
+    Attributes:
+        nbytes: memory that is in use beside the plan's.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.nbytes = 0
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._made: LLTokenizer | None = None
+        self._call_form: CallForm | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that a grammar takes, if it is in use or not."""
+        return _LEAST_BYTES + _TOKEN_BYTES * self._vocab_size
+
+    def of(self, request: GenerationRequest, prompt: Prompt) -> str | None:
+        """Return the grammar of the answer to a request; None if it may be any text.
+
+        Raises:
+            RefusedError: the model's answers have no form that a grammar can follow, or a schema is not supported.
+        """
+        if not request.has_form:
+            return None
+        return answer_grammar(
+            request, self._form(request), self._tokenizer, reasoning_of(request, prompt, self._tokenizer)
+        )
+
+    def _form(self, request: GenerationRequest) -> CallForm | None:
+        """Return the form of the calls of an answer; None if it has none, or they may have any form.
+
+        Raises:
+            RefusedError: they have to follow a form, and the model's calls have none that a grammar can follow.
+        """
+        if not request.tools:
+            return None
+        if self._call_form is None:
+            try:
+                self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
+            except RefusedError:
+                if request.must_call or request.strict_tools or not self._tokenizer.tool_call_start:
+                    raise
+        return self._call_form
+
+    def processor(self, grammar: str) -> GrammarProcessor:
+        """Return a logits processor that follows a grammar.
+
+        Raises:
+            RefusedError: the tokenizer is of no known kind, or the grammar is too large.
+        """
+        if self._made is None:
+            self._made = grammar_tokenizer(self._tokenizer, self._vocab_size)
+            self.nbytes = self.needed_bytes
+        return GrammarProcessor(self._made, grammar)

@@ -25,7 +25,7 @@ from mlx_flash.server.boundary import ends_alone, refusal_of, refused
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
-from mlx_flash.server.grammars import Grammars
+from mlx_flash.server.grammar import Grammars
 from mlx_flash.server.job import Job, Jobs
 from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks

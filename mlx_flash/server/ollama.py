@@ -19,7 +19,7 @@ from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server.body import Asking, Lenient, Many
 from mlx_flash.server.catalog import LATEST
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
-from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import (
     Effort,
     MessageCall,
@@ -341,7 +341,7 @@ def _sampling(options: Options) -> Sampling:
 def _grammar(form: str | dict[str, Any] | None) -> str | None:
     if not form and form != {}:
         return None
-    return schema_grammar(form if isinstance(form, dict) else None, "format")
+    return json_grammar(form if isinstance(form, dict) else None, "format")
 
 
 def _content(text: str | None, images: Sequence[str] | None, field: str) -> str | list[dict[str, str]]:

@@ -31,7 +31,7 @@ from mlx_flash.server.events import (
     TokenDetail,
     ToolCall,
 )
-from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, sent, stream
 from mlx_flash.server.request import (
     TEXT,
@@ -548,8 +548,8 @@ def _grammar(body: SamplingFields) -> str | None:
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:
-        return schema_grammar(form.schema_, "response_format.schema")
-    return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+        return json_grammar(form.schema_, "response_format.schema")
+    return json_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
 
 
 def _choice(index: int, whole: Whole) -> dict[str, Any]:

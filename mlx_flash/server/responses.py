@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.grammars import schema_grammar
+from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import (
     FunctionName,
     Limit,
@@ -599,4 +599,4 @@ def _grammar(body: ResponseRequest) -> str | None:
         return None
     if form.type == "json_schema" and form.schema_ is None:
         raise RefusedError("text.format.schema is missing.", 400, "text.format.schema")
-    return schema_grammar(form.schema_, "text.format.schema")
+    return json_grammar(form.schema_, "text.format.schema")

@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import (
     Count,
     Effort,
+    Form,
     FunctionName,
     ModelName,
     Share,
@@ -28,11 +28,12 @@ from mlx_flash.server.openai import (
     Temperature,
     Thinking,
     TopK,
+    grammar_of,
+    sampling_of,
 )
 from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, sent, stream
 from mlx_flash.server.request import (
     GenerationRequest,
-    Sampling,
     called,
     continues,
     function,
@@ -134,17 +135,10 @@ class ToolChoice(Body):
         return self
 
 
-class JsonFormat(Body):
-    """The form of the answer."""
-
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
 class OutputConfig(Body):
     """The form of the answer, and how much work it is worth."""
 
-    format: JsonFormat | None = None
+    format: Form | None = None
     effort: Effort | None = None
 
 
@@ -158,7 +152,7 @@ class Conversation(Asking):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None
+    output_format: Form | None = None
 
 
 class CountRequest(Conversation):
@@ -195,7 +189,7 @@ def generation_request(body: Conversation) -> GenerationRequest:
         continues=continues(messages),
         **tool_fields(tools, must_call=kind in ("any", "tool"), allowed=None if name is None else [name]),
         template_options=thinking_options(None if thinking is None else thinking.thinks, effort),
-        grammar=None if form is None else json_grammar(form.schema_, "output_config.format.schema"),
+        grammar=grammar_of(form, "output_config.format"),
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
     )
 
@@ -324,9 +318,7 @@ async def answer_messages(service: Service, request: Request, body: MessagesRequ
     """Answer a request for the next message of a conversation."""
     asked = replace(
         generation_request(body),
-        sampling=Sampling(
-            temperature=body.temperature, top_p=body.top_p, top_k=None if body.top_k is None else max(0, body.top_k)
-        ),
+        sampling=sampling_of(body),
         max_tokens=body.max_tokens,
         stop=stop_texts(body.stop_sequences),
     )

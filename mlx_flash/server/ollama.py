@@ -32,7 +32,6 @@ from mlx_flash.server.openai import (
     Temperature,
     Tool,
     TopK,
-    called_in,
     shown_logprobs,
     shown_tools,
 )
@@ -331,7 +330,7 @@ def _sampling(options: Options) -> Sampling:
     return Sampling(
         temperature=options.temperature,
         top_p=options.top_p,
-        top_k=None if options.top_k is None else max(0, options.top_k),
+        top_k=options.top_k,
         min_p=options.min_p,
         seed=options.seed,
         **(penalties if has_penalties else {"repetition_penalty": 0.0}),
@@ -368,5 +367,5 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     }
     found |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
-        found["tool_calls"] = [called_in(call) for call in message.tool_calls]
+        found["tool_calls"] = [call.shown for call in message.tool_calls]
     return found

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash import __version__
+from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import (
     CallArguments,
@@ -65,7 +66,7 @@ Limit = Annotated[Count | None, BeforeValidator(lambda number: None if number ==
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(0, number))]
 Seed = Annotated[int, Field(ge=-1, lt=2**63)]
 NumLikeliest = Annotated[int, Field(ge=0, le=20)]
 Stop = StopText | Annotated[Many[StopText], Field(max_length=64)]
@@ -105,7 +106,7 @@ class SamplingFields(Asking):
     stream_options: StreamOptions | None = None
     adapters: str | None = None
     draft_model: Literal["default_model"] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Form | None = None
 
 
 class StreamOptions(Body):
@@ -132,19 +133,53 @@ class ImageUrl(Body):
     url: str
 
 
-class Part(Body):
-    """A part of a message. Sounds and files are not supported."""
+class Part(Lenient):
+    """A part of a message, in chats and in responses. Sounds and files are not supported."""
 
-    type: Literal["text", "refusal", "image_url"]
+    type: Literal[
+        "text", "refusal", "image_url",
+        "input_text", "output_text", "summary_text", "reasoning_text", "input_image",
+    ]  # fmt: skip
     text: str = ""
     refusal: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: ImageUrl | str | None = None
 
     @model_validator(mode="after")
     def _has_picture(self) -> Part:
-        if (self.type == "image_url") != (self.image_url is not None):
-            raise ValueError("a part of type image_url has an image_url, and no other part has one")
+        if (self.type in ("image_url", "input_image")) != (self.image_url is not None):
+            raise ValueError("a picture has an image_url, and no other part has one")
         return self
+
+
+def content_in(content: str | Sequence[Part] | None, field: str) -> str | list[dict[str, str]]:
+    """Return the content of a message as chat templates take it.
+
+    Args:
+        content: of the request.
+        field: its place in the request.
+
+    Raises:
+        RefusedError: a picture cannot be used.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    found = []
+    for i, part in enumerate(content):
+        if isinstance(part.image_url, ImageUrl):
+            found.append(picture_part(part.image_url.url, f"{field}.{i}.image_url.url"))
+        elif part.image_url is not None:
+            found.append(picture_part(part.image_url, f"{field}.{i}.image_url"))
+        else:
+            found.append({"type": "text", "text": part.text or part.refusal or ""})
+    return content_of(found)
+
+
+class Called(Lenient):
+    """The function of a call, and its arguments or its text."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+    input: str = ""
 
 
 class MessageCall(Lenient):
@@ -152,28 +187,31 @@ class MessageCall(Lenient):
 
     id: str | None = None
     type: Literal["function", "custom"] = "function"
-    function: CalledFunction | None = None
-    custom: CalledText | None = None
+    function: Called | None = None
+    custom: Called | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> MessageCall:
-        if (self.function if self.type == "function" else self.custom) is None:
+        if getattr(self, self.type) is None:
             raise ValueError(f"a call of type {self.type} has a {self.type}")
         return self
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        if self.custom is not None:
+            return called(self.id, self.custom.name, {TEXT: self.custom.input})
+        assert self.function is not None
+        return called(self.id, self.function.name, self.function.arguments)
 
-class CalledFunction(Lenient):
-    """The function of a call."""
 
-    name: str
-    arguments: str | dict[str, Any] = "{}"
+class Function(Body):
+    """The description of a function, or its name."""
 
-
-class CalledText(Lenient):
-    """The function of a call that takes one text."""
-
-    name: str
-    input: str = ""
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -181,7 +219,7 @@ class Tool(Body):
 
     type: str = "function"
     function: Function | None = None
-    custom: TextFunction | None = None
+    custom: Function | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Tool:
@@ -190,61 +228,30 @@ class Tool(Body):
         return self
 
 
-class Function(Body):
-    """The description of a function."""
+class ToolChoice(Body):
+    """A function that the answer has to call, or several of which it may, or must, call one.
 
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    Chats have them in a part of its own, responses here.
+    """
 
-
-class TextFunction(Body):
-    """The description of a function that takes one text."""
-
-    name: FunctionName
-    description: str | None = None
-
-
-class NamedFunction(Body):
-    """The name of a function."""
-
-    name: FunctionName
-
-
-class FunctionChoice(Body):
-    """A function that the answer has to call: named in a part of its own, or in responses here."""
-
-    type: Literal["function", "custom"]
+    type: Literal["function", "custom", "allowed_tools"] = "allowed_tools"
     name: FunctionName | None = None
-    function: NamedFunction | None = None
-    custom: NamedFunction | None = None
+    function: Function | None = None
+    custom: Function | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[Many[ToolChoice], Field(default_factory=list, max_length=512)]
+    allowed_tools: ToolChoice | None = None
 
     @property
     def called(self) -> str:
-        """Name of the function."""
-        found = self.function or self.custom or self
-        return found.name or ""
+        """Name of the one function."""
+        return (self.function or self.custom or self).name or ""
 
 
-class AllowedTools(Body):
-    """Functions of which the answer may, or must, call one."""
-
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[Many[FunctionChoice], Field(default_factory=list, max_length=512)]
+AnyToolChoice = Literal["none", "auto", "required", "any"] | ToolChoice
 
 
-class AllowedChoice(AllowedTools):
-    """A choice among some functions, listed in a part of its own, or in responses here."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools | None = None
-
-
-ToolChoice = Literal["none", "auto", "required", "any"] | FunctionChoice | AllowedChoice
-
-
-def chosen_tools(choice: ToolChoice | None, tools: list[dict[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
+def chosen_tools(choice: AnyToolChoice | None, tools: list[dict[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a `GenerationRequest` about functions.
 
     Args:
@@ -255,12 +262,11 @@ def chosen_tools(choice: ToolChoice | None, tools: list[dict[str, Any]], names: 
     Raises:
         RefusedError: a call is forced of a function that is not there.
     """
-    if isinstance(choice, FunctionChoice):
-        return tool_fields(tools, must_call=True, allowed=[names.get(choice.called, choice.called)])
-    if isinstance(choice, AllowedChoice):
+    if isinstance(choice, ToolChoice):
         listed = choice.allowed_tools or choice
-        allowed = [names.get(each.called, each.called) for each in listed.tools]
-        return tool_fields(tools, must_call=listed.mode == "required", allowed=allowed)
+        is_one = choice.type != "allowed_tools"
+        allowed = [names.get(each.called, each.called) for each in ([choice] if is_one else listed.tools)]
+        return tool_fields(tools, must_call=is_one or listed.mode == "required", allowed=allowed)
     return tool_fields([] if choice == "none" else tools, must_call=choice in ("required", "any"))
 
 
@@ -269,24 +275,34 @@ class JsonSchema(Body):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    """The form of the answer."""
+class Form(JsonSchema):
+    """The form of the answer. Chats have a schema in a part of its own, the other dialects and llama.cpp here."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of a json_object, as llama.cpp has it
 
-    @model_validator(mode="after")
-    def _has_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is there if, and only if, the type is json_schema")
-        if self.type != "json_object" and self.schema_ is not None:
-            raise ValueError("schema belongs to the type json_object, or into json_schema")
-        return self
+
+def grammar_of(form: Form | None, field: str) -> str | None:
+    """Return the rule that an answer follows; None for any text.
+
+    Args:
+        form: of the answer.
+        field: its place in the request.
+
+    Raises:
+        RefusedError: the schema is missing, or cannot be used.
+    """
+    if form is None or (form.type == "text" and form.schema_ is None):
+        return None
+    place = f"{field}.schema" if form.json_schema is None else f"{field}.json_schema.schema"
+    schema = (form.json_schema or form).schema_
+    if (form.type == "json_schema") != (schema is not None) and form.type != "json_object":
+        raise RefusedError(f"{place} is there if, and only if, the type is json_schema.", 400, place)
+    return json_grammar(schema, place)
 
 
 class Thinking(Body):
@@ -310,7 +326,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: NumLikeliest | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     function_call: Literal["none", "auto"] | None = None
     reasoning_effort: Effort | None = None
@@ -406,12 +422,11 @@ class Chunks(Writer):
         yield b"data: [DONE]\n\n"
 
 
-def sampling_of(body: SamplingFields) -> Sampling:
-    """Return how the tokens of an answer are chosen."""
-    names = (field.name for field in fields(Sampling))
-    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
-    given["logit_bias"] = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
-    return Sampling(**{**given, "top_k": None if body.top_k is None else max(0, body.top_k)})
+def sampling_of(body: Body) -> Sampling:
+    """Return how the tokens of an answer are chosen: by the fields of a request that have the same names."""
+    given = {each.name: value for each in fields(Sampling) if (value := getattr(body, each.name, None)) is not None}
+    bias = tuple((int(token), value) for token, value in given.get("logit_bias", {}).items())
+    return Sampling(**{**given, "logit_bias": bias})
 
 
 def wants_usage(body: SamplingFields) -> bool:
@@ -468,7 +483,7 @@ def generation_request(body: ChatRequest) -> GenerationRequest:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=stop_texts(body.stop),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=_grammar(body),
+        grammar=grammar_of(body.response_format, "response_format"),
         one_call=body.parallel_tool_calls is False,
         continues=bool(body.continue_final_message),
     )
@@ -512,44 +527,16 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     Raises:
         RefusedError: a picture cannot be used.
     """
-    content: Any = message.content
-    if isinstance(content, list):
-        content = content_of([_part(part, f"{field}.content.{i}") for i, part in enumerate(content)])
-    found: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": content_in(message.content, f"{field}.content")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
     if message.reasoning is not None:
         found.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
-        found["tool_calls"] = [called_in(call) for call in message.tool_calls]
+        found["tool_calls"] = [call.shown for call in message.tool_calls]
     return found
-
-
-def called_in(call: MessageCall) -> dict[str, Any]:
-    """Return a call of an earlier message as chat templates take it."""
-    if call.custom is not None:
-        return called(call.id, call.custom.name, {TEXT: call.custom.input})
-    assert call.function is not None
-    return called(call.id, call.function.name, call.function.arguments)
-
-
-def _part(part: Part, field: str) -> dict[str, str]:
-    if part.image_url is not None:
-        return picture_part(part.image_url.url, f"{field}.image_url.url")
-    return {"type": "text", "text": part.text or part.refusal or ""}
-
-
-def _grammar(body: SamplingFields) -> str | None:
-    form = body.response_format
-    if form is None or form.type == "text":
-        return None
-    if form.json_schema is None:
-        return json_grammar(form.schema_, "response_format.schema")
-    return json_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
 
 
 def _choice(index: int, whole: Whole) -> dict[str, Any]:
@@ -650,7 +637,7 @@ def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) ->
         top_logprobs=body.logprobs,
         echo=bool(body.echo),
         suffix=body.suffix or None,
-        grammar=_grammar(body),
+        grammar=grammar_of(body.response_format, "response_format"),
         sampling=sampling_of(body),
         num_choices=body.n or 1,
     )

@@ -16,28 +16,30 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import (
+    AnyToolChoice,
+    Form,
     FunctionName,
     Limit,
     ModelName,
+    Part,
     Share,
     Temperature,
     Thinking,
-    ToolChoice,
     chosen_tools,
+    content_in,
+    grammar_of,
+    sampling_of,
 )
 from mlx_flash.server.replies import Whole, Writer, collect_all, sent, stream
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
-    Sampling,
     called,
     function,
     text_function,
     thinking_options,
 )
-from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
 
 KEPT_SECONDS = 3600.0
@@ -105,21 +107,6 @@ class KeptResponses:
         return value
 
 
-class InputPart(Lenient):
-    """A part of a message. Files are not supported."""
-
-    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image"]
-    text: str = ""
-    refusal: str | None = None
-    image_url: str | None = None
-
-    @model_validator(mode="after")
-    def _has_picture(self) -> InputPart:
-        if (self.type == "input_image") != (self.image_url is not None):
-            raise ValueError("a part of type input_image has an image_url, and no other part has one")
-        return self
-
-
 class InputItem(Lenient):
     """A message, a call of the model, the result of one, or the number of an item that is kept. Items of other types
     have no effect."""
@@ -127,14 +114,14 @@ class InputItem(Lenient):
     type: Annotated[str, Field(max_length=100)] = "message"
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Many[InputPart] | None = None
-    summary: Many[InputPart] | None = None
+    content: str | Many[Part] | None = None
+    summary: Many[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | Many[InputPart] | None = None
+    output: str | Many[Part] | None = None
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
 
 
@@ -161,20 +148,10 @@ class ResponseTool(OneTool):
     tools: Annotated[Many[OneTool], Field(max_length=512)] | None = None
 
 
-class TextFormat(Body):
-    """The form of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
 class TextOptions(Body):
     """Options of the text."""
 
-    format: TextFormat | None = None
+    format: Form | None = None
 
 
 class ResponseRequest(Asking):
@@ -191,50 +168,20 @@ class ResponseRequest(Asking):
     top_p: Share | None = None
     stream: bool | None = None
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Thinking | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
 
 
+Functions = Mapping[str, tuple[str | None, OneTool]]
+"""Functions by the names that the model knows, each with its namespace."""
+
+
 def flat_name(namespace: str | None, name: str) -> str:
     """Return the one name that the model knows a function by."""
     return name if not namespace else f"{namespace}__{name}"
-
-
-class Function:
-    """A function of a request.
-
-    Args:
-        namespace: that the request has it in; None for none.
-        tool: the function.
-
-    Attributes:
-        name: without its namespace.
-        flat_name: as the model knows it.
-        takes_text: its argument is a text, not JSON.
-    """
-
-    def __init__(self, namespace: str | None, tool: OneTool) -> None:
-        self.name = tool.name or ""
-        self.flat_name = flat_name(namespace, self.name)
-        self.takes_text = tool.type == "custom"
-        self._namespace, self._tool = namespace, tool
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """The description that chat templates get."""
-        tool = self._tool
-        if self.takes_text:
-            return text_function(self.flat_name, tool.description)
-        return function(self.flat_name, tool.description, tool.parameters, is_strict=tool.strict)
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The names that an item of a call has."""
-        namespace = {} if self._namespace is None else {"namespace": self._namespace}
-        return {"name": self.name, **namespace}
 
 
 def response_of(
@@ -257,52 +204,58 @@ def response_of(
         "store": body.store is not False,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tool_choice": body.model_dump(exclude_none=True).get("tool_choice", "auto"),
-        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-        "text": {"format": {"type": "text"}}
-        | (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}),
+        "tool_choice": _sent_back(body.tool_choice) or "auto",
+        "tools": [_sent_back(tool) for tool in body.tools or ()],
+        "text": {"format": {"type": "text"}} | (_sent_back(body.text) or {}),
         "truncation": "disabled",
         **({} if end is None else {"usage": _usage(end)}),
     }
 
 
-def reasoning_item(text: str) -> dict[str, Any]:
-    """Return an item of reasoning; without text, one that begins. Programs show the summary: it is the whole."""
-    summary, content = ([summary_part(text)], [{"type": "reasoning_text", "text": text}]) if text else ([], [])
-    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": summary, "content": content}
+def _sent_back(value: Any) -> Any:
+    """Return a part of a request as its client wrote it."""
+    return value.model_dump(by_alias=True, exclude_unset=True, exclude_none=True) if isinstance(value, Body) else value
 
 
-def summary_part(text: str) -> dict[str, Any]:
-    """Return the summary of an item of reasoning."""
-    return {"type": "summary_text", "text": text}
+_INDEXES = {"message": {"content_index": 0}, "reasoning": {"summary_index": 0}}
+_LOGPROBS: Mapping[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
+_PARTS = {"message": "response.content_part", "reasoning": "response.reasoning_summary_part"}
+_TEXTS = {"message": "response.output_text", "reasoning": "response.reasoning_summary_text"}
+"""Fields and names of the events of text. Programs show the summary of reasoning: it is the whole."""
 
 
-def message_item(text: str, status: str) -> dict[str, Any]:
-    """Return an item of text."""
-    content = [text_part(text)] if status != "in_progress" else []
-    name = f"msg_{uuid.uuid4().hex}"
-    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def text_part(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
     """Return a part of an item of text."""
+    if kind == "reasoning":
+        return {"type": "summary_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def call_item(call: CallBegun, called: Function | None) -> dict[str, Any]:
+def _text_item(kind: str, text: str, status: str) -> dict[str, Any]:
+    """Return an item of text, or of reasoning; one that begins has no parts."""
+    parts = [_part(kind, text)] if status != "in_progress" else []
+    if kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": text}] if parts else []
+        return {"id": f"rs_{uuid.uuid4().hex}", "type": kind, "summary": parts, "content": content}
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant", "status": status, "content": parts}
+
+
+def _call_item(call: CallBegun, functions: Functions) -> dict[str, Any]:
     """Return an item that asks for a call, without arguments yet.
 
     Args:
         call: the call.
-        called: its function; None if the request has none of this name.
+        functions: of the request, which may have none of this name.
     """
-    takes_text = called is not None and called.takes_text
+    namespace, tool = functions.get(call.name, (None, None))
+    takes_text = tool is not None and tool.type == "custom"
     return {
         "id": f"{'ctc' if takes_text else 'fc'}_{uuid.uuid4().hex}",
         "type": "custom_tool_call" if takes_text else "function_call",
         "status": "in_progress",
         "call_id": call.id or f"call_{uuid.uuid4().hex}",
-        **({"name": call.name} if called is None else called.names),
+        "name": call.name if tool is None else tool.name,
+        **({} if namespace is None else {"namespace": namespace}),
         "input" if takes_text else "arguments": "",
     }
 
@@ -323,7 +276,7 @@ class ResponseWriter(Writer):
     Args:
         body: the request.
         head: the fields that the response begins with.
-        functions: that the model may call, by the names that it knows.
+        functions: that the model may call.
         keep: called with all items of a complete answer.
     """
 
@@ -331,7 +284,7 @@ class ResponseWriter(Writer):
         self,
         body: ResponseRequest,
         head: dict[str, Any],
-        functions: Mapping[str, Function],
+        functions: Functions,
         keep: Callable[[list[dict[str, Any]]], None],
     ) -> None:
         self._body, self._head, self._functions, self._keep = body, head, functions, keep
@@ -355,9 +308,9 @@ class ResponseWriter(Writer):
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the parts for an event."""
         if isinstance(event, Piece) and event.text:
-            yield from (self._reason if event.kind == "reasoning" else self._say)(event.text)
+            yield from self._write_text("reasoning" if event.kind == "reasoning" else "message", event.text)
         elif isinstance(event, CallBegun):
-            yield from self._begin_item(call_item(event, self._functions.get(event.name)))
+            yield from self._begin_item(_call_item(event, self._functions))
         elif isinstance(event, CallArguments):
             if not self._takes_text:
                 self._text += event.text
@@ -392,20 +345,12 @@ class ResponseWriter(Writer):
                 pass
         return response_of(self._body, self._head, whole.end, self._items)
 
-    def _say(self, text: str) -> Iterator[bytes]:
-        if self._item is None or self._item["type"] != "message":
-            yield from self._begin_item(message_item("", "in_progress"))
-            yield self._event("response.content_part.added", **self._place, content_index=0, part=text_part(""))
+    def _write_text(self, kind: str, text: str) -> Iterator[bytes]:
+        if self._item is None or self._item["type"] != kind:
+            yield from self._begin_item(_text_item(kind, "", "in_progress"))
+            yield self._event(f"{_PARTS[kind]}.added", **self._place, part=_part(kind, ""))
         self._text += text
-        yield self._event("response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=[])
-
-    def _reason(self, text: str) -> Iterator[bytes]:
-        if self._item is None or self._item["type"] != "reasoning":
-            yield from self._begin_item(reasoning_item(""))
-            part = summary_part("")
-            yield self._event("response.reasoning_summary_part.added", **self._place, summary_index=0, part=part)
-        self._text += text
-        yield self._event("response.reasoning_summary_text.delta", **self._place, summary_index=0, delta=text)
+        yield self._event(f"{_TEXTS[kind]}.delta", **self._place, delta=text, **_LOGPROBS[kind])
 
     def _begin_item(self, item: dict[str, Any]) -> Iterator[bytes]:
         yield from self._end_item()
@@ -421,17 +366,13 @@ class ResponseWriter(Writer):
         """
         if self._item is None:
             return
-        begun, text, name = self._item, self._text, self._item["id"]
-        if begun["type"] == "message":
-            item = {**message_item(text, status or "completed"), "id": name}
-            yield self._event("response.output_text.done", **self._place, content_index=0, text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place, content_index=0, part=text_part(text))
-        elif begun["type"] == "reasoning":
-            item, part = {**reasoning_item(text), "id": name}, summary_part(text)
-            yield self._event("response.reasoning_summary_text.done", **self._place, summary_index=0, text=text)
-            yield self._event("response.reasoning_summary_part.done", **self._place, summary_index=0, part=part)
+        item, text, kind = self._item, self._text, self._item["type"]
+        if kind in _TEXTS:
+            item = {**_text_item(kind, text, status or "completed"), "id": item["id"]}
+            yield self._event(f"{_TEXTS[kind]}.done", **self._place, text=text, **_LOGPROBS[kind])
+            yield self._event(f"{_PARTS[kind]}.done", **self._place, part=_part(kind, text))
         else:
-            item = {**begun, "status": status or "incomplete", "input" if self._takes_text else "arguments": text}
+            item = {**item, "status": status or "incomplete", "input" if self._takes_text else "arguments": text}
         yield self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
         self._item = None
@@ -444,7 +385,8 @@ class ResponseWriter(Writer):
     @property
     def _place(self) -> dict[str, Any]:
         assert self._item is not None
-        return {"item_id": self._item["id"], "output_index": len(self._items)}
+        indexes = _INDEXES.get(self._item["type"], {})
+        return {"item_id": self._item["id"], "output_index": len(self._items), **indexes}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._number, **fields}
@@ -466,7 +408,7 @@ async def respond(kept: KeptResponses, service: Service, request: Request, body:
                 kept.keep(item["id"], item)
             kept.keep(head["id"], conversation.found)
 
-    writer = ResponseWriter(body, head, {each.flat_name: each for each in functions}, keep)
+    writer = ResponseWriter(body, head, functions, keep)
     if body.stream:
         return await stream(request, answers, writer)
     (whole,) = await collect_all(request, answers)
@@ -474,34 +416,40 @@ async def respond(kept: KeptResponses, service: Service, request: Request, body:
 
 
 def _generation_request(
-    body: ResponseRequest, messages: Sequence[dict[str, Any]], functions: Sequence[Function]
+    body: ResponseRequest, messages: Sequence[dict[str, Any]], functions: Functions
 ) -> GenerationRequest:
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
     reasoning = body.reasoning
+    names = {tool.name or "": name for name, (_, tool) in functions.items()}
     return GenerationRequest(
         model=body.model,
         messages=[*opening, *messages],
-        **chosen_tools(
-            body.tool_choice, [each.shown for each in functions], {each.name: each.flat_name for each in functions}
-        ),
+        **chosen_tools(body.tool_choice, [_shown(name, tool) for name, (_, tool) in functions.items()], names),
         template_options=None if reasoning is None else thinking_options(reasoning.thinks, reasoning.effort),
-        sampling=Sampling(temperature=body.temperature, top_p=body.top_p),
+        sampling=sampling_of(body),
         max_tokens=body.max_output_tokens,
-        grammar=_grammar(body),
+        grammar=grammar_of(body.text.format if body.text is not None else None, "text.format"),
         one_call=body.parallel_tool_calls is False,
     )
 
 
-def functions_of(body: ResponseRequest) -> list[Function]:
+def _shown(name: str, tool: OneTool) -> dict[str, Any]:
+    """Return a function as chat templates take it."""
+    if tool.type == "custom":
+        return text_function(name, tool.description)
+    return function(name, tool.description, tool.parameters, is_strict=tool.strict)
+
+
+def functions_of(body: ResponseRequest) -> Functions:
     """Return the functions that the model may call. Other tools are ignored."""
-    found = []
+    found = {}
     items = body.input if isinstance(body.input, list) else ()
     more = [tool for item in items if item.type == "additional_tools" for tool in item.tools or ()]
     for tool in (*(body.tools or ()), *more):
         parts: list[tuple[str | None, OneTool]] = [(tool.name, part) for part in tool.tools or ()]
         for namespace, each in parts or [(None, tool)]:
             if each.type in ("function", "custom"):
-                found.append(Function(namespace, each))
+                found[flat_name(namespace, each.name or "")] = namespace, each
             else:
                 body.ignore(f"tools ({each.type})")
     return found
@@ -549,7 +497,7 @@ class _Messages:
         if item.type == "message":
             if item.role is None:
                 raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
-            content = _content(item.content, f"{field}.content")
+            content = content_in(item.content, f"{field}.content")
             if item.role == "assistant":
                 self._answer()["content"] += content if isinstance(content, str) else ""
             else:
@@ -565,7 +513,7 @@ class _Messages:
             calls = self._answer().setdefault("tool_calls", [])
             calls.append(called(item.call_id, flat_name(item.namespace, item.name or ""), given))
         elif item.type in ("function_call_output", "custom_tool_call_output"):
-            content = _content(item.output, f"{field}.output")
+            content = content_in(item.output, f"{field}.output")
             pictures = [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
             texts = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
             self.found.append({"role": "tool", "content": texts, "tool_call_id": item.call_id})
@@ -579,24 +527,3 @@ class _Messages:
         if len(self.found) == self._num_earlier or self.found[-1]["role"] != "assistant":
             self.found.append({"role": "assistant", "content": ""})
         return self.found[-1]
-
-
-def _content(content: str | Sequence[InputPart] | None, field: str) -> Any:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return content_of([_part(part, f"{field}.{i}") for i, part in enumerate(content)])
-
-
-def _part(part: InputPart, field: str) -> dict[str, str]:
-    if part.image_url is not None:
-        return picture_part(part.image_url, f"{field}.image_url")
-    return {"type": "text", "text": part.text or part.refusal or ""}
-
-
-def _grammar(body: ResponseRequest) -> str | None:
-    form = body.text.format if body.text is not None else None
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_schema" and form.schema_ is None:
-        raise RefusedError("text.format.schema is missing.", 400, "text.format.schema")
-    return json_grammar(form.schema_, "text.format.schema")

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Lenient, Many
-from mlx_flash.server.ollama import KeepAlive
+from mlx_flash.server.ollama import KeepAlive, load_request
 from mlx_flash.server.openai import Count, Name, Token, head
 from mlx_flash.server.replies import Whole, collect_all
 from mlx_flash.server.request import GenerationRequest
@@ -115,14 +115,12 @@ async def rerank(service: Service, request: Request, body: RerankRequest) -> Res
 async def embed_ollama(service: Service, request: Request, body: OllamaRequest) -> Response:
     """Answer a request of Ollama's. One without text loads the model, or unloads it."""
     began = time.perf_counter_ns()
-    keep_alive = None if body.keep_alive is None else float(body.keep_alive)
     given = body.prompt or body.input
     texts = [given] if isinstance(given, str) else given
     if not given:
-        work = GenerationRequest(model=body.model, work="unload" if keep_alive == 0 else "load", keep_alive=keep_alive)
-        await collect_all(request, service.submit(work))
+        await collect_all(request, service.submit(load_request(body.model, body.keep_alive)))
         texts = []
-    wholes = await _read(service, request, body.model, texts, keep_alive=keep_alive)
+    wholes = await _read(service, request, body.model, texts, keep_alive=body.keep_alive)
     if request.url.path.endswith("/embeddings"):  # of the length that the model gives it, as in Ollama
         return JSONResponse({"embedding": [*wholes[0].vector] if wholes else []})
     vectors = [_normalized(whole, body.dimensions).tolist() for whole in wholes]

@@ -6,12 +6,12 @@ A field that would change the answer unseen, and is not supported, is an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,7 +22,6 @@ from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDe
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import (
     Effort,
-    MessageCall,
     Name,
     NumLikeliest,
     Penalty,
@@ -32,9 +31,12 @@ from mlx_flash.server.openai import (
     Temperature,
     Tool,
     TopK,
+    message_of,
+    sampling_of,
     shown_logprobs,
     shown_tools,
 )
+from mlx_flash.server.openai import Message as OpenAIMessage
 from mlx_flash.server.replies import Writer, collect_all, error_body, line, stream
 from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options, tool_fields
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
@@ -51,27 +53,6 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-def counts_of(end: End, total_ns: int) -> dict[str, Any]:
-    """Return numbers of tokens, and durations in nanoseconds.
-
-    Args:
-        end: the end of the answer.
-        total_ns: time since the request came.
-    """
-    load, prompt, answer = (
-        round(seconds * 1e9) for seconds in (end.load_seconds, end.prompt_seconds, end.answer_seconds)
-    )
-    return {
-        "total_duration": total_ns,
-        "load_duration": load,
-        "prompt_eval_count": end.num_prompt,
-        "prompt_eval_cached_count": end.num_cached,
-        "prompt_eval_duration": prompt,
-        "eval_count": end.num_tokens,
-        "eval_duration": answer,
-    }
-
-
 class Options(Lenient):
     """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
 
@@ -82,14 +63,16 @@ class Options(Lenient):
     seed: Seed | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     stop: Stop | None = None
-    repeat_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = Field(default=None, alias="repeat_penalty")
     repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 
 
-KeepAlive = Annotated[float | str | None, AfterValidator(lambda value: None if value is None else seconds_of(value))]
-"""Seconds, or a duration such as ``1h30m``."""
+KeepAlive = Annotated[
+    float | None, BeforeValidator(lambda value: seconds_of(value) if isinstance(value, str) else value)
+]
+"""Seconds, or a duration such as ``1h30m``, which becomes seconds."""
 
 
 class Asked(Asking):
@@ -110,22 +93,15 @@ class Asked(Asking):
             raise ValueError("top_logprobs needs logprobs")
         return self
 
-    @property
-    def streams(self) -> bool:
-        """True if the answer is sent in parts, which is the default."""
-        return self.stream is not False
 
-
-class Message(Lenient):
+class Message(OpenAIMessage):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: Many[str] | None = None
-    tool_calls: Many[MessageCall] | None = None
     tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class ChatRequest(Asked):
@@ -207,32 +183,38 @@ async def _answer(service: Service, request: Request, body: Asked, asked: Genera
     Args:
         asked: the conversation or the text; None loads the model, or unloads it.
     """
-    began = time.perf_counter_ns()
-    keep_alive = None if body.keep_alive is None else float(body.keep_alive)
-    if asked is None:
-        work = GenerationRequest(model=body.model, work="unload" if keep_alive == 0 else "load", keep_alive=keep_alive)
-    else:
-        work = replace(_with_settings(asked, body), model=body.model, keep_alive=keep_alive)
-    (answer,) = service.submit(work)
-    form = _Form(body, began, work)
-    if body.streams:
-        return await stream(request, [answer], _Lines(form))
+    writer = _Lines(body)
+    asked = load_request(body.model, body.keep_alive) if asked is None else _with_settings(asked, body)
+    writer.work = asked.work
+    (answer,) = service.submit(asked)
+    if body.stream is not False:
+        return await stream(request, [answer], writer)
     (whole,) = await collect_all(request, [answer])
-    parts = form.part(whole.text, whole.reasoning, whole.calls, whole.tokens)
-    return JSONResponse({**parts, **form.end(whole.end)})
+    return JSONResponse(
+        {**writer.part(whole.text, whole.reasoning, whole.calls, whole.tokens), **writer.end(whole.end)}
+    )
 
 
-class _Form:
-    """The form of replies to a request.
+def load_request(model: str, keep_alive: float | None) -> GenerationRequest:
+    """Return a request that loads a model, or unloads it if it is kept for no time."""
+    return GenerationRequest(model=model, work="unload" if keep_alive == 0 else "load", keep_alive=keep_alive)
+
+
+class _Lines(Writer):
+    """The reply to a request: lines, or one object.
 
     Args:
-        body: the request.
-        began: its time, by ``time.perf_counter_ns()``.
-        work: the same for the generation thread.
+        body: the request, which comes now.
+
+    Attributes:
+        work: for the generation thread.
     """
 
-    def __init__(self, body: Asked, began: int, work: GenerationRequest) -> None:
-        self._body, self._began, self._work = body, began, work
+    media_type = "application/x-ndjson"
+    work: str
+
+    def __init__(self, body: Asked) -> None:
+        self._body, self._began = body, time.perf_counter_ns()
 
     def part(
         self,
@@ -258,40 +240,40 @@ class _Form:
         return {**found, "done": False}
 
     def end(self, end: End) -> dict[str, Any]:
-        """Return what the last part has beside the fields of others."""
-        if self._work.work != "answer":
-            return {"done": True, "done_reason": self._work.work}
+        """Return what the last part has beside the fields of others. Durations are nanoseconds."""
+        if self.work != "answer":
+            return {"done": True, "done_reason": self.work}
         reason = "length" if end.reason == "length" else "stop"
         context = {"context": end.tokens} if end.tokens else {}
-        return {"done": True, "done_reason": reason, **context, **counts_of(end, time.perf_counter_ns() - self._began)}
-
-
-class _Lines(Writer):
-    """A stream of lines."""
-
-    media_type = "application/x-ndjson"
-
-    def __init__(self, form: _Form) -> None:
-        self._form = form
+        seconds = {"load": end.load_seconds, "prompt_eval": end.prompt_seconds, "eval": end.answer_seconds}
+        return {
+            "done": True,
+            "done_reason": reason,
+            **context,
+            "total_duration": time.perf_counter_ns() - self._began,
+            **{f"{name}_duration": round(each * 1e9) for name, each in seconds.items()},
+            "prompt_eval_count": end.num_prompt,
+            "prompt_eval_cached_count": end.num_cached,
+            "eval_count": end.num_tokens,
+        }
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the line for an event."""
-        form = self._form
         if isinstance(event, Progress):
-            yield line({**form.part(), "status": event.stage, "completed": event.done, "total": event.total})
+            yield line({**self.part(), "status": event.stage, "completed": event.done, "total": event.total})
         elif isinstance(event, Piece):
-            reasons = event.kind == "reasoning"
-            yield line(form.part("" if reasons else event.text, event.text if reasons else "", (), event.tokens))
+            texts = ("", event.text) if event.kind == "reasoning" else (event.text, "")
+            yield line(self.part(*texts, tokens=event.tokens))
         elif isinstance(event, ToolCall):
-            yield line(form.part(calls=[event]))
+            yield line(self.part(calls=[event]))
         elif isinstance(event, End):
-            yield line({**form.part(), **form.end(event)})
+            yield line({**self.part(), **self.end(event)})
         elif isinstance(event, Failed):
             yield line(error_body("/api/chat", event.error))
 
     def beat(self) -> bytes:
         """Return a line without text."""
-        return line(self._form.part())
+        return line(self.part())
 
 
 def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:
@@ -300,41 +282,28 @@ def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:
     Raises:
         RefusedError: the schema cannot be used.
     """
-    options = body.options or Options()
+    options, think = body.options or Options(), body.think
     limit = options.num_predict
     return replace(
         asked,
-        template_options=thinking_options(None, body.think)
-        if isinstance(body.think, str)
-        else thinking_options(body.think),
+        template_options=thinking_options(None, think) if isinstance(think, str) else thinking_options(think),
         sampling=_sampling(options),
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=stop_texts(options.stop),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=_grammar(body.format),
+        keep_alive=body.keep_alive,
     )
 
 
 def _sampling(options: Options) -> Sampling:
-    last = _DEFAULT_REPEAT_LAST_N if options.repeat_last_n is None else options.repeat_last_n
-    recent = _ALL if last == -1 else last or 1
-    has_penalties = last != 0
-    penalties: Mapping[str, Any] = {
-        "repetition_penalty": options.repeat_penalty,
-        "presence_penalty": options.presence_penalty or 0.0,
-        "frequency_penalty": options.frequency_penalty or 0.0,
-        "presence_context_size": recent,
-        "frequency_context_size": recent,
-        "repetition_context_size": None if options.repeat_penalty is None and options.repeat_last_n is None else recent,
-    }
-    return Sampling(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        seed=options.seed,
-        **(penalties if has_penalties else {"repetition_penalty": 0.0}),
-    )
+    found, last = sampling_of(options), options.repeat_last_n
+    if last == 0:
+        return replace(found, repetition_penalty=0.0, presence_penalty=0.0, frequency_penalty=0.0)
+    recent = _ALL if last == -1 else last or _DEFAULT_REPEAT_LAST_N
+    found = replace(found, presence_context_size=recent, frequency_context_size=recent)
+    is_default = last is None and found.repetition_penalty is None
+    return found if is_default else replace(found, repetition_context_size=recent)
 
 
 def _grammar(form: str | dict[str, Any] | None) -> str | None:
@@ -356,16 +325,9 @@ def _message(message: Message, field: str) -> dict[str, Any]:
         message: the message.
         field: its place in the request.
     """
-    found: dict[str, Any] = {
-        "role": message.role,
-        "content": _content(message.content, message.images, f"{field}."),
-    }
-    given = {
-        "name": message.tool_name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.thinking or None,
-    }
-    found |= {name: value for name, value in given.items() if value is not None}
-    if message.tool_calls:
-        found["tool_calls"] = [call.shown for call in message.tool_calls]
+    found = {**message_of(message, field), "content": _content(message.content, message.images, f"{field}.")}
+    if message.tool_name is not None:
+        found["name"] = message.tool_name
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
     return found

@@ -115,18 +115,6 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Message(Lenient):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Part] | None = None
-    name: str | None = None
-    tool_calls: Many[MessageCall] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-
 class ImageUrl(Body):
     """The place of a picture. How finely it is looked at, the model's processor decides."""
 
@@ -203,6 +191,18 @@ class MessageCall(Lenient):
             return called(self.id, self.custom.name, {TEXT: self.custom.input})
         assert self.function is not None
         return called(self.id, self.function.name, self.function.arguments)
+
+
+class Message(Lenient):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Many[Part] | None = None
+    name: str | None = None
+    tool_calls: Many[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class Function(Body):

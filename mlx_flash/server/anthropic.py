@@ -31,7 +31,7 @@ from mlx_flash.server.openai import (
     grammar_of,
     sampling_of,
 )
-from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, sent, stream
+from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, reply, sent
 from mlx_flash.server.request import (
     GenerationRequest,
     called,
@@ -323,11 +323,7 @@ async def answer_messages(service: Service, request: Request, body: MessagesRequ
         stop=stop_texts(body.stop_sequences),
     )
     (answer,) = service.submit(asked)
-    if body.stream:
-        return await stream(request, [answer], _Writer(body))
-    (whole,) = await collect_all(request, [answer])
-    found = {**_head(body), "content": _blocks(whole), **_ending(body, whole.end)}
-    return JSONResponse({**found, "usage": _usage(whole.end, whole.end.num_tokens)})
+    return await reply(request, [answer], _Writer(body), streams=body.stream)
 
 
 async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
@@ -377,7 +373,7 @@ NUM_PINGS = 11
 
 
 class _Writer(Writer):
-    """A stream of blocks: text of one kind in a row is one block, and so is each call."""
+    """A reply of blocks: text of one kind in a row is one block, and so is each call."""
 
     def __init__(self, body: MessagesRequest) -> None:
         self._body = body
@@ -385,6 +381,12 @@ class _Writer(Writer):
         self._has_started = False
         self._number = 0
         self._kind: str | None = None
+
+    def whole(self, wholes: list[Whole]) -> dict[str, Any]:
+        """Return the reply that has a complete answer."""
+        (whole,) = wholes
+        found = {**_head(self._body), "content": _blocks(whole), **_ending(self._body, whole.end)}
+        return {**found, "usage": _usage(whole.end, whole.end.num_tokens)}
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the parts for an event."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server.body import Asking, Lenient, Many
@@ -37,7 +37,7 @@ from mlx_flash.server.openai import (
     shown_tools,
 )
 from mlx_flash.server.openai import Message as OpenAIMessage
-from mlx_flash.server.replies import Writer, collect_all, error_body, line, stream
+from mlx_flash.server.replies import Whole, Writer, error_body, line, reply
 from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options, tool_fields
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
@@ -187,12 +187,7 @@ async def _answer(service: Service, request: Request, body: Asked, asked: Genera
     asked = load_request(body.model, body.keep_alive) if asked is None else _with_settings(asked, body)
     writer.work = asked.work
     (answer,) = service.submit(asked)
-    if body.stream is not False:
-        return await stream(request, [answer], writer)
-    (whole,) = await collect_all(request, [answer])
-    return JSONResponse(
-        {**writer.part(whole.text, whole.reasoning, whole.calls, whole.tokens), **writer.end(whole.end)}
-    )
+    return await reply(request, [answer], writer, streams=body.stream is not False)
 
 
 def load_request(model: str, keep_alive: float | None) -> GenerationRequest:
@@ -215,6 +210,11 @@ class _Lines(Writer):
 
     def __init__(self, body: Asked) -> None:
         self._body, self._began = body, time.perf_counter_ns()
+
+    def whole(self, wholes: list[Whole]) -> dict[str, Any]:
+        """Return the object that has a complete answer."""
+        (whole,) = wholes
+        return {**self.part(whole.text, whole.reasoning, whole.calls, whole.tokens), **self.end(whole.end)}
 
     def part(
         self,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
@@ -33,7 +33,7 @@ from mlx_flash.server.events import (
     ToolCall,
 )
 from mlx_flash.server.grammar import json_grammar
-from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, sent, stream
+from mlx_flash.server.replies import Whole, Writer, error_body, reply, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
@@ -375,20 +375,32 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 class Chunks(Writer):
-    """A stream of chunks, each with a part of one answer.
+    """A reply: a whole one, or a stream of chunks, each with a part of one answer.
 
     Args:
         body: the request.
-        head: the fields that all chunks begin with.
-        num_answers: of the stream.
+        names: of its number, and of a whole reply and of a chunk.
+        num_answers: of the reply.
         num_prompts: several answers to one prompt count it once.
     """
 
-    def __init__(self, body: SamplingFields, head: dict[str, Any], num_answers: int, num_prompts: int = 1) -> None:
-        self._wants_usage = wants_usage(body)
-        self._head = {**head, "usage": None} if self._wants_usage else head
+    def __init__(
+        self, body: SamplingFields, names: tuple[str, str, str], num_answers: int, num_prompts: int = 1
+    ) -> None:
+        self._wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        prefix, whole, part = names
+        self._head = head(prefix, part if body.stream else whole, body.model)
         self._num_answers, self._num_prompts = num_answers, num_prompts
         self._ends: dict[int, End] = {}
+
+    def whole(self, wholes: list[Whole]) -> dict[str, Any]:
+        """Return the reply that has complete answers."""
+        choices = [self.whole_choice(i, whole) for i, whole in enumerate(wholes)]
+        return {**self._head, "choices": choices, "usage": usage_of([each.end for each in wholes], self._num_prompts)}
+
+    @abstractmethod
+    def whole_choice(self, number: int, whole: Whole) -> dict[str, Any]:
+        """Return a complete answer."""
 
     @abstractmethod
     def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
@@ -413,7 +425,7 @@ class Chunks(Writer):
 
     def chunk(self, *choices: dict[str, Any]) -> bytes:
         """Return a chunk."""
-        return sent({**self._head, "choices": choices})
+        return sent({**self._head, **({"usage": None} if self._wants_usage else {}), "choices": choices})
 
     def _close(self) -> Iterator[bytes]:
         if self._wants_usage:
@@ -427,11 +439,6 @@ def sampling_of(body: Body) -> Sampling:
     given = {each.name: value for each in fields(Sampling) if (value := getattr(body, each.name, None)) is not None}
     bias = tuple((int(token), value) for token, value in given.get("logit_bias", {}).items())
     return Sampling(**{**given, "logit_bias": bias})
-
-
-def wants_usage(body: SamplingFields) -> bool:
-    """Return whether a stream ends with the number of tokens."""
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
@@ -458,12 +465,7 @@ T = TypeVar("T")
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer a request for the next message of a conversation."""
     answers = service.submit(generation_request(body))
-    if not body.stream:
-        wholes = await collect_all(request, answers)
-        choices = [_choice(i, whole) for i, whole in enumerate(wholes)]
-        usage = usage_of([whole.end for whole in wholes])
-        return JSONResponse({**head("chatcmpl", "chat.completion", body.model), "choices": choices, "usage": usage})
-    return await stream(request, answers, _Chunks(body, len(answers)))
+    return await reply(request, answers, _Chunks(body, len(answers)), streams=body.stream)
 
 
 def generation_request(body: ChatRequest) -> GenerationRequest:
@@ -539,17 +541,6 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     return found
 
 
-def _choice(index: int, whole: Whole) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": whole.text or None, "refusal": None}
-    if whole.reasoning:
-        message["reasoning"] = whole.reasoning
-    if whole.calls:
-        message["tool_calls"] = [_call(call, json.dumps(call.arguments, ensure_ascii=False)) for call in whole.calls]
-    elif message["content"] is None:
-        message["content"] = ""
-    return {"index": index, "message": message, "logprobs": _logprobs(whole.tokens), "finish_reason": whole.end.reason}
-
-
 def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:
     """Return a call as a client reads it."""
     function = {"name": call.name, "arguments": arguments}
@@ -574,8 +565,19 @@ class _Chunks(Chunks):
     """A stream of messages."""
 
     def __init__(self, body: ChatRequest, num_answers: int) -> None:
-        super().__init__(body, head("chatcmpl", "chat.completion.chunk", body.model), num_answers)
+        super().__init__(body, ("chatcmpl", "chat.completion", "chat.completion.chunk"), num_answers)
         self._num_calls = [0] * num_answers
+
+    def whole_choice(self, number: int, whole: Whole) -> dict[str, Any]:
+        """Return a complete message."""
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+        if whole.reasoning:
+            message["reasoning"] = whole.reasoning
+        if whole.calls:
+            calls = [_call(call, json.dumps(call.arguments, ensure_ascii=False)) for call in whole.calls]
+            message |= {"tool_calls": calls, "content": whole.text or None}
+        logprobs = _logprobs(whole.tokens)
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": whole.end.reason}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the beginning of each message."""
@@ -609,14 +611,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     """Answer a request to go on with some texts."""
     prompts = _prompts(body)
     answers = service.submit(*_completions(body, prompts))
-    if not body.stream:
-        wholes = await collect_all(request, answers)
-        choices = [
-            _text_choice(index, whole.text, whole.tokens, 0, whole.end.reason) for index, whole in enumerate(wholes)
-        ]
-        usage = usage_of([whole.end for whole in wholes], len(prompts))
-        return JSONResponse({**head("cmpl", "text_completion", body.model), "choices": choices, "usage": usage})
-    return await stream(request, answers, _TextChunks(body, len(answers), len(prompts)))
+    return await reply(request, answers, _TextChunks(body, len(answers), len(prompts)), streams=body.stream)
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -675,8 +670,12 @@ class _TextChunks(Chunks):
     """A stream of texts."""
 
     def __init__(self, body: CompletionRequest, num_answers: int, num_prompts: int) -> None:
-        super().__init__(body, head("cmpl", "text_completion", body.model), num_answers, num_prompts)
+        super().__init__(body, ("cmpl", "text_completion", "text_completion"), num_answers, num_prompts)
         self._offsets = [0] * num_answers
+
+    def whole_choice(self, number: int, whole: Whole) -> dict[str, Any]:
+        """Return a complete text."""
+        return _text_choice(number, whole.text, whole.tokens, 0, whole.end.reason)
 
     def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
         """Return the part of a text for an event."""

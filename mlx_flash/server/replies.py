@@ -97,13 +97,17 @@ async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole
 
 
 class Writer(ABC):
-    """The form of a stream in a dialect.
+    """The form of a reply in a dialect: whole, or a stream.
 
     Attributes:
         media_type: of the stream.
     """
 
     media_type = "text/event-stream"
+
+    @abstractmethod
+    def whole(self, wholes: list[Whole]) -> dict[str, Any]:
+        """Return the reply that has complete answers."""
 
     def begin(self) -> Iterable[bytes]:
         """Return the parts before the first event."""
@@ -163,6 +167,18 @@ def error_body(path: str, error: RefusedError) -> dict[str, Any]:
 def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | None = None) -> Response:
     """Return the reply to a request that is refused."""
     return JSONResponse(error_body(path, error), error.status, headers)
+
+
+async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, streams: bool | None) -> Response:
+    """Return the reply that has some answers: whole, or as they grow.
+
+    Raises:
+        RefusedError: the request is refused, or an answer failed.
+        ClientLeftError: the client has left.
+    """
+    if streams:
+        return await stream(request, answers, writer)
+    return JSONResponse(writer.whole(await collect_all(request, answers)))
 
 
 async def stream(request: Request, answers: Sequence[Answer], writer: Writer) -> Response:

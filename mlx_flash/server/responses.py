@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Body, Lenient, Many
@@ -31,7 +31,7 @@ from mlx_flash.server.openai import (
     grammar_of,
     sampling_of,
 )
-from mlx_flash.server.replies import Whole, Writer, collect_all, sent, stream
+from mlx_flash.server.replies import Whole, Writer, reply, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
@@ -333,8 +333,9 @@ class ResponseWriter(Writer):
             error = event.error
             yield self._event("error", code="server_error", message=str(error), param=error.field)
 
-    def response_of(self, whole: Whole) -> dict[str, Any]:
-        """Return the response of a complete answer, for clients that want no stream."""
+    def whole(self, wholes: list[Whole]) -> dict[str, Any]:
+        """Return the response of a complete answer."""
+        (whole,) = wholes
         pieces = [Piece(whole.reasoning, "reasoning"), Piece(whole.text)]
         events: list[Event] = [*pieces]
         for call in whole.calls:
@@ -409,10 +410,7 @@ async def respond(kept: KeptResponses, service: Service, request: Request, body:
             kept.keep(head["id"], conversation.found)
 
     writer = ResponseWriter(body, head, functions, keep)
-    if body.stream:
-        return await stream(request, answers, writer)
-    (whole,) = await collect_all(request, answers)
-    return JSONResponse(writer.response_of(whole))
+    return await reply(request, answers, writer, streams=body.stream)
 
 
 def _generation_request(

@@ -64,7 +64,7 @@ def create_model(name: str, modelfile: Modelfile) -> Path:
     path = models_folder() / name
     try:
         make_private(path.parent)
-        write_atomically(path, "".join(f"{line}\n" for line in _lines(modelfile)))
+        write_atomically(path, "".join(f"{line}\n" for line in lines_of(modelfile)))
     except OSError as error:
         raise WriteError(
             f"cannot write the Modelfile {path}: {error.strerror or error}. Hint: make room there, check who may write "
@@ -73,7 +73,7 @@ def create_model(name: str, modelfile: Modelfile) -> Path:
     return path
 
 
-def _lines(modelfile: Modelfile) -> Iterator[str]:
+def lines_of(modelfile: Modelfile) -> Iterator[str]:
     """Yield the lines of a Modelfile with these contents."""
     yield f"FROM {modelfile.base}"
     if modelfile.adapter is not None:

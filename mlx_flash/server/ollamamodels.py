@@ -31,7 +31,7 @@ from starlette.routing import BaseRoute, Route
 from mlx_flash import __version__
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
 from mlx_flash.layout.download import is_downloaded
-from mlx_flash.modelfile.parse import Modelfile, create_model, named_models, parse_modelfile, quoted
+from mlx_flash.modelfile.parse import Modelfile, create_model, lines_of, named_models, parse_modelfile, quoted
 from mlx_flash.server.body import Checked, Lenient, Many
 from mlx_flash.server.catalog import LATEST, Catalog, Source
 from mlx_flash.server.embeddings import OllamaRequest, embed_ollama
@@ -150,18 +150,8 @@ def shown(source: Source) -> dict[str, Any]:
     folder = folder_of(source)
     config = {} if folder is None else _json(folder / "config.json")
     template = str(source.tokenizer_settings.get("chat_template") or _template(folder))
-    defaults = source.defaults
-    parameters = {
-        "temperature": defaults.temperature,
-        "top_p": defaults.top_p,
-        "top_k": defaults.top_k,
-        "min_p": defaults.min_p,
-        "num_predict": defaults.max_tokens,
-        "repeat_penalty": defaults.repetition_penalty or None,
-        "seed": defaults.seed,
-    }
-    lines = [f"{name} {value}" for name, value in parameters.items() if value is not None]
-    lines += [f"stop {json.dumps(text, ensure_ascii=False)}" for text in defaults.stop]
+    lines = [*lines_of(_modelfile_of(source))]
+    parameters = [each.removeprefix("PARAMETER ") for each in lines if each.startswith("PARAMETER ")]
     entry = listed(source)
     family = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": family, "general.basename": source.name}
@@ -176,15 +166,11 @@ def shown(source: Source) -> dict[str, Any]:
     if folder is not None and is_installed() and loads_with_vlm(folder, source.vision, prefers=False):
         capabilities.append("vision")
     capabilities += ["thinking"] if "enable_thinking" in template or "reasoning_effort" in template else []
-    opening = [f"ADAPTER {source.adapter}"] if source.adapter is not None else []
-    for message in source.first_messages:
-        word = "SYSTEM" if message["role"] == "system" else f"MESSAGE {message['role']}"
-        opening.append(f'{word} """{message["content"]}"""')
     licenses = [] if folder is None else sorted(path for path in folder.glob("LICENSE*") if path.is_file())
     return {
         "license": "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in licenses),
-        "modelfile": "\n".join([f"FROM {source.base}", *opening, *(f"PARAMETER {text}" for text in lines), ""]),
-        "parameters": "\n".join(lines),
+        "modelfile": "\n".join(lines),
+        "parameters": "\n".join(parameters),
         "template": template,
         "details": entry["details"],
         "model_info": info,
@@ -412,22 +398,26 @@ async def _reply(request: Request, body: NamedRequest, progress: AsyncIterator[S
     return JSONResponse(_SUCCESS)
 
 
+def _modelfile_of(source: Source) -> Modelfile:
+    """Return the settings of a model, with absolute folders."""
+    folder = Path(source.base)
+    base = str(folder.absolute()) if folder.is_dir() else source.base
+    adapter = None if source.adapter is None else Path(source.adapter).absolute()
+    return replace(source.modelfile or Modelfile(path=folder, base=base), base=base, adapter=adapter)
+
+
 def _settings_of(catalog: Catalog, name: str) -> Modelfile:
-    """Return the settings of a model, with absolute folders. One that is not on this machine has its repository alone.
+    """Return the settings of a model. One that is not on this machine has its repository alone.
 
     Raises:
         RefusedError: its Modelfile has an error.
     """
     try:
-        source = catalog.find(name)
+        return _modelfile_of(catalog.find(name))
     except RefusedError as error:
         if error.status != 404:
             raise
         return Modelfile(path=Path(), base=name.removesuffix(LATEST))
-    folder = Path(source.base)
-    base = str(folder.absolute()) if folder.is_dir() else source.base
-    adapter = None if source.adapter is None else Path(source.adapter).absolute()
-    return replace(source.modelfile or Modelfile(path=folder, base=base), base=base, adapter=adapter)
 
 
 def _wished(catalog: Catalog, body: CreateRequest) -> Modelfile:

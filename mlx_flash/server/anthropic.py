@@ -8,14 +8,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.body import Asking, Body, Lenient, Many, Needed
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
 from mlx_flash.server.openai import (
     Count,
@@ -44,38 +44,31 @@ from mlx_flash.server.request import (
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
 
-_NEEDED = {
-    "text": ("text",),
-    "image": ("source",),
-    "document": ("source",),
-    "search_result": ("content",),
-    "tool_reference": ("tool_name",),  # that a search found: this server shows all tools to the model
-    "thinking": ("thinking",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
-"""The types of blocks that are known, and the fields that each of them has."""
-
-_OF_SOURCES = {"base64": "data", "url": "url", "text": "data", "content": "content"}
-
 
 class Source(Lenient):
     """A picture: its data, or an URL. A document: text, or blocks; other forms are not supported."""
+
+    needed: ClassVar[Needed] = {"base64": ("data",), "url": ("url",), "text": ("data",), "content": ("content",)}
 
     type: Literal["base64", "url", "text", "content"]
     data: str | None = None
     url: str | None = None
     content: str | Many[Block] | None = None
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> Source:
-        if getattr(self, _OF_SOURCES[self.type]) is None:
-            raise ValueError(f"a source of type {self.type} has {_OF_SOURCES[self.type]}")
-        return self
-
 
 class Block(Lenient):
-    """A part of a message: one of :data:`_NEEDED`, or what only Anthropic's servers make or read."""
+    """A part of a message: of a type that is listed here, or what only Anthropic's servers make or read."""
+
+    needed: ClassVar[Needed] = {
+        "text": ("text",),
+        "image": ("source",),
+        "document": ("source",),
+        "search_result": ("content",),
+        "tool_reference": ("tool_name",),  # that a search found: this server shows all tools to the model
+        "thinking": ("thinking",),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
 
     type: str
     text: str | None = None
@@ -90,13 +83,6 @@ class Block(Lenient):
     tool_use_id: str = ""
     tool_name: str | None = None
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> Block:
-        for name in _NEEDED.get(self.type, ()):
-            if name not in self.model_fields_set or getattr(self, name) is None:
-                raise ValueError(f"a block of type {self.type} has {name}")
-        return self
-
 
 class Message(Lenient):
     """A message of a conversation."""
@@ -108,31 +94,23 @@ class Message(Lenient):
 class Tool(Lenient):
     """A function that the model may call, or a tool that this server does not know."""
 
+    needed: ClassVar[Needed] = {None: ("input_schema",), "custom": ("input_schema",)}
+
     type: str | None = None
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @model_validator(mode="after")
-    def _has_schema(self) -> Tool:
-        if self.type in (None, "custom") and self.input_schema is None:
-            raise ValueError("a tool has an input_schema")
-        return self
-
 
 class ToolChoice(Body):
     """Permission to call functions, or the duty to call any, or one."""
 
+    needed: ClassVar[Needed] = {"tool": ("name",)}
+
     type: Literal["auto", "none", "any", "tool"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool = False
-
-    @model_validator(mode="after")
-    def _has_name(self) -> ToolChoice:
-        if (self.type == "tool") != (self.name is not None):
-            raise ValueError("name is there if, and only if, the type is tool")
-        return self
 
 
 class OutputConfig(Body):
@@ -177,7 +155,7 @@ def generation_request(body: Conversation) -> GenerationRequest:
         RefusedError: the schema of the answer cannot be used.
     """
     kind = None if body.tool_choice is None else body.tool_choice.type
-    name = None if body.tool_choice is None else body.tool_choice.name
+    name = None if body.tool_choice is None or kind != "tool" else body.tool_choice.name
     tools = [] if kind == "none" else _tools(body)
     output = body.output_config
     form = body.output_format if output is None or output.format is None else output.format
@@ -292,10 +270,10 @@ def _of_assistant(message: Message, names: dict[str, str], body: Conversation, f
         elif block.type == "tool_use":
             names[block.id] = block.name
             found.setdefault("tool_calls", []).append(called(block.id, block.name, block.input or {}))
-        elif block.type in _NEEDED and block.type != "thinking":
+        elif block.type in Block.needed and block.type != "thinking":
             words = f"a message of the assistant has no {block.type} blocks"
             raise RefusedError(words, 400, f"{field}.{i}.type")
-        elif block.type not in _NEEDED:
+        elif block.type not in Block.needed:
             body.ignore(f"messages.content ({block.type})")
     return found
 

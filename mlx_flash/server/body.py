@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from starlette.requests import Request
 
 from mlx_flash.errors import RefusedError
@@ -49,6 +49,9 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list of which only the first wrong item is reported."""
 
 
+Needed = Mapping[str | None, Sequence[str]]
+
+
 class Body(BaseModel):
     """A request of a client. Types are not converted.
 
@@ -56,7 +59,17 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
+    needed: ClassVar[Needed] = {}
+    """Fields that one of a type has, by its ``type``."""
     _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Body:
+        kind = getattr(self, "type", None)
+        for name in self.needed.get(kind, ()):
+            if name not in self.model_fields_set or getattr(self, name) is None:
+                raise ValueError(f"one {'without a type' if kind is None else f'of type {kind}'} has {name}")
+        return self
 
     @property
     def ignored(self) -> list[str]:

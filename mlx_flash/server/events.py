@@ -65,17 +65,8 @@ class TokenChance:
     logprob: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDetail:
-    """A token of the answer, or of a prompt that is part of it, where log probabilities are asked for.
-
-    Attributes:
-        chosen: the token.
-        likeliest: the likeliest tokens, the likeliest first.
-    """
-
-    chosen: TokenChance
-    likeliest: tuple[TokenChance, ...]
+TokenDetail: TypeAlias = tuple[TokenChance, ...]
+"""A token of the answer, or of a prompt that is part of it, and the likeliest ones in its place, in this order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.body import Asking, Body, Lenient, Many, Needed
 from mlx_flash.server.events import (
     CallArguments,
     CallBegun,
@@ -124,6 +124,8 @@ class ImageUrl(Body):
 class Part(Lenient):
     """A part of a message, in chats and in responses. Sounds and files are not supported."""
 
+    needed: ClassVar[Needed] = {"image_url": ("image_url",), "input_image": ("image_url",)}
+
     type: Literal[
         "text", "refusal", "image_url",
         "input_text", "output_text", "summary_text", "reasoning_text", "input_image",
@@ -131,12 +133,6 @@ class Part(Lenient):
     text: str = ""
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
-
-    @model_validator(mode="after")
-    def _has_picture(self) -> Part:
-        if (self.type in ("image_url", "input_image")) != (self.image_url is not None):
-            raise ValueError("a picture has an image_url, and no other part has one")
-        return self
 
 
 def content_in(content: str | Sequence[Part] | None, field: str) -> str | list[dict[str, str]]:
@@ -173,16 +169,12 @@ class Called(Lenient):
 class MessageCall(Lenient):
     """A call that the model asked for in an earlier message."""
 
+    needed: ClassVar[Needed] = {"function": ("function",), "custom": ("custom",)}
+
     id: str | None = None
     type: Literal["function", "custom"] = "function"
     function: Called | None = None
     custom: Called | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> MessageCall:
-        if getattr(self, self.type) is None:
-            raise ValueError(f"a call of type {self.type} has a {self.type}")
-        return self
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -217,15 +209,11 @@ class Function(Body):
 class Tool(Body):
     """A function that the model may call, or a tool that this server cannot run."""
 
+    needed: ClassVar[Needed] = {"function": ("function",), "custom": ("custom",)}
+
     type: str = "function"
     function: Function | None = None
     custom: Function | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Tool:
-        if self.type in ("function", "custom") and getattr(self, self.type) is None:
-            raise ValueError(f"a tool of type {self.type} has a {self.type}")
-        return self
 
 
 class ToolChoice(Body):
@@ -558,7 +546,7 @@ def shown_logprobs(tokens: Sequence[TokenDetail]) -> list[dict[str, Any]]:
         text = chance.text.encode("utf-8", "replace")
         return {"id": chance.token, "token": chance.text, "logprob": chance.logprob, "bytes": list(text)}
 
-    return [{**shown(each.chosen), "top_logprobs": [shown(chance) for chance in each.likeliest]} for each in tokens]
+    return [{**shown(chosen), "top_logprobs": [shown(chance) for chance in likeliest]} for chosen, *likeliest in tokens]
 
 
 class _Chunks(Chunks):
@@ -653,13 +641,13 @@ def _text_choice(
     """
     logprobs = None
     if tokens:
-        texts = [token.chosen.text for token in tokens]
+        texts = [chosen.text for chosen, *_ in tokens]
         logprobs = {
             "tokens": texts,
-            "token_logprobs": [token.chosen.logprob for token in tokens],
+            "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
             "top_logprobs": [
-                None if token.chosen.logprob is None else {each.text: each.logprob for each in token.likeliest}
-                for token in tokens
+                None if chosen.logprob is None else {each.text: each.logprob for each in likeliest}
+                for chosen, *likeliest in tokens
             ],
             "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
         }

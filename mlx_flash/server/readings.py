@@ -47,17 +47,13 @@ def details_of(tokens: mx.array, logprobs: mx.array, tokenizer: Any) -> list[Tok
         tokenizer: mlx-lm's wrapper.
     """
     rows = zip(cast(Any, tokens.tolist()), cast(Any, logprobs.tolist()), strict=True)
-    found = []
-    for numbers, values in rows:
-        pairs = zip(numbers, values, strict=True)
-        chosen, *likeliest = [TokenChance(each, tokenizer.decode([each]), _finite(value)) for each, value in pairs]
-        found.append(TokenDetail(chosen, tuple(likeliest)))
-    return found
-
-
-def _finite(value: float) -> float:
-    """Return a number that JSON has: tokens that a grammar forbids have a probability of 0."""
-    return max(value, -9999.0)
+    least = -9999.0  # JSON has no infinity: tokens that a grammar forbids have a probability of 0
+    return [
+        tuple(
+            TokenChance(token, tokenizer.decode([token]), max(value, least)) for token, value in zip(*row, strict=True)
+        )
+        for row in rows
+    ]
 
 
 _NUM_ROWS = 64
@@ -160,4 +156,4 @@ def echo_of(job: Job, tokenizer: Any, details: Sequence[TokenDetail] | None = No
     text, first = job.request.prompt, job.prompt.tokens[0]
     text = tokenizer.decode(job.prompt.tokens) if text is None else text
     chance = TokenChance(first, tokenizer.decode([first]), None)
-    return Piece(text, tokens=() if details is None else (TokenDetail(chance, ()), *details))
+    return Piece(text, tokens=() if details is None else ((chance,), *details))

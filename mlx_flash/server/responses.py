@@ -7,14 +7,14 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many
+from mlx_flash.server.body import Asking, Body, Lenient, Many, Needed
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
 from mlx_flash.server.openai import (
     AnyToolChoice,
@@ -128,18 +128,14 @@ class InputItem(Lenient):
 class OneTool(Lenient):
     """A function that the model may call, or a tool that this server cannot run."""
 
+    needed: ClassVar[Needed] = dict.fromkeys(("function", "custom", "namespace"), ("name",))
+
     type: Annotated[str, Field(max_length=100)]
     name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _has_name(self) -> OneTool:
-        if self.name is None and self.type in ("function", "custom", "namespace"):
-            raise ValueError(f"a tool of type {self.type} has a name")
-        return self
 
 
 class ResponseTool(OneTool):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
@@ -87,34 +87,23 @@ def _engines() -> list[dict[str, Any]]:
     ]
 
 
-class _Collector:
-    """Reads the state when it is asked for.
-
-    Args:
-        num_requests: requests that run or wait.
-        ignored: requests by names of fields that had no effect.
-    """
-
-    def __init__(self, num_requests: int, ignored: Mapping[str, int]) -> None:
-        self._num_requests, self._ignored = num_requests, ignored
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that have a value."""
-        yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", self._num_requests)
-        words = "Requests with a field that had no effect"
-        ignored = CounterMetricFamily("mlx_flash_ignored_fields", words, labels=["field"])
-        for name, number in self._ignored.items():
-            ignored.add_metric([name], number)
-        if self._ignored:
-            yield ignored
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for engine in find():
-            for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():
-                kind = CounterMetricFamily if found.kind == "counter" else GaugeMetricFamily
-                name = f"mlx_flash_{found.name}"
-                family = families.setdefault(name, kind(name, found.help, labels=["model", "number"]))
-                family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], found.value)
-        yield from families.values()
+def _families(num_requests: int, ignored: Mapping[str, int]) -> Iterator[Metric]:
+    """Yield the metrics that have a value, as :func:`metrics` does."""
+    yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", num_requests)
+    words = "Requests with a field that had no effect"
+    counts = CounterMetricFamily("mlx_flash_ignored_fields", words, labels=["field"])
+    for name, number in ignored.items():
+        counts.add_metric([name], number)
+    if ignored:
+        yield counts
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for engine in find():
+        for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():
+            kind = CounterMetricFamily if found.kind == "counter" else GaugeMetricFamily
+            name = f"mlx_flash_{found.name}"
+            family = families.setdefault(name, kind(name, found.help, labels=["model", "number"]))
+            family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], found.value)
+    yield from families.values()
 
 
 def metrics(num_requests: int, ignored: Mapping[str, int]) -> bytes:
@@ -124,8 +113,7 @@ def metrics(num_requests: int, ignored: Mapping[str, int]) -> bytes:
         num_requests: requests that run or wait.
         ignored: requests by names of fields that had no effect.
     """
-    registry = CollectorRegistry()
-    registry.register(_Collector(num_requests, ignored))
+    registry: Any = SimpleNamespace(collect=partial(_families, num_requests, ignored))
     return generate_latest(registry)
 
 

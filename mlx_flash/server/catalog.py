@@ -223,14 +223,8 @@ def source_of(
 
 def _defaults(modelfile: Modelfile, defaults: Defaults) -> Defaults:
     parameters = modelfile.parameters
-    given: dict[str, Any] = {
-        "temperature": parameters.temperature,
-        "top_p": parameters.top_p,
-        "top_k": parameters.top_k,
-        "min_p": parameters.min_p,
-        "seed": parameters.seed,
-        "stop": modelfile.stop or None,
-    }
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    given: dict[str, Any] = {name: getattr(parameters, name) for name in names} | {"stop": modelfile.stop or None}
     if parameters.num_predict is not None and parameters.num_predict > 0:
         given["max_tokens"] = parameters.num_predict
     last = DEFAULT_REPEAT_LAST_N if parameters.repeat_last_n is None else parameters.repeat_last_n

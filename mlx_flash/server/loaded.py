@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -179,8 +178,10 @@ class LoadedModel:
         request = _opened(self.source, request)
         with refused("prompt" if request.messages is None else "messages"):
             if num_prompt := least_tokens(request, self.tokenizer):
-                with _counted_in_pieces():
+                try:
                     self._shorten(job, num_prompt)
+                except RefusedError as error:  # the prompt has more tokens
+                    raise RefusedError(f"counted in pieces: {error}", error.status) from None
             job.prompt = self._make_prompt(request, defaults.template_options or {})
             job.grammar = self._grammars.of(request, job.prompt)
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
@@ -431,15 +432,6 @@ class LoadedModel:
             self.kept.keep(*kept)
         del kept
         job.end(reason)
-
-
-@contextmanager
-def _counted_in_pieces() -> Iterator[None]:
-    """Let a refusal say that the prompt has more tokens."""
-    try:
-        yield
-    except RefusedError as error:
-        raise RefusedError(f"counted in pieces: {error}", error.status) from None
 
 
 def _opened(source: Source, request: GenerationRequest) -> GenerationRequest:

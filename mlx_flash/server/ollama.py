@@ -43,9 +43,9 @@ from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
 
 
-def now() -> str:
-    """Return the time as replies have it."""
-    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+def time_text(when: datetime) -> str:
+    """Return a time of UTC as replies have it."""
+    return when.isoformat().replace("+00:00", "Z")
 
 
 def tagged(name: str) -> str:
@@ -131,19 +131,6 @@ class GenerateRequest(Asked):
         return self
 
 
-class ShowRequest(Lenient):
-    """A request for facts about a model. Ollama's own command sends all fields, also those that are empty."""
-
-    model: Name | Literal[""] = ""
-    name: Name | Literal[""] = ""
-
-    @model_validator(mode="after")
-    def _has_name(self) -> ShowRequest:
-        if not self.model and not self.name:
-            raise ValueError("model is missing")
-        return self
-
-
 _DEFAULT_REPEAT_LAST_N = 64
 _ALL = 1_000_000
 
@@ -224,7 +211,7 @@ class _Lines(Writer):
         tokens: Sequence[TokenDetail] = (),
     ) -> dict[str, Any]:
         """Return a part of the answer, or all of it."""
-        found: dict[str, Any] = {"model": self._body.model, "created_at": now()}
+        found: dict[str, Any] = {"model": self._body.model, "created_at": time_text(datetime.now(timezone.utc))}
         thinking = {"thinking": reasoning} if reasoning else {}
         if isinstance(self._body, ChatRequest):
             found["message"] = {"role": "assistant", "content": text, **thinking}

@@ -20,10 +20,10 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -40,10 +40,10 @@ from mlx_flash.server.ollama import (
     ChatRequest,
     GenerateRequest,
     Message,
-    ShowRequest,
     chat,
     generate,
     tagged,
+    time_text,
 )
 from mlx_flash.server.openai import Name
 from mlx_flash.server.replies import Stream, collect, error_reply, line, while_connected
@@ -85,7 +85,7 @@ def listed(source: Source) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": _time(datetime.fromtimestamp(modified, timezone.utc)),
+        "modified_at": time_text(datetime.fromtimestamp(modified, timezone.utc)),
         "size": sum(state.st_size for _, state in states),
         "digest": digest,
         "details": _details_of(folder, digest),
@@ -185,7 +185,7 @@ def running(loaded: LoadedModel) -> dict[str, Any]:
     left = _FOR_EVER if expires is None else timedelta(seconds=max(0.0, expires - time.monotonic()))
     found = {
         **listed(loaded.source),
-        "expires_at": _time(datetime.now(timezone.utc) + min(left, _FOR_EVER)),
+        "expires_at": time_text(datetime.now(timezone.utc) + min(left, _FOR_EVER)),
         "size_vram": plan.model_bytes - plan.read_bytes,
         "context_length": plan.context_length,
     }
@@ -216,10 +216,6 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _time(when: datetime) -> str:
-    return when.isoformat().replace("+00:00", "Z")
-
-
 MAX_DOWNLOADS = 4
 """The most downloads at the same time. The others wait."""
 
@@ -232,10 +228,18 @@ Status = Mapping[str, Any]
 Text = Annotated[str, Field(max_length=1 << 20)]
 
 
-class NamedRequest(ShowRequest):
-    """A request about a model. Older clients say ``name`` for ``model``."""
+class NamedRequest(Lenient):
+    """A request about a model. Older clients say ``name`` for ``model``; Ollama's own command sends all fields."""
 
+    model: Name | Literal[""] = ""
+    name: Name | Literal[""] = ""
     stream: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> NamedRequest:
+        if not self.model and not self.name:
+            raise ValueError("model is missing")
+        return self
 
     @property
     def asked(self) -> str:
@@ -475,9 +479,8 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": API_VERSION, "mlx_flash": __version__})
 
-    async def show(service: Service, request: Request, body: ShowRequest) -> Response:
-        name = body.model or body.name
-        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(name))))
+    async def show(service: Service, request: Request, body: NamedRequest) -> Response:
+        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(body.asked))))
 
     async def missing(request: Request) -> Response:
         error = RefusedError(f"this server has no {request.url.path}.", 501)
@@ -501,7 +504,7 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         service.post("/api/chat", ChatRequest, chat),
         service.post("/api/generate", GenerateRequest, generate),
         *(service.post(path, OllamaRequest, embed_ollama) for path in ("/api/embed", "/api/embeddings")),
-        service.post("/api/show", ShowRequest, show),
+        service.post("/api/show", NamedRequest, show),
         managed("/api/pull", NamedRequest, models.pull),
         managed("/api/create", CreateRequest, models.create),
         managed("/api/copy", CopyRequest, models.copy),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jinja2
@@ -16,12 +17,14 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import ToolCall
 from mlx_flash.server.text import CALL, JSON_GAP, JSON_NAME, OPENING, Syntax, TextStream
 
-_NAME, _KEY = "zqfunction", "zqkey"
-"""Words of a conversation with a call, which no template contains."""
+_NAMES = ("zqfirst", "zqsecond")
+_IDS = ("zqcall001", "zqcall002")
+_NAME, _KEY = _NAMES[0], "zqkey"
+_ARGUMENTS = {_KEY: "zqvalue"}
+"""Words of conversations with calls, which no template contains."""
 
 _USER = {"role": "user", "content": "Hi"}
 _DESCRIBED = {"type": "object", "properties": {"x": {"type": "string", "description": ""}}}
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": _DESCRIBED}}
 
 _ERRORS = (jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
 """Errors of templates, some of which are programs, beside those of wrong types and values."""
@@ -56,13 +59,13 @@ def complete(tokenizer: Any) -> None:
     """
     if not tokenizer.has_chat_template:
         return
-    text = _render(tokenizer, _USER, _call({_KEY: "x"}))
+    text = _rendered(tokenizer, _USER, _calls({_KEY: "x"}, _NAME))
     if not text or f"{{'{_KEY}'" in text:  # a template that joins texts, or prints Python's form of an object
-        with_text = _render(tokenizer, _USER, _call(json.dumps({_KEY: "x"})))
+        with_text = _rendered(tokenizer, _USER, _calls(json.dumps({_KEY: "x"}), _NAME))
         if with_text:
             text = with_text
             change_messages(tokenizer, _with_text_arguments)
-    prompt = _render(tokenizer, _USER)
+    prompt = _rendered(tokenizer, _USER)
     if not tokenizer.has_tool_calling and _NAME in prompt:
         found = next((form for form in _FORMS if form.sign in text), None) or _other_form(text, prompt)
         initial = {"initial_state": "header"} if "header" in found.states else {}
@@ -70,17 +73,26 @@ def complete(tokenizer: Any) -> None:
         give_calls(tokenizer, found.start, found.end, found.syntax, {**initial, "transitions": found.states})
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    call = {"id": "zqcall001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _calls(arguments: Any, *names: str) -> dict[str, Any]:
+    """Return a message with calls of some functions."""
+    functions = [{"name": name, "arguments": arguments} for name in names]
+    calls = [
+        {"id": number, "type": "function", "function": each} for number, each in zip(_IDS, functions, strict=False)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _render(tokenizer: Any, *messages: dict[str, Any]) -> str:
-    """Return a conversation, up to where the model's answer begins if there is none; an empty text if it is refused."""
-    generates = messages[-1] is _USER
+def _render(tokenizer: Any, *messages: dict[str, Any], tool: str) -> str:
+    """Return a conversation with a function, up to where the model's answer begins if there is none."""
+    functions = [{"type": "function", "function": {"name": tool, "description": "", "parameters": _DESCRIBED}}]
+    render = partial(tokenizer.apply_chat_template, list(messages), tools=functions, tokenize=False)
+    return str(render(add_generation_prompt=messages[-1] is _USER))
+
+
+def _rendered(tokenizer: Any, *messages: dict[str, Any]) -> str:
+    """Return a conversation with a function that is called; an empty text if it is refused."""
     try:
-        render = tokenizer.apply_chat_template
-        return str(render(list(messages), tools=[_TOOL], tokenize=False, add_generation_prompt=generates))
+        return _render(tokenizer, *messages, tool=_NAME)
     except (TypeError, ValueError, *_ERRORS):
         return ""
 
@@ -172,12 +184,6 @@ def _other_form(text: str, prompt: str) -> _Form:
     starts, ends = ("<|python_tag|>", "<|python_start|>", start), ("<|python_end|>", end)
     states = {"normal": [(mark, CALL) for mark in starts], CALL: [(mark, "normal") for mark in ends]}
     return _Form("", start, end, Syntax(_parse_any, JSON_NAME, JSON_GAP, opening=OPENING), states)
-
-
-_NAMES = ("zqfirst", "zqsecond")
-_IDS = ("zqcall001", "zqcall002")
-_ARGUMENTS = {"zqkey": "zqvalue"}
-"""Words of a conversation with two calls, which no template contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +288,8 @@ def _split(names: Sequence[str], tokenizer: Any) -> tuple[CallForm, str]:
     Raises:
         ValueError: it has no such form.
     """
-    functions = [{"name": name, "arguments": _ARGUMENTS} for name in names]
-    calls = [{"id": _IDS[i], "type": "function", "function": each} for i, each in enumerate(functions)]
-    other = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object"}}}
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    prompt, text = (
-        str(tokenizer.apply_chat_template(messages[:end], tools=[other], tokenize=False, add_generation_prompt=end < 2))
-        for end in (1, 2)
-    )
+    prompt = _render(tokenizer, _USER, tool="other")
+    text = _render(tokenizer, _USER, _calls(_ARGUMENTS, *names), tool="other")
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     first = text.index(names[0])
     begin = text.rindex(start, 0, first) if start else len(prompt)

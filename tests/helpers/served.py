@@ -118,7 +118,7 @@ class Served:
             raise events[-1].error
         assert isinstance(events[-1], End)
         pieces = [event for event in events if isinstance(event, Piece) and event.tokens]
-        return [(piece.text, piece.tokens[0].chosen.logprob) for piece in pieces]
+        return [(piece.text, piece.tokens[0][0].logprob) for piece in pieces]
 
 
 async def every(answer: AsyncIterator[Event]) -> list[Event]:

@@ -115,7 +115,7 @@ def answered_at(served: Served, text: str, max_tokens: int) -> tuple[Answer, flo
     )
     for event, at in served.timed_events(request):
         if isinstance(event, Piece) and event.tokens:
-            answer.append((event.text, event.tokens[0].chosen.logprob))
+            answer.append((event.text, event.tokens[0][0].logprob))
             times.append(at)
     return answer, times[0], times[-1]
 

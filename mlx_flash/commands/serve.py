@@ -59,29 +59,18 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         check_installed("--vision" if args.vision else "--image-folder")
     vision = args.vision if folder is None else True
 
+    other = Source(config=config, vision=vision, tokenizer_settings=settings, defaults=defaults)
+
     def describe(name: str, path: str | Path) -> Source:
         modelfile = read_modelfile(path)
-        found = source_of(modelfile, name, _checked_config(modelfile, args, config), defaults, settings)
-        return replace(found, vision=vision)
+        return source_of(modelfile, name, replace(other, config=_checked_config(modelfile, args, config)))
 
     sources = [
-        Source(name=name, base=base, config=config, vision=vision, tokenizer_settings=settings, defaults=defaults)
-        if base not in modelfiles
-        else describe(name, base)
-        for name, base in models
+        describe(name, base) if base in modelfiles else replace(other, name=name, base=base) for name, base in models
     ]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
-    catalog = Catalog(
-        sources,
-        config,
-        defaults,
-        settings,
-        vision=vision,
-        image_folder=folder,
-        describe=describe,
-        any_name=args.any_model_name,
-    )
+    catalog = Catalog(sources, other, image_folder=folder, describe=describe, any_name=args.any_model_name)
     return serve_catalog(catalog, _batch_options(args), args, args.allowed_origins, is_strict=args.strict)
 
 
@@ -116,11 +105,12 @@ def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Na
 
     def describe(name: str, path: Path) -> Source:
         found = read_modelfile(path)
-        return source_of(found, name, _checked_config(found, args, config), Defaults())
+        return source_of(found, name, Source(config=_checked_config(found, args, config)))
 
-    source = source_of(modelfile, modelfile.base, config, Defaults())
+    other = Source(config=config)
+    catalog = Catalog([source_of(modelfile, modelfile.base, other)], other, describe=describe)
     options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
-    return serve_catalog(Catalog([source], config, describe=describe), options, args)
+    return serve_catalog(catalog, options, args)
 
 
 def _log_at(level: str) -> None:

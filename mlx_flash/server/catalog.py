@@ -44,8 +44,8 @@ class Source:
         created: seconds since 1970, for listings.
     """
 
-    name: str
-    base: str
+    name: str = ""
+    base: str = ""
     config: FlashConfig
     vision: bool | None = None
     adapter: str | None = None
@@ -63,7 +63,7 @@ class Catalog:
 
     Args:
         sources: those with names; the first one is the default.
-        config, defaults, tokenizer_settings, vision: of models that a request names by folder or repository.
+        other: settings of models that a request names by folder or repository.
         image_folder: the only folder whose files requests may name as pictures; None for none.
         describe: returns the model of a Modelfile with a name; None leaves these out.
         any_name: the default model answers requests for unknown names; None where it is the only one.
@@ -75,11 +75,8 @@ class Catalog:
     def __init__(
         self,
         sources: Sequence[Source],
-        config: FlashConfig,
-        defaults: Defaults | None = None,
-        tokenizer_settings: dict[str, Any] | None = None,
+        other: Source,
         *,
-        vision: bool | None = None,
         image_folder: Path | None = None,
         describe: Callable[[str, Path], Source] | None = None,
         any_name: bool | None = None,
@@ -87,9 +84,7 @@ class Catalog:
         self._named = {source.name: source for source in sources}
         if len(self._named) < len(sources):
             raise ConfigError("two models have the same name. Hint: name them with --model NAME=DIR.")
-        self._config, self._defaults = config, defaults or Defaults()
-        self._tokenizer_settings = tokenizer_settings or {}
-        self._vision, self.image_folder, self._describe = vision, image_folder, describe
+        self._other, self.image_folder, self._describe = other, image_folder, describe
         self._any_name = len(sources) == 1 if any_name is None else any_name
 
     def is_given(self, name: str) -> bool:
@@ -145,15 +140,7 @@ class Catalog:
         if same:
             return same[0]
         if _is_model(name):
-            settings = dict(self._tokenizer_settings)
-            return Source(
-                name=name,
-                base=name,
-                config=self._config,
-                vision=self._vision,
-                tokenizer_settings=settings,
-                defaults=self._defaults,
-            )
+            return replace(self._other, name=name, base=name)
         if self._describe is not None and (path := named_models().get(name)):
             try:
                 return self._describe(name, path)
@@ -196,26 +183,22 @@ def _is_model(name: str) -> bool:
 _ALL = 1_000_000
 
 
-def source_of(
-    modelfile: Modelfile, name: str, config: FlashConfig, defaults: Defaults, settings: dict[str, Any] | None = None
-) -> Source:
+def source_of(modelfile: Modelfile, name: str, other: Source) -> Source:
     """Return the model of a Modelfile.
 
     Args:
         modelfile: the Modelfile.
         name: by which requests name it.
-        config: how to stream.
-        defaults: of what it leaves open.
-        settings: of the tokenizer.
+        other: the settings that it leaves open.
     """
     template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
-    return Source(
+    return replace(
+        other,
         name=name,
         base=modelfile.base,
         adapter=None if modelfile.adapter is None else str(modelfile.adapter),
-        config=config,
-        tokenizer_settings={**(settings or {}), **template},
-        defaults=_defaults(modelfile, defaults),
+        tokenizer_settings={**other.tokenizer_settings, **template},
+        defaults=_defaults(modelfile, other.defaults),
         first_messages=tuple(first_messages(modelfile)),
         modelfile=modelfile,
     )

@@ -7,7 +7,7 @@ import base64
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Lenient, Many
 from mlx_flash.server.ollama import KeepAlive, load_request
-from mlx_flash.server.openai import Count, Name, Token, head
+from mlx_flash.server.openai import Count, Name, Token, head, prompts_in
 from mlx_flash.server.replies import Whole, collect_all
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Service
@@ -82,8 +82,7 @@ class RerankRequest(Asking):
 
 async def embed(service: Service, request: Request, body: EmbeddingRequest) -> Response:
     """Answer a request of OpenAI's for the vectors of texts."""
-    is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
-    wholes = await _read(service, request, body.model, cast(Any, [body.input] if is_one else body.input))
+    wholes = await _read(service, request, body.model, prompts_in(body.input))
     data: list[Any] = []
     for i, vector in enumerate(_normalized(whole, body.dimensions) for whole in wholes):
         is_text = body.encoding_format == "base64"

@@ -152,11 +152,6 @@ class LoadedModel:
         self._options = options
         self._ranks = ranks
         self._sight = sight
-        self._make_prompt = (
-            partial(_blind_prompt, source.name, tokenizer, self.vocab_size)
-            if sight is None
-            else partial(sight.prompt, self.vocab_size)
-        )
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
         self._new_rows = partial(make_rows, model, draft, options, self.jobs, is_shared=ranks is not None, sight=sight)
@@ -182,12 +177,33 @@ class LoadedModel:
                     self._shorten(job, num_prompt)
                 except RefusedError as error:  # the prompt has more tokens
                     raise RefusedError(f"counted in pieces: {error}", error.status) from None
-            job.prompt = self._make_prompt(request, defaults.template_options or {})
+            job.prompt = self._prompt(request, defaults.template_options or {})
             job.grammar = self._grammars.of(request, job.prompt)
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, defaults, self.vocab_size)
         if request.work != "count":
             self._shorten(job, len(job.prompt.tokens))
+
+    def _prompt(self, request: GenerationRequest, options: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a request.
+
+        Args:
+            request: the request.
+            options: variables of the chat template.
+
+        Raises:
+            RefusedError: it has none that the model can read, or pictures that the model does not see.
+        """
+        if self._sight is not None:
+            return self._sight.prompt(self.vocab_size, request, options)
+        if request.pictures:
+            raise RefusedError(
+                f"{self.source.name} takes no pictures here. "
+                "Hint: start the server with --vision, and a model that sees.",
+                400,
+                "messages",
+            )
+        return make_prompt(request, self.tokenizer, options, self.vocab_size)
 
     def _shorten(self, job: Job, num_prompt: int) -> None:
         """Shorten the longest answer to a request to what has room when nothing else runs: its end says so.
@@ -443,23 +459,6 @@ def _opened(source: Source, request: GenerationRequest) -> GenerationRequest:
     if request.messages is None or not first:
         return request
     return replace(request, messages=opened_with(first, request.messages))
-
-
-def _blind_prompt(
-    name: str, tokenizer: Any, vocab_size: int, request: GenerationRequest, options: Mapping[str, Any]
-) -> Prompt:
-    """Return the prompt of a request to a model of text.
-
-    Raises:
-        RefusedError: it has pictures, or no prompt that the model can read.
-    """
-    if request.pictures:
-        raise RefusedError(
-            f"{name} takes no pictures here. Hint: start the server with --vision, and a model that sees.",
-            400,
-            "messages",
-        )
-    return make_prompt(request, tokenizer, options, vocab_size)
 
 
 def _taken(response: Any) -> Kept | None:

@@ -11,7 +11,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from starlette.requests import Request
@@ -447,9 +447,6 @@ def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
     }
 
 
-T = TypeVar("T")
-
-
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer a request for the next message of a conversation."""
     answers = service.submit(generation_request(body))
@@ -497,14 +494,9 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     """Return the variables of the chat template: how much to reason, in the ways that programs say it."""
     asked = [each for each in (body.thinking, body.reasoning) if isinstance(each, Thinking)]
     thinks = [body.enable_thinking, body.thinking if isinstance(body.thinking, bool) else None]
-    thinks += [each.thinks for each in asked]
-    efforts = [body.reasoning_effort, *(each.effort for each in asked)]
-    found = thinking_options(_first(thinks), _first(efforts))
-    return found | (body.chat_template_kwargs or {})
-
-
-def _first(values: Iterable[T | None]) -> T | None:
-    return next((value for value in values if value is not None), None)
+    thinks = [each for each in (*thinks, *(each.thinks for each in asked)) if each is not None]
+    efforts = [each for each in (body.reasoning_effort, *(each.effort for each in asked)) if each is not None]
+    return thinking_options(next(iter(thinks), None), next(iter(efforts), None)) | (body.chat_template_kwargs or {})
 
 
 def message_of(message: Message, field: str) -> dict[str, Any]:
@@ -597,18 +589,15 @@ def _delta(
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer a request to go on with some texts."""
-    prompts = _prompts(body)
+    prompts = prompts_in(body.prompt)
     answers = service.submit(*_completions(body, prompts))
     return await reply(request, answers, _TextChunks(body, len(answers), len(prompts)), streams=body.stream)
 
 
-def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return [*cast("list[str | list[int]]", prompt)]
+def prompts_in(given: str | Sequence[Any]) -> list[str | list[int]]:
+    """Return the prompts of a request: it has one as text or as tokens, or several."""
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [cast("str | list[int]", given)] if is_one else [*given]
 
 
 def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[GenerationRequest]:

@@ -23,7 +23,7 @@ from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
-from mlx_flash.server.catalog import source_of
+from mlx_flash.server.catalog import Source, source_of
 from mlx_flash.server.prompts import opened_with
 from mlx_flash.server.sampling import Defaults
 from models import GEMMA3, MAMBA2, make_random_model, save
@@ -143,7 +143,7 @@ def test_a_served_modelfile_sets_defaults(model_dir: Path) -> None:
         "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict 7\n"
         "PARAMETER repeat_penalty 1.2\nPARAMETER stop END\nSYSTEM Hi",
     )
-    source = source_of(described, "name", FlashConfig(), Defaults(top_k=4))
+    source = source_of(described, "name", Source(config=FlashConfig(), defaults=Defaults(top_k=4)))
     expected = Defaults(
         temperature=0.5,
         min_p=0.1,

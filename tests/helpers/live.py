@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,17 +104,13 @@ def live(
 ) -> Iterator[Live]:
     """Run a server of some models, and of Modelfiles with names."""
     config = FlashConfig(**({"ram_budget_gb": 2.0, "telemetry": False} | settings))
-    sources = [
-        Source(name=model, base=model, config=config, defaults=defaults or Defaults())
-        if isinstance(model, str)
-        else model
-        for model in models
-    ]
+    other = Source(config=config, defaults=defaults or Defaults())
+    sources = [replace(other, name=model, base=model) if isinstance(model, str) else model for model in models]
 
     def describe(name: str, path: Path) -> Source:
-        return source_of(read_modelfile(path), name, config, defaults or Defaults())
+        return source_of(read_modelfile(path), name, other)
 
-    room = EngineRoom(Catalog(sources, config, defaults, describe=describe, any_name=any_name), options, keep_alive)
+    room = EngineRoom(Catalog(sources, other, describe=describe, any_name=any_name), options, keep_alive)
     room.start()
     running = Live(room, access, is_strict=is_strict)
     try:

@@ -202,7 +202,9 @@ def serving(*models: str, options: BatchOptions | None = None, **settings: Any) 
     """Our server, with these settings."""
     config = FlashConfig(**({"ram_budget_gb": 1.0, "telemetry": False, "prefill_step_size": 1024} | settings))
     options = options or BatchOptions(prefill_step_size=1024, prompt_cache_bytes=1 << 30)
-    room = EngineRoom(Catalog([Source(name=model, base=model, config=config) for model in models], config), options)
+    room = EngineRoom(
+        Catalog([Source(name=model, base=model, config=config) for model in models], Source(config=config)), options
+    )
     room.start()
     served = Served(room)
     try:

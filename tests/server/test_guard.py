@@ -28,7 +28,7 @@ from mlx_flash.server import serving
 from mlx_flash.server import serving as connection_module
 from mlx_flash.server.access import Access, make_access
 from mlx_flash.server.body import MAX_BODY_BYTES, checked, parse
-from mlx_flash.server.catalog import Catalog
+from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import Answer, Failed
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import CompletionRequest
@@ -43,7 +43,7 @@ class Room:
     is_alive = is_ready = True
 
     def __init__(self) -> None:
-        self.catalog = Catalog([], FlashConfig())
+        self.catalog = Catalog([], Source(config=FlashConfig()))
         self.seconds = 0.0
         self.has_begun = threading.Event()
         self.num_answers = 0

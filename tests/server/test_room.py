@@ -28,7 +28,7 @@ def test_a_thread_that_loaded_nothing_is_waited_for_to_its_end(monkeypatch: pyte
 
     monkeypatch.setattr(Models, "load", load)
     config = FlashConfig()
-    room = EngineRoom(Catalog([Source(name="x", base="x", config=config)], config))
+    room = EngineRoom(Catalog([Source(name="x", base="x", config=config)], Source(config=config)))
     result = room._plan.result
     monkeypatch.setattr(room._plan, "result", lambda: (room._thread.join(), result()))
     with pytest.raises(CheckpointError, match="no model"):

@@ -284,11 +284,13 @@ def grammar_of(form: Form | None, field: str) -> str | None:
     Raises:
         RefusedError: the schema is missing, or cannot be used.
     """
-    if form is None or (form.type == "text" and form.schema_ is None):
+    if form is None:
         return None
     place = f"{field}.schema" if form.json_schema is None else f"{field}.json_schema.schema"
     schema = (form.json_schema or form).schema_
-    if (form.type == "json_schema") != (schema is not None) and form.type != "json_object":
+    if form.type == "text" and schema is None:
+        return None
+    if form.type != "json_object" and (form.type == "text") != (schema is None):
         raise RefusedError(f"{place} is there if, and only if, the type is json_schema.", 400, place)
     return json_grammar(schema, place)
 

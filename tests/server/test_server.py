@@ -374,6 +374,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": messages(), "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     (CHAT, {"messages": messages(), "thinking": "x"}, "thinking"),
     (CHAT, {"messages": messages(), "response_format": {"type": "text", "schema": {}}}, "response_format"),
+    (
+        CHAT,
+        {"messages": messages(), "response_format": {"type": "text", "json_schema": {"schema": {}}}},
+        "response_format",
+    ),
     (CHAT, {"messages": messages(), "modalities": ["audio"]}, "modalities.0"),
     (CHAT, {"messages": messages(), "reasoning_effort": "much"}, "reasoning_effort"),
     (CHAT, {"messages": messages(), "functions": [{"name": "f"}]}, "functions"),

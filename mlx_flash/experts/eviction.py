@@ -42,7 +42,7 @@ class Uses:
         self._now = 0.0
         self._last = -1
 
-    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
+    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Numbers) -> None:
         """Count a call of a layer. Tokens of one call count as if they were spread evenly over as many passes.
 
         Args:
@@ -50,13 +50,15 @@ class Uses:
             experts: distinct.
             counts: for each of them the number of tokens that it computes.
             num_tokens: of the call.
+            slots: of the experts; negative for those without one.
         """
         if layer <= self._last:
             self._now += 1 / HALF_LIFE
         self._last = layer
         weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
         sums = self._sums[layer]
-        sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
+        found = sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
+        self._in_slots[slots[slots >= 0]] = found[slots >= 0]
 
     def enter(self, slot: int, key: Expert) -> None:
         """Note that an expert has a slot."""
@@ -71,10 +73,6 @@ class Uses:
     def holder(self, slot: int) -> Expert | None:
         """Return the expert in a slot."""
         return self._holders[slot]
-
-    def refresh(self, layer: int, experts: Numbers, slots: Numbers) -> None:
-        """Note that experts in these slots were counted."""
-        self._in_slots[slots] = self._sums[layer][experts]
 
     def least(self, spared: Mask) -> Expert | None:
         """Return the least used expert in a slot; None when all are spared.

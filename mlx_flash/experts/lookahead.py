@@ -237,8 +237,9 @@ class Lookahead:
                 missing[expert] = rank
                 likely += [expert] * (rank < odds.num_good)
         self._states[layer].unsettled.append((odds, missing))
-        if likely:
-            self._pool.read_ahead(layer, likely, int(self._pool.slots.num_slots * POOL_SHARE), urgent=not is_early)
+        most = int(self._pool.slots.num_slots * POOL_SHARE)
+        if likely and most:
+            self._pool.read_ahead(layer, likely, most, urgent=not is_early)
 
     def settle(self, layer: int, experts: Numbers) -> None:
         """Learn from the experts that a call needs how good the guesses were."""

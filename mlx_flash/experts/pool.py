@@ -6,7 +6,7 @@ A slot holds one expert of one layer. An expert that gets a slot takes that of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -111,7 +111,7 @@ class ExpertPool:
             spared = self.spared(layer, experts)
             for expert in sorted(missing, key=self.layers[layer].file_order.__getitem__):
                 is_read = self._read((layer, expert), spared, urgent=True)
-                if not is_read and not self._read((layer, expert), self._needed(layer, experts), urgent=True):
+                if not is_read and not self._read((layer, expert), self.spared(layer, experts, ()), urgent=True):
                     raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
         self._held = self.slot_of[layer][list(experts)]
         in_flight, needed = self._in_flight[layer], set(experts)
@@ -130,44 +130,42 @@ class ExpertPool:
             most: number of predicted experts that may have slots at once, over all layers.
             urgent: the call comes soon.
         """
-        table, num_predicted = self.slot_of[layer], sum(map(len, self._predicted))
-        missing = [expert for expert in experts if table[expert] == ABSENT][: max(0, most - num_predicted)]
-        if not missing:
-            return
+        table, num_left = self.slot_of[layer], most - sum(map(len, self._predicted))
         spared = self.spared(layer, experts)
-        for expert in missing:
-            if not self._read((layer, expert), spared, urgent=urgent):
-                return
-            self._predicted[layer].add(expert)
-            self.stats.num_predicted += 1
+        for expert in experts:
+            if table[expert] == ABSENT:
+                if num_left <= 0 or not self._read((layer, expert), spared, urgent=urgent):
+                    return
+                self._predicted[layer].add(expert)
+                self.stats.num_predicted += 1
+                num_left -= 1
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Wait until some requested experts are in their slots.
 
         Raises:
-            ReadError: one of them could not be read. They may be requested again.
+            ReadError: one of them could not be read. All in flight lose their slots, or each would fail one more call.
         """
-        while experts:
-            came = self.wait_any(layer, experts)
-            experts = [expert for expert in experts if expert not in came]
+        in_flight = self._in_flight[layer]
+        try:
+            for expert in experts:
+                if expert in in_flight:
+                    self.stats.wait_seconds += in_flight[expert].wait()
+                    del in_flight[expert]
+        except ReadError:
+            for expert in list(in_flight):
+                self.leave((layer, expert))
+            raise
 
     def wait_any(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
         """Return those of some requested experts that are in their slots. If none is, wait for the first one.
 
         Raises:
-            ReadError: one of them could not be read. They may be requested again.
+            ReadError: as for :meth:`wait`.
         """
         in_flight = self._in_flight[layer]
         came = [expert for expert in experts if expert not in in_flight or in_flight[expert].done()] or experts[:1]
-        try:
-            for expert in came:
-                if expert in in_flight:
-                    self.stats.wait_seconds += in_flight[expert].wait()
-                    del in_flight[expert]
-        except ReadError:
-            for expert in in_flight.keys() & set(experts):  # all of them, or each would fail one more call
-                self.leave((layer, expert))
-            raise
+        self.wait(layer, came)
         return came
 
     def count(self, layer: int, wanted: Sequence[int]) -> list[int]:
@@ -189,24 +187,18 @@ class ExpertPool:
             counts: for each of them the number of tokens that it computes.
             num_tokens: tokens of the call.
         """
-        self._uses.add(layer, experts, counts, num_tokens)
-        there = experts[self.slot_of[layer][experts] != ABSENT]
-        self._uses.refresh(layer, there, self.slot_of[layer][there])
+        slots = self.slot_of[layer][experts]
+        self._uses.add(layer, experts, counts, num_tokens, slots)
 
-    def spared(self, layer: int, experts: Sequence[int]) -> Mask:
-        """Return for each slot whether it belongs to some experts, to held ones, or to predicted ones."""
-        mask = self._needed(layer, experts)
-        for table, predicted in zip(self.slot_of, self._predicted, strict=True):
-            if predicted:
-                mask[table[list(predicted)]] = True
-        return mask
-
-    def _needed(self, layer: int, experts: Sequence[int]) -> Mask:
-        """Return for each slot whether it belongs to some experts, or to those that are held."""
+    def spared(self, layer: int, experts: Sequence[int], predicted: Sequence[Collection[int]] | None = None) -> Mask:
+        """Return for each slot whether it belongs to some experts, to held ones, or to predicted ones of any layer."""
         mask = np.zeros(self.slots.capacity, np.bool_)
         slots = self.slot_of[layer][list(experts)]
         mask[slots[slots != ABSENT]] = True
         mask[self._held] = True
+        for other, some in enumerate(self._predicted if predicted is None else predicted):
+            if some:
+                mask[self.slot_of[other][list(some)]] = True
         return mask
 
     def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:

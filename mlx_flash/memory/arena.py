@@ -111,6 +111,7 @@ class SlotArena:
         self._array = _zeros(num_slots, pitch) if self._rows is None else self._rows.array
         self.capacity = len(self._array)
         self._everything = memory_of(self._array)
+        self._bytes = np.frombuffer(self._everything, np.uint8)
         self._start = _first_page(self._everything)
         use_huge_pages(self._everything[: num_slots * pitch])
         self._pages = PageChoice()
@@ -207,7 +208,8 @@ class SlotArena:
 
     def fill(self, slot: int, byte: int) -> None:
         """Write one value to every byte of a slot."""
-        np.frombuffer(self.memory(slot), np.uint8)[:] = byte
+        first = slot * self.pitch + self._start
+        self._bytes[first : first + self.pitch - DIRECT_ALIGNMENT] = byte
 
 
 def kernel_alignment() -> int:

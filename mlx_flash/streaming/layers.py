@@ -116,7 +116,7 @@ class PinnedLayers:
     Attributes:
         modules: the layers.
         num_at_once: layers that are computed before the next one begins; None for all; 0 where an interrupt came while
-            that was changed.
+            that was changed. (A model in memory computes in the thread of its caller.)
     """
 
     def __init__(self) -> None:

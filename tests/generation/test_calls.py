@@ -20,7 +20,7 @@ from streamed import LARGE_GB, config
 PACKAGE = str(Path(mlx_flash.__file__).parent)
 MODELS = {"dense": LLAMA, "dense of 10 layers": LLAMA | {"num_hidden_layers": 10}, "mixture": QWEN3_MOE}
 MODELS |= {"dense of 20 layers": LLAMA | {"num_hidden_layers": 20}}
-MODELS |= {"dense of 24 layers": LLAMA | {"num_hidden_layers": 24}}
+MODELS |= {f"{kind} of 24 layers": MODELS[kind] | {"num_hidden_layers": 24} for kind in ("dense", "mixture")}
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="layers that may wait for a GPU have more calls")
 NUM_BEFORE = 10  # tokens, so that what happens once has happened
 
@@ -87,6 +87,13 @@ def test_calls_for_each_streamed_unit(saved: Callable[[str], Path]) -> None:
     _, total, num_units = calls_of_a_token(saved("dense of 24 layers"), "min")
     assert num_units > 150
     assert total <= 15 * num_units
+
+
+def test_calls_for_each_layer_of_a_streamed_mixture(saved: Callable[[str], Path]) -> None:
+    """In the smallest pool: four units, two guesses and two experts that are read for each token."""
+    _, total, num_units = calls_of_a_token(saved("mixture of 24 layers"), "min")
+    assert num_units >= 4 * 24
+    assert total <= 190 * 24
 
 
 def test_calls_for_each_layer_in_memory(saved: Callable[[str], Path]) -> None:

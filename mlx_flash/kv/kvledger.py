@@ -97,7 +97,8 @@ class KVLedger:
     def arrays(self) -> int:
         """Bytes of caches that MLX counts as active: without slots, and without layers on disk."""
         held = sum([number * layer.capacity * sum(layer.widths) for layer, _, number in self.kinds])
-        return held + _shared([layer for layer, _, _ in self.kinds])
+        parked = [layer for layer, _, _ in self.kinds if layer.pages]
+        return held + _shared(parked) if parked else held
 
     @cached_property
     def peak(self) -> int:
@@ -129,7 +130,7 @@ class KVLedger:
 
     @cached_property
     def _grown(self) -> int:
-        nbytes, moved, shared = 0, 0, list[Layer]()
+        nbytes, moved, parked = 0, 0, list[Layer]()
         holders = Counter([page for layer, _, _ in self.kinds for page, _ in layer.pages])
         for kind in self.kinds:
             layer, coming, number = kind
@@ -141,12 +142,14 @@ class KVLedger:
                     room += self.options.step
                     moved = max(moved, coming.nbytes * coming.held)
                 nbytes += number * coming.nbytes * room
-            if self._grows(kind):  # its old buffers, or the pages that nobody else holds, are there besides
+            if coming is not None and self._grows(kind):
+                # its old buffers, or the pages that nobody else holds, are there besides
                 own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
                 moved = max(moved, layer.held + own)
-            else:
-                shared.append(layer)
-        return nbytes + moved + _shared(shared) + (self._on_disk(more=True) if self.is_on_disk else self.slots_held)
+            elif layer.pages:
+                parked.append(layer)
+        nbytes += moved + (_shared(parked) if parked else 0)
+        return nbytes + (self._on_disk(more=True) if self.is_on_disk else self.slots_held)
 
     def _on_disk(self, *, more: bool) -> int:
         """Return the memory of layers on disk, with or without more tokens: slots for the largest, all last tokens."""

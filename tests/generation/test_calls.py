@@ -14,6 +14,9 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM, enginethread, load_model
+from mlx_flash.engine.call import token_call
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.need import make_room, need
 from models import LLAMA, QWEN3_MOE, saved_once
 from streamed import LARGE_GB, config
 
@@ -126,5 +129,27 @@ def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Pat
 def test_calls_before_a_prompt_in_memory(saved: Callable[[str], Path]) -> None:
     """A GPU has nothing to do meanwhile."""
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[0] for number in (10, 20))
-    assert few <= 260
+    assert few <= 240
     assert (many - few) / 10 <= 6
+
+
+def calls_of_a_check(directory: Path, ram_budget_gb: Any) -> int:
+    """Return how often functions of mlx_flash are entered for the question what a token needs, and for its answer."""
+    with load_model(directory, config(ram_budget_gb=ram_budget_gb, speculation=False))[0] as model:
+        cache = model.make_cache()
+        mx.eval(model(mx.array([[5, 17, 290]]), cache=cache))
+        lane, counted = Lane(token_call(mx.array([[3]]), cache)), _Calls(model)
+        sys.setprofile(counted)
+        try:
+            make_room(need(model.plan, [lane]))
+        finally:
+            sys.setprofile(None)
+        return counted.total
+
+
+@pytest.mark.parametrize("ram_budget_gb", ["min", LARGE_GB])
+def test_a_pass_is_added_up_by_arithmetic_that_knows_no_layers(
+    saved: Callable[[str], Path], ram_budget_gb: Any
+) -> None:
+    few, many = (calls_of_a_check(saved(f"dense of {number} layers"), ram_budget_gb) for number in (10, 20))
+    assert few == many <= 80

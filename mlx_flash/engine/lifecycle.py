@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from mlx_flash import enginethread
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.passes import Passes
@@ -149,31 +150,38 @@ class Lifecycle:
                 if self.engine is not None and not self._closed:  # else start() starts it again, or refuses
                     return work(self.passes)
 
-    def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call that is mlx-lm's own, in the thread of its caller; None if this one is not.
 
-        That is a token of each sequence, where everything is in memory and no buffer of the cache grows.
+        That is, where everything is in memory, a token of each sequence for which no buffer of the cache grows, or
+        tokens that there is room for without anything else leaving memory.
         """
         if self.engine is None or not self.passes.is_in_memory or self._closed or os.getpid() != self._pid:
             return None
         tokens = args[0] if args else None
-        if not isinstance(tokens, mx.array) or tokens.ndim != 2 or tokens.shape[1] != 1:
+        if not isinstance(tokens, mx.array) or tokens.ndim != 2:
             return None
         cache = args[1] if len(args) > 1 else kwargs.get("cache")
         with self._lock:
-            if self.engine is None or self._closed or not isinstance(cache, list | tuple) or not tokens_fit(cache):
+            if self.engine is None or self._closed or not isinstance(cache, list | tuple):
+                return None
+            is_small = tokens.shape[1] == 1 and tokens_fit(cache)
+            if not is_small and not self.passes.admit(self.plan, parse_call(args, kwargs)):
                 return None
             if self.prefixes is not None:
                 forget(cache)
-            self.counters.begin(len(tokens), len(tokens), len(tokens))
+            self.counters.begin(tokens.size, len(tokens), len(tokens) if tokens.shape[1] == 1 else 0)
             try:
                 output = self.prepared.loaded.called(*args, **kwargs)
-                if self.plan.cache.largest_state:  # no logits need the last one, and no other thread could compute it
+                if not is_small or self.plan.cache.largest_state:
+                    # Only this thread can begin them, and no logits need the last state
                     mx.async_eval(arrays_of(cache))
             except BaseException:
                 self.counters.end(failed=True)
                 raise
             self.counters.end()
+            if self.kv is not None and not is_small:
+                self.kv.note()
             return output
 
     def lends(self) -> bool:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
-from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvledger import KVLedger, Way
 from mlx_flash.kv.kvpool import Adding, KVPool
@@ -250,6 +250,19 @@ def make_room(need: Need, lending: Lending | None = None, *, may_shrink: bool = 
     for entry in changed:
         setattr(entry, _CALLED_WITH, entry.left_padding)
     return need
+
+
+def admit_in_memory(need: Need) -> bool:
+    """Let a pass begin for which nothing has to leave memory, or be evaluated first. Return whether it may."""
+    if need.kv.is_on_disk or _changed_batches([entry for lane in need.lanes for entry in lane.others]):
+        return False
+    try:
+        room, way = need.kv_room(need.missing)
+    except FlashError:
+        return False  # the pass that says what is wrong
+    if way.missing > 0 or way.num_slots:
+        return False
+    return need.pool is None or need.pool.admit(need.adding, room, way) == 0
 
 
 def _make_room_for_kv(need: Need) -> int:

@@ -16,7 +16,7 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
-from mlx_flash.engine.need import make_room, need
+from mlx_flash.engine.need import admit_in_memory, layers_at_once, make_room, need
 from mlx_flash.engine.row import Row, teller
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
@@ -59,6 +59,21 @@ class Passes:
         keeps_answers = session.prefixes is not None and session.prefixes.keeps_answers
         self.is_in_memory = session.chain is None and not keeps_answers and session.engine.is_resident
         self._meter = None if self.is_in_memory else session.meter  # nothing is read
+
+    def admit(self, plan: ResidencyPlan, call: ForwardCall) -> bool:
+        """Let a call of a model in memory begin as it is, if there is room for it. Return whether it may.
+
+        Not a call with something to look up or to undo, with more tokens than the plan's step, or whose layers a GPU
+        has to be waited for.
+        """
+        if self._session.prefixes is not None or not call.is_plain or call.length > plan.prefill_step_size:
+            return False
+        if owed_to(call.cache):
+            return False
+        needed, num_layers = need(plan, [Lane(call)]), len(self._session.engine.pinned.modules)
+        if num_layers and layers_at_once(needed, num_layers) is not None:
+            return False
+        return admit_in_memory(needed)
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: Callable[[], bool]) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.

@@ -138,8 +138,8 @@ class KVLedger:
                 nbytes += number * layer.held
             else:
                 room = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
-                if self._grows_several_times(kind):  # by which it gets more room, and is copied when it is long
-                    room += self.options.step
+                if self._grows_several_times(kind):  # by which it may get more room, and is copied when it is long
+                    room = max(room, self.options.most_capacity(coming.held))
                     moved = max(moved, coming.nbytes * coming.held)
                 nbytes += number * coming.nbytes * room
             if coming is not None and self._grows(kind):

@@ -8,14 +8,12 @@ import io
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +27,7 @@ from mlx_flash.telemetry import Json
 _SECONDS_BEFORE_CLOCK = 3
 
 
-class Status:
+class Status(Progress):
     """A line on stderr that is removed at the end. Nothing is drawn where stderr is no terminal.
 
     Args:
@@ -38,47 +36,32 @@ class Status:
     """
 
     def __init__(self, words: str, is_shown: bool = True) -> None:
-        self._words = self._activity = words
-        self._began = time.monotonic()
-        self._spinner = Spinner("line")
-        console = Console(file=sys.stderr, highlight=False)
-        options = {"refresh_per_second": 8, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
-        is_shown = is_shown and console.is_terminal
-        self._live = Live(get_renderable=self._render, console=console, **options) if is_shown else None  # type: ignore[arg-type]
-
-    def __enter__(self) -> Status:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._words, is_drawn = words, is_shown and sys.stderr.isatty()
+        console = Console(file=sys.stderr, highlight=False, quiet=not is_drawn)
+        columns = (SpinnerColumn("line", style=""), TextColumn("{task.description}", markup=False), _Clock())
+        options = {"transient": True, "redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 8}
+        super().__init__(*columns, console=console, disable=not is_drawn, **options)  # type: ignore[arg-type]
+        self._task = self.add_task(words, total=None)
 
     def show_bytes(self, done: int, total: int) -> None:
         """Show how many bytes are done. A ``progress`` of ``load()``."""
-        self._show(size(done), size(total), done < total)
+        self.show(done, total, size)
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, done: int, total: int, unit: Callable[[int], str] = str) -> None:
         """Show how much is done. A ``prompt_progress_callback`` of mlx-lm. The line is removed when all is."""
-        self._show(str(done), str(total), done < total)
-
-    def _show(self, done: str, total: str, is_drawn: bool) -> None:
-        self._words = f"{self._activity}: {done} of {total}"
-        if self._live is not None and is_drawn:
-            self._live.start()
-        elif not is_drawn:
+        self.update(self._task, description=f"{self._words}: {unit(done)} of {unit(total)}")
+        if done < total:
+            self.start()
+        else:
             self.stop()
 
-    def stop(self) -> None:
-        """Remove the line."""
-        if self._live is not None:
-            self._live.stop()
 
-    def _render(self) -> RenderableType:
-        seconds = time.monotonic() - self._began
-        clock = f" ({seconds:.0f} s)" if seconds >= _SECONDS_BEFORE_CLOCK else ""
-        self._spinner.update(text=Text(self._words + clock, no_wrap=True, overflow="ellipsis"))
-        return self._spinner
+class _Clock(ProgressColumn):
+    """The seconds that an activity takes, once it takes some."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.elapsed or 0
+        return Text(f"({seconds:.0f} s)" if seconds >= _SECONDS_BEFORE_CLOCK else "")
 
 
 LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")

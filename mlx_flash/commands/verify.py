@@ -451,25 +451,6 @@ def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
     return found
 
 
-def calls_to_json(calls: Sequence[Call]) -> list[Json]:
-    """Return calls for a receipt."""
-    return [asdict(call) for call in calls]
-
-
-def calls_of(receipt: object, path: Path) -> list[Call]:
-    """Return the calls of a receipt.
-
-    Raises:
-        CheckpointError: it is no receipt.
-    """
-    try:
-        if isinstance(receipt, dict) and receipt["format"] == FORMAT:
-            return [Call(**call) for call in receipt["calls"]]
-    except (KeyError, TypeError):
-        pass  # said below
-    raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")
-
-
 VERIFICATION = """
 Model: {model}, {plan.model_bytes:size}, {num_files:file}
 Streamed: in {plan.budget_bytes:size}, {bytes_read:size} read {way_of_reading}
@@ -493,7 +474,7 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     path = resolve(args.model)
     files = [shard.path for shard in read_checkpoint(path).shards]
     identities = [identity_of(file) for file in files]
-    earlier = None if args.against is None else _read_receipt(args.against)
+    earlier = None if args.against is None else read_receipt(args.against)
     if args.output is not None:
         _check_place(args.output)
     began = time.perf_counter()
@@ -526,12 +507,12 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "reference": "resident" if resident else "layers",
         "seconds": time.perf_counter() - began,
         "files": digests,
-        "calls": calls_to_json(calls),
+        "calls": [asdict(call) for call in calls],
         "plan": _plan(plan),
         "way_of_reading": way_of_reading(),
         **surroundings(),
     }
-    against = [] if earlier is None else differences(earlier, receipt, args.against)
+    against = [] if earlier is None else differences(earlier, receipt, calls)
     _write(args, receipt, against, out)
     return 0 if receipt["is_exact"] and not against else EXIT_DIFFERS
 
@@ -560,27 +541,37 @@ def _stream(
         return model.plan, model.layout, found, numbers
 
 
-def differences(earlier: Json, receipt: Json, path: Path) -> list[str]:
-    """Return the ways in which two receipts are of other weights or other results, in words."""
+def differences(earlier: Json, receipt: Json, calls: Sequence[Call]) -> list[str]:
+    """Return the ways in which two receipts are of other weights or other results, in words.
+
+    Args:
+        earlier: one of them, with its calls as objects.
+        receipt: the other.
+        calls: of the other.
+    """
     found = []
     files = {*earlier["files"], *receipt["files"]}
     if other := sorted(name for name in files if earlier["files"].get(name) != receipt["files"].get(name)):
         found.append(f"other bytes in {', '.join(other)}")
-    difference = first_difference(calls_of(earlier, path), calls_of(receipt, path))
-    if difference is not None:
-        found.append(difference)
-    return found
+    difference = first_difference(earlier["calls"], calls)
+    return [*found, difference] if difference is not None else found
 
 
-def _read_receipt(path: Path) -> Json:
+def read_receipt(path: Path) -> Json:
+    """Return a receipt, with its calls as objects.
+
+    Raises:
+        CheckpointError: it is no receipt, or cannot be read.
+    """
     try:
-        receipt = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        match json.loads(path.read_bytes()):
+            case {"format": number, "calls": list(calls), "files": dict()} as receipt if number == FORMAT:
+                return {**receipt, "calls": [Call(**call) for call in calls]}
+    except OSError as error:
         raise CheckpointError(f"cannot read the receipt {path}: {error}") from error
-    calls_of(receipt, path)
-    if not isinstance(receipt.get("files"), dict):
-        raise CheckpointError(f"{path} has no digests of files. Hint: make a receipt with mlx-flash verify.")
-    return dict(receipt)
+    except (TypeError, ValueError, RecursionError):
+        pass  # said below
+    raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")
 
 
 def _plan(plan: ResidencyPlan) -> Json:

@@ -113,19 +113,6 @@ ROLES = ("system", "user", "assistant")
 _MOST = 2**31 - 1
 """The greatest number that MLX takes for a length."""
 
-RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
-    "num_ctx": (int, 1, math.inf, "at least 1"),
-    "num_predict": (int, -2, math.inf, "at least 1, or -1 for no limit, or -2 to fill the context"),
-    "temperature": (float, 0, math.inf, "0 or more"),
-    "top_p": (float, math.ulp(0), 1, "above 0 and at most 1. Hint: temperature 0 takes the likeliest token"),
-    "top_k": (int, 0, _MOST, "0, which keeps all, or more, below 2**31"),
-    "min_p": (float, 0, 1, "between 0 and 1"),
-    "seed": (int, -1, 2**64 - 1, "0 or more, below 2**64, or -1 for another one each time"),
-    "repeat_penalty": (float, math.ulp(0), math.inf, "above 0; 1 is no penalty"),
-    "repeat_last_n": (int, -1, _MOST, "0 or more, below 2**31, or -1 for the whole context"),
-}
-"""The type of each parameter, its bounds, and the bounds in words."""
-
 _SAMPLING = "mlx-flash does not sample that way"
 _HARDWARE = "MLX and the plan decide that"
 UNUSED_PARAMETERS = {
@@ -191,9 +178,10 @@ def parse_stop(value: str) -> str:
 
 def parse_parameter(name: str, text: str) -> int | float | None:
     """Return the value of a PARAMETER, checked against its bounds."""
-    if name not in RANGES:
-        raise ConfigError(f"there is no parameter {name!r}{did_you_mean(name, [*RANGES, 'stop', *UNUSED_PARAMETERS])}")
-    kind, least, most, words = RANGES[name]
+    if (found := PARAMETERS.get(name)) is None:
+        known = [*PARAMETERS, "stop", *UNUSED_PARAMETERS]
+        raise ConfigError(f"there is no parameter {name!r}{did_you_mean(name, known)}")
+    kind, (least, most, words) = (int if "int" in str(found.type) else float), found.metadata["bounds"]
     try:
         number = kind(text)
     except ValueError:
@@ -267,6 +255,11 @@ class Message:
     content: str
 
 
+def _within(least: float, most: float, words: str) -> Any:
+    """Return a field that may be unset, with the bounds of its value, in words too."""
+    return field(default=None, metadata={"bounds": (least, most, words)})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
     """The parameters, with Ollama's names. None is unset, and means mlx-lm's default, not Ollama's.
@@ -283,19 +276,21 @@ class Parameters:
         repeat_last_n: number of recent tokens; 0 means none, -1 all.
     """
 
-    num_ctx: int | None = None
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
+    num_ctx: int | None = _within(1, math.inf, "at least 1")
+    num_predict: int | None = _within(-2, math.inf, "at least 1, or -1 for no limit, or -2 to fill the context")
+    temperature: float | None = _within(0, math.inf, "0 or more")
+    top_p: float | None = _within(
+        math.ulp(0), 1, "above 0 and at most 1. Hint: temperature 0 takes the likeliest token"
+    )
+    top_k: int | None = _within(0, _MOST, "0, which keeps all, or more, below 2**31")
+    min_p: float | None = _within(0, 1, "between 0 and 1")
+    seed: int | None = _within(-1, 2**64 - 1, "0 or more, below 2**64, or -1 for another one each time")
+    repeat_penalty: float | None = _within(math.ulp(0), math.inf, "above 0; 1 is no penalty")
+    repeat_last_n: int | None = _within(-1, _MOST, "0 or more, below 2**31, or -1 for the whole context")
 
     def given(self) -> dict[str, int | float]:
         """Return those that are set."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in PARAMETERS}
         return {name: value for name, value in values.items() if value is not None}
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
@@ -303,6 +298,10 @@ class Parameters:
         if self.num_predict != -2:
             return self.num_predict
         return -1 if self.num_ctx is None else max(0, self.num_ctx - num_prompt_tokens)
+
+
+PARAMETERS = {field.name: field for field in fields(Parameters)}
+"""The parameters of a Modelfile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -488,7 +487,7 @@ class _Draft:
             raise ConfigError(f"{self._path}: there is no FROM, which names the model")
         self._note_what_is_idle()
         values = self._values
-        parameters = {name: values[f"PARAMETER {name}"] for name in RANGES if f"PARAMETER {name}" in values}
+        parameters = {name: values[f"PARAMETER {name}"] for name in PARAMETERS if f"PARAMETER {name}" in values}
         return Modelfile(
             path=self._path,
             base=values["FROM"],

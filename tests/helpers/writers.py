@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 
 from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
 from mlx_flash import DiskKVCache
-from mlx_flash.commands.verify import FORMAT, _read_receipt, save_receipt
+from mlx_flash.commands.verify import FORMAT, read_receipt, save_receipt
 from mlx_flash.convert import derived
 from mlx_flash.convert.derived import adopt_derived, hold, list_copies, read_manifest
 from mlx_flash.convert.pack import pack
@@ -258,7 +258,7 @@ class Receipt(Writer):
         return not self._path.exists() or self.check()
 
     def check(self) -> bool:
-        return len(_read_receipt(self._path)["files"]["a"]) == 10_000
+        return len(read_receipt(self._path)["files"]["a"]) == 10_000
 
 
 class Routing(Writer):

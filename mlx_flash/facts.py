@@ -13,6 +13,10 @@ _LARGEST = 1e18
 """No number of bytes, tokens or seconds is this large; sums and products of smaller ones do not overflow."""
 
 
+_SHORTEST = 1e-6
+"""Shorter times give no rate."""
+
+
 class Fact(NamedTuple):
     """A published number: its unit, whether it only grows, its meaning, and its name as a metric."""
 
@@ -193,6 +197,14 @@ class Sample(NamedTuple):
 def growth(before: float, now: float) -> float:
     """Return the growth of a number; NaN when it went back."""
     return now - before if now >= before else math.nan
+
+
+def ratio(part: float, whole: float, most: float = math.inf) -> float | None:
+    """Return a quotient between 0 and ``most``; None where a number is unknown, or the divisor next to nothing.
+
+    Counters of parts and of the whole, and clocks, are read one after another: a share may come out a little above 1.
+    """
+    return min(max(part, 0.0) / whole, most) if part == part and whole > _SHORTEST else None  # NaN is unknown
 
 
 class Metric(NamedTuple):

@@ -6,10 +6,11 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
+from typing import Any, TextIO
 
 import mlx.core as mx
 from rich.console import Group
@@ -58,41 +59,35 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
     """
     for file in weight_files(path):
         drop_file(file)
-    if is_vision(args, path, prefers=True):
-        return _measure_seeing(args, path)
-    tokenizer = tokenizer_if_any(path, args)
+    sees = is_vision(args, path, prefers=True)
+    tokenizer = None if sees else tokenizer_if_any(path, args)
     began = time.perf_counter()
-    with Status("Loading", args.verbose) as status:
-        # The text is noise: nothing is guessed from it.
-        model, _ = load_model(path, replace(config, speculation=False), progress=status.show_bytes)
-    with model:
-        engine = model.engine
-        assert engine is not None
-        run = Recorder(model, args.prompt_tokens, time.perf_counter() - began)
-        prompt = mx.array([1 + i % 97 for i in range(args.prompt_tokens)])
-        step = model.plan.prefill_step_size
+    with ExitStack() as stack:
+        model: Any
+        if sees:
+            model, processor = stack.enter_context(seeing(args, path))
+            picture = sample_prompt(model, processor, args.prompt_tokens)  # before the plan, which counts the process
+            num_tokens, language = len(picture.tokens), model.language_model
+            model.expect(num_tokens + args.max_tokens, picture.keywords)
+            with Status("Loading", args.verbose) as status:
+                model.start(status.show_bytes)
+            tokens = tokens_after(model, picture, args.max_tokens)
+        else:
+            with Status("Loading", args.verbose) as status:
+                # The text is noise: nothing is guessed from it.
+                model, _ = load_model(path, replace(config, speculation=False), progress=status.show_bytes)
+            stack.enter_context(model)
+            num_tokens, language = args.prompt_tokens, model
+            prompt = mx.array([1 + i % 97 for i in range(num_tokens)])
+            options = {"max_tokens": args.max_tokens, "prefill_step_size": model.plan.prefill_step_size}
+            tokens = (token for token, _ in generate_step(prompt, model, **options))
+        run = Recorder(language, num_tokens, time.perf_counter() - began)
         # Beyond max_tokens, mlx-lm computes one token ahead; it is not part of the measured time.
-        for token, _ in generate_step(prompt, model, max_tokens=args.max_tokens, prefill_step_size=step):
-            run.add(SimpleNamespace(token=token, text="", finish_reason=None, generation_tokens=len(run.tokens) + 1))
-        cold = _cold(engine)
-    run.finish_reason = "length"
-    del tokenizer
-    return make_report(run, args.model, step), model.plan, cold
-
-
-def _measure_seeing(args: argparse.Namespace, path: Path) -> tuple[Json, ResidencyPlan, str]:
-    """As :func:`measure`, of a model that sees, with a picture."""
-    began = time.perf_counter()
-    with seeing(args, path) as (model, processor):
-        prompt = sample_prompt(model, processor, args.prompt_tokens)  # before the plan, which counts the process
-        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
-        with Status("Loading", args.verbose) as status:
-            model.start(status.show_bytes)
-        run = Recorder(model.language_model, len(prompt.tokens), time.perf_counter() - began)
-        for token in tokens_after(model, prompt, args.max_tokens):
+        for token in tokens:
             run.add(SimpleNamespace(token=token, text="", finish_reason=None, generation_tokens=len(run.tokens) + 1))
         cold = _cold(model.engine)
     run.finish_reason = "length"
+    del tokenizer
     return make_report(run, args.model, model.plan.prefill_step_size), model.plan, cold
 
 

@@ -22,7 +22,7 @@ from mlx_flash import __version__
 from mlx_flash.commands.common import labelled
 from mlx_flash.config import GB
 from mlx_flash.experts.slots import ExpertStats
-from mlx_flash.facts import FACTS, Facts, Sample
+from mlx_flash.facts import FACTS, Facts, Sample, ratio
 from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint
@@ -163,7 +163,7 @@ def _disk_numbers(run: Recorder) -> Json:
     passes, busy = last.since(first, "passes.num_passes"), end.since(start, "read.busy_seconds")
     reading = ratio(end.since(start, "read.nbytes"), busy)
     cached = ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes"))
-    waiting = _share(last.waited(first), last.clock - first.clock)
+    waiting = ratio(last.waited(first), last.clock - first.clock, 1)
     source = "page cache" if (cached or 0.0) >= ALL_CACHED else "disk"
     return {
         "budget_bytes": budget,
@@ -184,20 +184,16 @@ def _disk_numbers(run: Recorder) -> Json:
         "disk_bytes_per_second": disk,  # of the disk in its probe
         "disk_speed_share": reading and ratio(reading, disk),
         "cached_read_share": cached,  # share of these bytes that came through the page cache
-        "prompt_wait_share": _share(first.waited(start), first.clock - start.clock),  # waiting for weights and the like
+        "prompt_wait_share": ratio(
+            first.waited(start), first.clock - start.clock, 1
+        ),  # waiting for weights and the like
         "generation_wait_share": waiting,
-        "generation_read_share": _share(last.reading(first), last.clock - first.clock),  # with a read in flight
+        "generation_read_share": ratio(last.reading(first), last.clock - first.clock, 1),  # with a read in flight
         "generation_compute_share": None if waiting is None else 1 - waiting,
         "limited_by": None if waiting is None else source if waiting >= DISK_LIMITS else "computing",
         "kv_bytes_read": last.since(start, "kv.read_bytes"),  # keys and values of prompt and generation, from disk
         "kv_bytes_written": last.since(start, "kv.written_bytes"),
     }
-
-
-def _share(part: float, whole: float) -> float | None:
-    """Return a share of a time. Clocks are read one after another, so that parts may exceed the whole a little."""
-    found = ratio(part, whole)
-    return None if found is None else min(found, 1.0)
 
 
 def _expert_numbers(run: Recorder) -> Json:
@@ -264,11 +260,6 @@ def surroundings() -> Json:
         "platform": platform.platform(),
         "device": str(mx.default_device()),
     }
-
-
-def ratio(part: float, whole: float) -> float | None:
-    """Return the quotient, or None when the divisor is not above 0."""
-    return part / whole if whole > 0 else None
 
 
 RUN = """

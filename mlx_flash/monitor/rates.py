@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from mlx_flash.facts import Facts, Sample, growth, read
+from mlx_flash.facts import Facts, Sample, growth, ratio, read
 from mlx_flash.monitor.system import SystemMemory, system_memory
 from mlx_flash.telemetry import Json, Published, find
 
@@ -236,13 +235,13 @@ class History:
         nbytes = max(0.0, now.since(before, "read.nbytes"))
         return Rates(
             tokens_per_second=self._tokens_per_second(),
-            mean_tokens_per_second=_rate(facts["passes.num_tokens_out"], decode),
-            mean_prompt_tokens_per_second=_rate(prompt, prefill) if prompt > 0 else None,
+            mean_tokens_per_second=ratio(facts["passes.num_tokens_out"], decode),
+            mean_prompt_tokens_per_second=ratio(prompt, prefill) if prompt > 0 else None,
             read_bytes_per_second=nbytes / seconds if seconds > 0 else None,
-            reading_bytes_per_second=_rate(facts["read.nbytes"], busy),
-            cached_share=_part(now.since(before, "read.cached_bytes"), nbytes),
+            reading_bytes_per_second=ratio(facts["read.nbytes"], busy),
+            cached_share=ratio(now.since(before, "read.cached_bytes"), nbytes, 1),
             shares=_shares(before, now) if seconds > 0 else None,
-            reading_share=_part(now.reading(before), seconds),
+            reading_share=ratio(now.reading(before), seconds, 1),
             experts=self._expert_rates(before) if isinstance(self.latest.state.get("experts"), dict) else None,
         )
 
@@ -262,12 +261,12 @@ class History:
         start = _earliest(earlier, now.last_ended)
         if start is None:
             return None
-        return _rate(now.since(start, "passes.num_tokens_out"), now.last_ended - start.last_ended)
+        return ratio(now.since(start, "passes.num_tokens_out"), now.last_ended - start.last_ended)
 
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
         now = self._samples[-1]
-        waited = _share(now.counted(before, "experts.wait_seconds"), now.clock - before.clock, 0)
+        waited = ratio(now.counted(before, "experts.wait_seconds"), now.clock - before.clock, 1)
         ends = self._call_ends()
         end, start, num_tokens = now, before, 0.0
         if (last := next(ends, None)) is not None and (first := _earliest(ends, last.last_ended)) is not None:
@@ -281,11 +280,11 @@ class History:
             for name in ("num_routed", "num_hits", "num_predicted", "num_predicted_right", "read_bytes")
         )
         return ExpertRates(
-            hit_rate=_share(hits, routed, 1),
-            predicted_right=_share(right, predicted, 1),
-            read_per_token=_ratio(growth(hits, routed) + predicted, num_tokens),
-            reused_per_token=_ratio(growth(right, hits), num_tokens),
-            read_bytes_per_token=_ratio(nbytes, num_tokens),
+            hit_rate=ratio(hits, routed, 1),
+            predicted_right=ratio(right, predicted, 1),
+            read_per_token=ratio(growth(hits, routed) + predicted, num_tokens),
+            reused_per_token=ratio(growth(right, hits), num_tokens),
+            read_bytes_per_token=ratio(nbytes, num_tokens),
             wait_share=waited,
         )
 
@@ -321,21 +320,3 @@ def _shares(before: Sample, now: Sample) -> Shares:
 
 def _cut(value: float, most: float) -> float:
     return min(max(value, 0.0), max(most, 0.0))
-
-
-def _part(part: float, whole: float) -> float | None:
-    return _cut(part, whole) / whole if whole > 0 else None
-
-
-def _rate(number: float, seconds: float) -> float | None:
-    return number / seconds if seconds > SHORTEST_SECONDS else None
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return None if math.isnan(part) or not whole > 0 else part / whole
-
-
-def _share(part: float, whole: float, least: float) -> float | None:
-    """Return a share of at least ``least``, at most 1: a counter of parts may move later than that of the whole."""
-    share = _ratio(part, whole) if whole >= least else None
-    return None if share is None else min(1.0, share)

@@ -274,7 +274,7 @@ class Experts:
             mx.async_eval(result)
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
-            self._evaluate_pending()  # the next call may come from another thread, which cannot
+            self._evaluate_pending()  # nothing of a pass waits for the next one
         return result
 
     def _compute_parts(

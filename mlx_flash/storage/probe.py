@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, read_pages
-from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
+from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
 
 
 @contextmanager
@@ -266,17 +265,13 @@ def _measure(
         if through_cache or not reader.is_direct:
             drop_file(path, start, nbytes)  # a file that was just downloaded would be read at the speed of memory
         buffer = _buffer(reader.read_size * queue_depth)
+        pieces = [
+            Piece("(disk probe)", at, min(reader.read_size, start + nbytes - at), i % queue_depth * reader.read_size)
+            for i, at in enumerate(range(start, start + nbytes, reader.read_size))
+        ]  # nobody looks at the bytes: two reads may share a place
+        reads = reader.prepare([read_pages(path, [piece], piece.buffer_offset) for piece in pieces])
         began = time.perf_counter()
-        in_flight: deque[Ticket] = deque()
-        for i, offset in enumerate(range(start, start + nbytes, reader.read_size)):
-            if len(in_flight) == queue_depth:
-                in_flight.popleft().wait()
-            part = buffer[i % queue_depth * reader.read_size :][: reader.read_size]
-            length = min(reader.read_size, start + nbytes - offset)
-            segment = read_pages(path, [Piece("(disk probe)", offset, length, 0)], 0)
-            in_flight.append(reader.submit([segment], part))
-        while in_flight:
-            in_flight.popleft().wait()
+        reader.start(reads, buffer).wait()
         seconds = time.perf_counter() - began
         rate = max(nbytes, 1) / max(seconds, 1e-9)
         return DiskProfile(rate, read_size, queue_depth, reader.is_direct, through_cache)

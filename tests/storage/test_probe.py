@@ -162,13 +162,13 @@ def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) 
         os.fsync(file.fileno())
     assert num_cached_pages(big) > 500
     left = []
-    real = BackgroundPrefetcher.submit
+    real = BackgroundPrefetcher.start
 
-    def submit(reader: BackgroundPrefetcher, *args: object) -> object:
+    def start(reader: BackgroundPrefetcher, *args: object) -> object:
         left.append(num_cached_pages(big))
         return real(reader, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(BackgroundPrefetcher, "submit", submit)
+    monkeypatch.setattr(BackgroundPrefetcher, "start", start)
     probe._measure(big, False, 4 << 20, 1, 0, 2 * SAMPLE)
     assert left[0] < 50
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expert_pools import with_pool
-from mlx_flash import FlashConfig, FlashLLM, facts, load_model
+from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash import telemetry as facts
 from mlx_flash.telemetry import Json, find
 from models import LLAMA, make_random_model, run, save
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mlx_flash"
 FLOORS = [
     ["errors", "folders", "forks", "threadends", "version"],
     ["compat", "files"],
-    ["config", "enginethread", "facts", "memory", "sessions", "telemetry"],
+    ["config", "enginethread", "memory", "sessions", "telemetry"],
     ["storage"],
     ["layout"],
     ["convert", "kv", "ranks"],

@@ -28,7 +28,7 @@ from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.memory.pagecache import drop_file
-from mlx_flash.monitor.system import SystemMemory, system_memory
+from mlx_flash.monitor.rates import SystemMemory, system_memory
 from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import load_speed

@@ -15,10 +15,9 @@ import psutil
 
 from mlx_flash.commands.common import emit, labelled
 from mlx_flash.errors import ConfigError
-from mlx_flash.facts import budget_of
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.words import counted, duration, filled, model_name, printable
-from mlx_flash.telemetry import Json, Published, find
+from mlx_flash.telemetry import Json, Published, budget_of, find
 
 OWN_PROGRAM = "mlx-flash"
 

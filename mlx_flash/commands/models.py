@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from huggingface_hub import CachedRepoInfo, CacheNotFound, constants, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines
-from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert import derived
@@ -33,6 +35,8 @@ from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
 from mlx_flash.layout.download import download, missing_bytes
 from mlx_flash.layout.held import RESULTS as HELD
+from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
+from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.modelfile.parse import Modelfile, check_model_name, create_model, named_models, read_modelfile
 from mlx_flash.monitor.words import counted, filled, printable, rate, size, speed
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
@@ -41,11 +45,75 @@ from mlx_flash.residency.scores import RESULTS as ATTENTION
 from mlx_flash.residency.speed import SPEEDS
 from mlx_flash.sessions import remove_orphans, remove_unheld
 from mlx_flash.storage.probe import PROFILES, sample_in
-from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
 from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
 from mlx_flash.storage.shards import weight_files
 from mlx_flash.telemetry import Json
 from mlx_flash.vision.detect import loads_with_vlm
+
+_SHARDS = "model*.safetensors"
+_ERRORS: tuple[type[Exception], ...] = (*NOT_FOUND_ERRORS, NotASafetensorsRepoError, SafetensorsParsingError)
+
+
+def is_remote(name: str) -> bool:
+    """Return whether a model is neither a folder nor in the cache of Hugging Face."""
+    if Path(name).exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return False
+    config = try_to_load_from_cache(name, "config.json")
+    return not isinstance(config, str) or not any(Path(config).parent.glob(_SHARDS))
+
+
+@contextmanager
+def preview(repository: str, revision: str | None = None) -> Iterator[Path]:
+    """Yield a folder that can be planned for. Only headers of the shards are fetched, by ranged requests.
+
+    Raises:
+        CheckpointNotFoundError: the repository cannot be reached, or has no safetensors files.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlx-flash-plan-") as folder:
+        path = Path(folder) / repository.replace("/", "--")
+        path.mkdir()
+        try:
+            _fetch(repository, revision, path)
+        except _ERRORS as error:
+            raise not_found(repository, error) from error
+        yield path
+
+
+def _fetch(repository: str, revision: str | None, path: Path) -> None:
+    api = HfApi()
+    files = api.model_info(repository, revision=revision, files_metadata=True).siblings or []
+    for file in files:
+        name, nbytes = file.rfilename, file.size or 0
+        if "/" in name:
+            continue
+        if fnmatch(name, _SHARDS):
+            header = api.parse_safetensors_file_metadata(repository, name, revision=revision)
+            _write_shard(path / name, nbytes, header)
+        elif Path(name).suffix in METADATA_SUFFIXES and nbytes <= MAX_METADATA_BYTES:
+            api.hf_hub_download(repository, name, revision=revision, local_dir=path)
+
+
+def _write_shard(path: Path, nbytes: int, header: Any) -> None:
+    """Write a file with a header and a hole. Tensors lie where they lie in the real one.
+
+    Args:
+        path: the file.
+        nbytes: size of the real one.
+        header: its header, as ``HfApi.parse_safetensors_file_metadata`` returns it.
+    """
+    tensors = {
+        name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
+        for name, tensor in header.tensors.items()
+    }
+    end = max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+    metadata = {"__metadata__": header.metadata} if header.metadata else {}
+    text = json.dumps({**metadata, **tensors}, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(nbytes - 8 - end)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
 
 DAY = 24 * 3600
 

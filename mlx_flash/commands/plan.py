@@ -15,17 +15,17 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
-from mlx_flash.commands.preview import is_remote, preview
+from mlx_flash.commands.models import is_remote, preview
 from mlx_flash.commands.report import Json, planning_to_json, render_plan
 from mlx_flash.commands.vision import prepare_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.layershares import layer_bytes, share_equally
 from mlx_flash.engine.prepare import Prepared, resolve
-from mlx_flash.facts import ratio
 from mlx_flash.monitor.words import duration, layer_runs, rate, size
 from mlx_flash.ranks import needed_files, runs
 from mlx_flash.residency.budgets import BudgetRow, table_of_budgets
 from mlx_flash.storage.probe import sample_in
+from mlx_flash.telemetry import ratio
 
 
 @dataclass(frozen=True, slots=True)

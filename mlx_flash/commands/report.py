@@ -22,7 +22,6 @@ from mlx_flash import __version__
 from mlx_flash.commands.common import labelled
 from mlx_flash.config import GB
 from mlx_flash.experts.slots import ExpertStats
-from mlx_flash.facts import FACTS, Facts, Sample, ratio
 from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint
@@ -30,6 +29,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, counted, duration, filled, rate, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
+from mlx_flash.telemetry import FACTS, Facts, Sample, ratio
 
 Json = dict[str, Any]
 

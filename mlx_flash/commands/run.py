@@ -27,7 +27,7 @@ from rich.text import Text
 
 from mlx_flash.commands.arguments import default_of
 from mlx_flash.commands.common import Status, labelled, make_config, note, note_lines, print_rich
-from mlx_flash.commands.preview import is_remote
+from mlx_flash.commands.models import is_remote
 from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
 from mlx_flash.config import FlashConfig, did_you_mean

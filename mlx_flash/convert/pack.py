@@ -476,14 +476,6 @@ class Rewrite:
             (self.target / STATE_NAME).unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file of a partial folder to the disk."""
-    with write_errors(f"cannot write {path}"), path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 @dataclass(frozen=True, slots=True)
 class UnitTensors:
     """Names of the tensors of a unit. Streamed ones go by size, the largest first: the plan pins small ones.
@@ -888,7 +880,8 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
     for path in others:
         _copy_file(path, folder / path.relative_to(checkpoint.directory))
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
-        write_text(folder / INDEX_NAME, _index(rewrite))
+        with write_errors(f"cannot write {folder / INDEX_NAME}"):
+            write_atomically(folder / INDEX_NAME, _index(rewrite), mode=0o666, durable=True)
 
 
 def _other_files(checkpoint: Checkpoint, folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:

@@ -33,7 +33,7 @@ LONGEST_GAP_SECONDS = 60.0
 
 @dataclass(slots=True)
 class PassCounters:
-    """Counters of a model's forward calls, as :mod:`mlx_flash.facts` describes them.
+    """Counters of a model's forward calls, as :mod:`mlx_flash.telemetry` describes them.
 
     The calling thread writes them, any thread may read them. Moments are of ``time.perf_counter()``. A gap is the time
     between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
@@ -176,7 +176,7 @@ class Status:
     def collect(self) -> Json:
         """Return the state now. Touches no MLX array, so any thread may call it.
 
-        :mod:`mlx_flash.facts` has the units and meanings of its numbers.
+        :mod:`mlx_flash.telemetry` has the units and meanings of its numbers.
         """
         stream = self._own.engine.stream
         return {

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from mlx_flash.facts import Facts, budget_of, checked
-from mlx_flash.monitor.rates import ExpertRates, History, Shares
-from mlx_flash.monitor.system import SystemMemory
+from mlx_flash.monitor.rates import ExpertRates, History, Shares, SystemMemory
 from mlx_flash.monitor.words import (
     ALL_CACHED,
     DISK_LIMITS,
@@ -29,7 +27,7 @@ from mlx_flash.monitor.words import (
     speed,
     units,
 )
-from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Json
+from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Facts, Json, budget_of, checked
 
 STYLES = {
     "pinned": "blue",

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from mlx_flash.facts import checked
-from mlx_flash.telemetry import Json
+from mlx_flash.telemetry import Json, checked
 
 STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
 

@@ -24,8 +24,6 @@ from starlette.staticfiles import StaticFiles
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
-from mlx_flash.facts import metrics as metrics_of
-from mlx_flash.facts import read
 from mlx_flash.server.access import Access, AccessMiddleware
 from mlx_flash.server.anthropic import CountRequest, MessagesRequest, answer_messages, count_tokens
 from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
@@ -34,7 +32,8 @@ from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, comple
 from mlx_flash.server.replies import error_reply
 from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond
 from mlx_flash.server.service import Service
-from mlx_flash.telemetry import find
+from mlx_flash.telemetry import find, read
+from mlx_flash.telemetry import metrics as metrics_of
 
 _FOLDER = Path(__file__).with_name("web")
 

@@ -13,10 +13,10 @@ from huggingface_hub import HfApi, constants
 
 from hub import Hub, serving
 from mlx_flash import CheckpointNotFoundError
-from mlx_flash.commands import preview as module
+from mlx_flash.commands import models as module
 from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.commands.models import is_remote, preview
 from mlx_flash.commands.plan import plan
-from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.storage import probe
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import LLAMA, save

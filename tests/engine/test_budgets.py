@@ -10,9 +10,9 @@ import pytest
 from mlx_flash.commands import report
 from mlx_flash.commands.report import RUN
 from mlx_flash.config import GB
-from mlx_flash.facts import Facts, Sample
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.words import filled
+from mlx_flash.telemetry import Facts, Sample
 from monitored import published, state
 from monitored import text_of as monitor_text
 

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash import FlashConfig, facts, load_model
+from mlx_flash import FlashConfig, load_model
+from mlx_flash import telemetry as facts
 from mlx_flash.engine.modelmanager import ModelManager, Watcher
 from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
-from mlx_flash.facts import budget_of
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.pressure import MemoryReading, darwin_reading, linux_pressure, read_memory
 from mlx_flash.monitor.frames import budget_change
+from mlx_flash.telemetry import budget_of
 from models import LLAMA, same_bits, save
 
 GB = 10**9

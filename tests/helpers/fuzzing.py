@@ -41,7 +41,7 @@ from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
 from mlx_flash.monitor import frames, rates
 from mlx_flash.monitor.app import draw, make_parser, print_json
-from mlx_flash.monitor.system import system_memory
+from mlx_flash.monitor.rates import system_memory
 from mlx_flash.prefixes import folder as pagefile
 from mlx_flash.prefixes.folder import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
 from mlx_flash.storage import safetensors

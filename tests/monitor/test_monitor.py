@@ -28,8 +28,9 @@ from rich.text import Text
 
 from children import ROOT
 from interrupt_points import interrupted_in, total_points
-from mlx_flash import facts
-from mlx_flash.monitor import app, system
+from mlx_flash import telemetry as facts
+from mlx_flash.monitor import app
+from mlx_flash.monitor import rates as system
 from mlx_flash.monitor.app import Terminal, print_lines
 from mlx_flash.monitor.frames import (
     ASCII,

@@ -28,7 +28,7 @@ from mlx_flash.commands.common import (
     print_rich,
     prompt_text,
 )
-from mlx_flash.commands.report import Json, Recorder, follow, make_report, render_run
+from mlx_flash.commands.report import Recorder, follow, make_report, render_run
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
@@ -86,9 +86,15 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def end(args: argparse.Namespace, run: Recorder, step: int, interrupted: KeyboardInterrupt | None, out: TextIO) -> int:
-    """Print the summary of a run, and pass on what interrupted it. Return the exit status."""
+    """Print the summary of a run: JSON to stdout, or text to stderr. Pass on what interrupted it. Return 0."""
     if run.tokens:
-        print_report(args, make_report(run, args.model, step), out)
+        report = make_report(run, args.model, step)
+        if args.json:
+            print_json(report, out)
+        elif args.verbose:
+            print_rich(render_run(report), sys.stderr)
+        elif not report["prefill_as_mlx_lm"]:
+            note(f"mlx-flash: {step_in_words(step, make_config(args))}")
     if interrupted is not None:
         raise interrupted
     return 0
@@ -254,13 +260,3 @@ def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, An
         xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
     )
     return {"sampler": sampler, **{name: getattr(args, name) for name in LOOP_FLAGS}}
-
-
-def print_report(args: argparse.Namespace, report: Json, out: TextIO) -> None:
-    """Print the summary of a run: JSON to stdout, or text to stderr."""
-    if args.json:
-        print_json(report, out)
-    elif args.verbose:
-        print_rich(render_run(report), sys.stderr)
-    elif not report["prefill_as_mlx_lm"]:
-        note(f"mlx-flash: {step_in_words(report['prefill_step_size'], make_config(args))}")

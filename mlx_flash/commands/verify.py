@@ -452,11 +452,11 @@ def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
 
 
 VERIFICATION = """
-Model: {model}, {plan.model_bytes:size}, {num_files:file}
+Model: {model}, {plan.model_bytes:size}, {files:file}
 Streamed: in {plan.budget_bytes:size}, {bytes_read:size} read {way_of_reading}
 Weights: {bytes_compared:size} in memory compared with the files, {is_equal:equal}, \
-{num_wrong:tensor} WRONG, such as {wrong}
-Compared: with {library}, {compared}, {num_calls:call}, {num_layers:layer}, all logits
+{wrong_bytes:tensor} WRONG, such as {wrong}
+Compared: with {library}, {compared}, {calls:call}, {layers:layer}, all logits
 Result: {result}
 Against: {other}: {otherwise}
 Digest: {digest}
@@ -590,13 +590,10 @@ def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out:
     wrong, calls, difference = receipt["wrong_bytes"], receipt["calls"], receipt["difference"]
     how = {"resident": "the model in memory", "layers": "one layer in memory at a time"}
     more = {
-        "num_files": len(receipt["files"]),
         "is_equal": not wrong,
-        "num_wrong": len(wrong),
         "wrong": next(iter(wrong), None),
         "compared": how[receipt["reference"]],
-        "num_calls": len(calls),
-        "num_layers": len(calls[0]["layers"]),
+        "layers": calls[0]["layers"],
         "result": f"DIFFERENT from {difference} on" if difference else "identical",
         "other": args.against,
         "otherwise": "; ".join(against) or "identical",

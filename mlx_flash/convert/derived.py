@@ -138,16 +138,14 @@ def list_copies() -> list[Copy]:
 
 def _look_at(folder: Path) -> Copy:
     manifest = read_manifest(folder)
-    match manifest:
-        case {"source": str(source), "model": str(model), "versions": dict(versions), "created": int() | float()}:
-            created = float(manifest["created"])
-        case _:
-            source, model, versions, created = "", "", {}, 0.0
-    last_used = created
+    about: dict[str, Any] = {"source": "", "model": "", "versions": {}, "created": 0.0}
+    if about.keys() <= manifest.keys():
+        about = {key: manifest[key] for key in about}
+    last_used = about["created"]
     with suppress(OSError):  # it is being removed
         last_used = (folder / MANIFEST_NAME).stat().st_mtime
     is_complete = "files" in manifest and not folder.name.endswith(PARTIAL_SUFFIX)
-    return Copy(folder, source, model, versions, _size(folder), created, last_used, is_complete)
+    return Copy(folder, nbytes=_size(folder), last_used=last_used, is_complete=is_complete, **about)
 
 
 def _size(folder: Path) -> int:

@@ -177,8 +177,9 @@ class _Places(Formatter):
         """Return a fact in words."""
         if not format_spec or value is True:
             return format_spec or str(value)
-        unit = UNITS.get(format_spec)
-        return counted(value, format_spec) if unit is None else unit(value)
+        if unit := UNITS.get(format_spec):
+            return unit(value)
+        return counted(value if isinstance(value, int) else len(value), format_spec)
 
     def is_known(self, part: str, facts: Mapping[str, Any]) -> bool:
         """Return whether all facts of a part are known."""
@@ -193,9 +194,9 @@ def filled(template: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
     Args:
         template: lines such as ``Read: {nbytes:size}, {num_reads:read}, {is_cached:from memory}``, of parts with commas
-            between them. A place has the name of a fact, then its unit; or a noun for a number of things; or words for
-            a fact that is True. A part is left out where a fact of it is missing, 0, empty or False, and the whole line
-            where that is its first part.
+            between them. A place has the name of a fact, then its unit; or a noun for a number or list of things; or
+            words for a fact that is True. A part is left out where a fact of it is missing, 0, empty or False, and the
+            whole line where that is its first part.
         facts: by name.
     """
     for line in template.strip().splitlines():

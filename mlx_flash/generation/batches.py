@@ -104,7 +104,7 @@ class RowGenerator(BatchGenerator):
         """
         self._join()
         began, num_left = time.perf_counter(), self._num_left
-        compute([each.sequence for each in self._members if not each.sequence.is_ready], most=self._most_prompt)
+        compute([member for member in self._members if not member.is_ready], most=self._most_prompt)
         prompts: list[Any] = []
         answers: list[Any] = []
         for member in [*self._members]:
@@ -119,10 +119,10 @@ class RowGenerator(BatchGenerator):
 
     @property
     def _num_left(self) -> int:
-        return sum(member.sequence.num_left for member in self._members)
+        return sum(member.num_left for member in self._members)
 
     def _join(self) -> None:
-        num_prompts = sum(not member.sequence.num_tokens for member in self._members)
+        num_prompts = sum(not member.num_tokens for member in self._members)
         num_running = len(self._members) + self.num_elsewhere
         room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - num_running)
         for waiting in self.waiting[: max(0, room)]:
@@ -130,12 +130,12 @@ class RowGenerator(BatchGenerator):
                 return
             self.forget({waiting.uid})
             reading = self._reading_of(waiting.uid)
-            self._members.append(Member.of(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading))
+            self._members.append(Member(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading))
 
     @property
     def _most_prompt(self) -> int | None:
         """The most tokens of a prompt in a pass: a step where others wait for the pass, as in mlx-lm's batches."""
-        have_reads = [member.sequence.reads is not None for member in self._members]  # nobody waits for their tokens
+        have_reads = [member.reads is not None for member in self._members]  # nobody waits for their tokens
         is_waited_for = self._takes_turns_alone or (self._takes_turns and len(have_reads) > 1 and not all(have_reads))
         return self.prefill_step_size if is_waited_for else None
 
@@ -148,18 +148,17 @@ class RowGenerator(BatchGenerator):
 
     def _choose(self, member: Member, prompts: list[Any]) -> None:
         """Choose the next token of a sequence, if what it follows from is computed."""
-        sequence = member.sequence
-        row = sequence.begin()
+        row = member.begin()
         if row.error is not None:
             self._members.remove(member)
             self._fail(member.uid, row.error)
             return
-        if not sequence.num_tokens:
+        if not member.num_tokens:
             prompts.append(member.progress())
-        if sequence.end_part():
-            if not sequence.segments:  # it is only read
+        if member.end_part():
+            if not member.segments:  # it is only read
                 self._members.remove(member)
-        elif sequence.is_ready:
+        elif member.is_ready:
             member.choose()
 
     def _take(self, member: Member, answers: list[Any]) -> None:
@@ -168,10 +167,10 @@ class RowGenerator(BatchGenerator):
             answers.append(member.answer())
             if answers[-1].finish_reason is not None:
                 self._members.remove(member)
-                member.sequence.end()
+                member.end()
                 if self._completes_caches:
                     self._ended.append(member)
-            elif member.sequence.num_rows > 1 and member.sequence.is_ready:  # the next one was guessed right
+            elif member.num_rows > 1 and member.is_ready:  # the next one was guessed right
                 member.choose()
 
     def _fail(self, uid: int, error: Exception) -> None:
@@ -181,8 +180,8 @@ class RowGenerator(BatchGenerator):
 
     def _complete_caches(self) -> None:
         """Add the last tokens to the caches of sequences that have ended."""
-        compute(ended := [member.sequence for member in self._ended])
-        for sequence in ended:
+        compute(self._ended)
+        for sequence in self._ended:
             row = sequence.begin()
             if row.error is not None:
                 raise row.error
@@ -192,7 +191,7 @@ class RowGenerator(BatchGenerator):
     def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Return copies of the caches of sequences, and the tokens in them."""
         wanted = set(uids)
-        found = {member.uid: member.sequence for member in self._members if member.uid in wanted}
+        found = {member.uid: member for member in self._members if member.uid in wanted}
         waiting = super().extract_cache(wanted - found.keys())
         return {**waiting, **{uid: (copy.deepcopy(each.cache), [*each.tokens]) for uid, each in found.items()}}
 
@@ -208,7 +207,7 @@ class RowGenerator(BatchGenerator):
     def prompt_cache_nbytes(self) -> int:
         """Bytes of all caches."""
         waiting = int(super().prompt_cache_nbytes)
-        return waiting + sum(int(entry.nbytes) for member in self._members for entry in member.sequence.cache)
+        return waiting + sum(int(entry.nbytes) for member in self._members for entry in member.cache)
 
 
 def computes_rows(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:

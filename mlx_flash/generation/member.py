@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,88 +29,70 @@ class Reading(NamedTuple):
     is_all: bool = False
 
 
-@dataclass(eq=False)
-class Member:
+class Member(GeneratedSequence):
     """A sequence of a batch.
+
+    Args:
+        waiting: the sequence as it was inserted.
+        model: the model.
+        step: mlx-lm's ``prefill_step_size``.
+        report: as ``on_prompt`` of `RowGenerator`.
+        reading: of the prompt's hidden states; None for none.
 
     Attributes:
         uid: its number.
-        sequence: the sequence.
         num_prompt: tokens of the prompt.
         most_tokens: the most tokens that its cache will have.
-        matcher: finds the end of the answer.
     """
 
-    uid: int
-    sequence: GeneratedSequence
-    num_prompt: int
-    most_tokens: int
-    matcher: Any
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         waiting: Waiting,
         model: FlashLLM,
         step: int,
         report: Callable[[int, int, int], None],
         reading: Reading | None = None,
-    ) -> Member:
-        """Return a sequence that begins.
-
-        Args:
-            waiting: the sequence as it was inserted.
-            model: the model.
-            step: mlx-lm's ``prefill_step_size``.
-            report: as ``on_prompt`` of `RowGenerator`.
-            reading: of the prompt's hidden states; None for none.
-        """
-        uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
+    ) -> None:
+        self.uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
         prompt = [*tokens, *(token for segment in segments for token in segment)]
         if reading is not None:
             step = min(step, reading.step)
             if reading.is_all:
                 segments, max_tokens = [prompt], 0  # no token is computed alone
-        chooser, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
-        sequence = GeneratedSequence(
+        super().__init__(
             model,
             cache,
             segments,
-            chooser,
+            Chooser(sampler, processors, prompt),
             step=step,
             max_tokens=int(max_tokens),
-            guesses=guesses,
+            guesses=Guesses(Lookup(prompt)),
             tokens=tokens,
-            report=partial(report, uid),
+            report=partial(report, self.uid),
             reads=None if reading is None else reading.keeps,
         )
-        return cls(uid, sequence, sequence.num_left, waiting.most_tokens, stop.matcher())
+        self.num_prompt, self.most_tokens, self._matcher = self.num_left, waiting.most_tokens, stop.matcher()
 
     def progress(self) -> Any:
         """Return how far the prompt is."""
-        sequence = self.sequence
-        done, row = self.num_prompt - sequence.num_left, sequence.begin()
-        return Progress(
-            self.uid, (done, self.num_prompt), row.is_done and sequence.ends_segment, done == self.num_prompt
-        )
+        done, is_part_done = self.num_prompt - self.num_left, self.begin().is_done
+        return Progress(self.uid, (done, self.num_prompt), is_part_done and self.ends_segment, done == self.num_prompt)
 
     @property
     def has_chosen(self) -> bool:
         """True if a token was chosen, and not handed out."""
-        return self.sequence.num_tokens > self.sequence.num_taken
+        return self.num_tokens > self.num_taken
 
     def choose(self) -> None:
         """Choose the next token of a sequence that is ready."""
         key = random_key()
-        self.sequence.choose()
+        super().choose()
         if random_key() is not key:  # whose order of numbers would depend on guesses
-            self.sequence.guesses = None
+            self.guesses = None
 
     def answer(self) -> Any:
         """Return the token that was chosen."""
-        sequence = self.sequence
-        number, logprobs, _ = sequence.take()
-        reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
-        reason = "stop" if self.matcher.advance(number) else reason
-        kept = (sequence.cache, sequence.tokens) if reason else (None, None)
-        return Response(self.uid, number, logprobs, reason, *kept)
+        number, logprobs, _ = self.take()
+        reason = "length" if self.num_tokens >= self.max_tokens else None
+        reason = "stop" if self._matcher.advance(number) else reason
+        return Response(self.uid, number, logprobs, reason, *((self.cache, self.tokens) if reason else (None, None)))

@@ -137,7 +137,7 @@ class ServedRows(RowGenerator):
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
-        row = next((member.sequence for member in self._members if member.uid == uid), None)
+        row = next((member for member in self._members if member.uid == uid), None)
         kept = self.remove([uid], return_prompt_caches=row is None).get(uid)
         return kept if row is None else (row.cache, row.tokens)
 
@@ -164,9 +164,9 @@ class ServedRows(RowGenerator):
     def _choose(self, member: Member, prompts: list[Any]) -> None:
         with ends_alone(partial(self._end, member)):
             super()._choose(member, prompts)
-            self._restored[member.uid] = member.sequence.num_restored
-            if member.sequence.hidden and not member.sequence.num_left:
-                self._hidden[member.uid], member.sequence.hidden = member.sequence.hidden, []
+            self._restored[member.uid] = member.num_restored
+            if member.hidden and not member.num_left:
+                self._hidden[member.uid], member.hidden = member.hidden, []
 
     def _take(self, member: Member, answers: list[Any]) -> None:
         with ends_alone(partial(self._end, member)):

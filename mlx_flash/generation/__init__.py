@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_flash.generation.batches import CopyingRows, RowGenerator, SharingGenerator, batch_generate
+from mlx_flash.generation.batches import RowGenerator, SharingGenerator, batch_generate
 from mlx_flash.generation.steps import generate, generate_step, speculative_generate_step, stream_generate
 
 if TYPE_CHECKING:
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from mlx_flash.model import FlashLLM
 
 __all__ = [
-    "CopyingRows",
     "FlashGenerationLoop",
     "FlashLLM",
     "RowGenerator",

@@ -42,7 +42,9 @@ class RowGenerator(BatchGenerator):
 
     Args:
         model: the streamed model.
-        completes_caches: add the last tokens to the caches when all sequences have ended, in one pass for all.
+        completes_caches: for ``batch_generate``: given prompt caches stay as they are. True adds the last tokens to the
+            others when all sequences have ended, in one pass for all. If False, nobody wants these: a sequence that has
+            ended makes room for the next one. None uses the given ones, and hands them out with the last tokens.
         on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
         takes_turns: compute at most a step of each prompt in a pass that others wait for.
         takes_turns_alone: do so in every pass, since another sequence may come at any time.
@@ -60,7 +62,7 @@ class RowGenerator(BatchGenerator):
         self,
         model: FlashLLM,
         *,
-        completes_caches: bool = False,
+        completes_caches: bool | None = None,
         on_error: Callable[[int, Exception], None] | None = None,
         takes_turns: bool = False,
         takes_turns_alone: bool = False,
@@ -129,6 +131,8 @@ class RowGenerator(BatchGenerator):
             if not self._has_room(waiting):
                 return
             self.forget({waiting.uid})
+            if self._completes_caches is not None:
+                waiting = waiting._replace(cache=copy.deepcopy(waiting.cache))
             reading = self._reading_of(waiting.uid)
             self._members.append(Member(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading))
 
@@ -166,6 +170,8 @@ class RowGenerator(BatchGenerator):
         while member.has_chosen:
             answers.append(member.answer())
             if answers[-1].finish_reason is not None:
+                if self._completes_caches is False:
+                    answers[-1].prompt_cache = None
                 self._members.remove(member)
                 member.end()
                 if self._completes_caches:
@@ -249,32 +255,10 @@ def may_batch(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
     return True
 
 
-class CopyingRows(RowGenerator):
-    """A ``RowGenerator`` that leaves the prompt caches that it is given as they are.
-
-    Unless caches are completed, nobody wants them: a sequence that has ended makes room for the next one.
-    """
-
-    def advance(self) -> tuple[list[Any], list[Any]]:
-        """Compute a part of each sequence. Return the progress of prompts, and tokens."""
-        prompts, answers = super().advance()
-        if not self._completes_caches:
-            for answer in answers:
-                answer.prompt_cache = None
-        return prompts, answers
-
-    def insert_segments(
-        self, segments: Any, max_tokens: Any = None, caches: list[list[Any]] | None = None, *args: Any, **options: Any
-    ) -> list[int]:
-        """Add sequences. Return their numbers."""
-        uids: list[int] = super().insert_segments(segments, max_tokens, copy.deepcopy(caches), *args, **options)
-        return uids
-
-
 class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's ``BatchGenerator``, as ``mlx_lm.batch_generate`` makes it while the patch is applied.
 
-    For a streamed model whose sequences are rows it is a `CopyingRows`. Every other caller gets mlx-lm's own.
+    For a streamed model whose sequences are rows it is a `RowGenerator`. Every other caller gets mlx-lm's own.
     """
 
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
@@ -282,48 +266,7 @@ class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
         wanted = wanted_of(sys._getframe(1)) if isinstance(model, FlashLLM) else None
         if wanted is None or not computes_rows(model, wanted.lengths, wanted.given):
             return super().__new__(cls)
-        return CopyingRows(model, *args, completes_caches=wanted.caches, **options)
+        return RowGenerator(model, *args, completes_caches=wanted.caches, **options)
 
 
-def batch_generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    prompt_caches: list[list[Any]] | None = None,
-    max_tokens: int | list[int] = 128,
-    verbose: bool = False,
-    return_prompt_caches: bool = False,
-    return_token_ids: bool = False,
-    return_logprobs: bool = False,
-    **options: Any,
-) -> Any:
-    """Generate answers to several prompts, as ``mlx_lm.batch_generate`` does with the same arguments.
-
-    Where weights are streamed, each answer is, bit for bit, that of a run alone, whatever the other prompts are. Where
-    all are in memory, the answers are those of mlx-lm's batches, unless the model has ``batching="exact"``.
-
-    Args:
-        model, tokenizer, prompts, max_tokens, verbose, return_token_ids, return_logprobs: as mlx-lm's.
-        prompt_caches: caches for the prompts. They are copied, not changed.
-        return_prompt_caches: return caches with all tokens in them, which costs a pass for the last ones.
-        options: as ``BatchGenerator`` takes them: ``sampler``, ``prefill_step_size``, ``max_kv_size`` ...
-
-    Returns:
-        mlx-lm's ``BatchResponse``.
-
-    Raises:
-        FlashError: a prompt could not be computed.
-    """
-    generate = with_names(stock_batch_generate, BatchGenerator=SharingGenerator)
-    return generate(
-        model,
-        tokenizer,
-        [list(prompt) for prompt in prompts],
-        prompt_caches,
-        max_tokens,
-        verbose,
-        return_prompt_caches,
-        return_token_ids,
-        return_logprobs,
-        **options,
-    )
+batch_generate = with_names(stock_batch_generate, BatchGenerator=SharingGenerator)

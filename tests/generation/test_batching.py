@@ -28,7 +28,7 @@ from mlx_flash.engine.call import token_call
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.row import Row
 from mlx_flash.generation import RowGenerator, batches
-from mlx_flash.generation.batches import CopyingRows, computes_rows
+from mlx_flash.generation.batches import computes_rows
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import GEMMA3, LLAMA, VOCAB_SIZE, same_bits, save, stock
@@ -87,12 +87,12 @@ def test_without_room_for_padding_sequences_are_rows(directories: Directories, m
     """The longest of those that are computed together decide."""
     made: list[dict[str, Any]] = []
 
-    class Noted(CopyingRows):
+    class Noted(RowGenerator):
         def __init__(self, *args: Any, **options: Any) -> None:
             made.append(options)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(batches, "CopyingRows", Noted)
+    monkeypatch.setattr(batches, "RowGenerator", Noted)
     all_end = SimpleNamespace(eos_token_ids=range(VOCAB_SIZE), decode=str)
     with load_model(directories("llama"), config(ram_budget_gb=LARGE_GB))[0] as model:
         most = next(n for n in range(1000, 10**7, 1000) if computes_rows(model, [n] * 3))

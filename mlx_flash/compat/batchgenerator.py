@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -128,7 +128,6 @@ class Group(StockBatchGenerator):  # type: ignore[misc]
         model: the model.
         sequences: as they were inserted. Several have as many segments, none longer than a step: so their prompts end
             in the same call.
-        changed: the fields of each that are others in mlx-lm's batch.
         options: as mlx-lm's generator takes them.
 
     Attributes:
@@ -139,16 +138,14 @@ class Group(StockBatchGenerator):  # type: ignore[misc]
 
     _generation_batch: Any
 
-    def __init__(
-        self, model: Any, sequences: Sequence[Waiting], changed: Sequence[Mapping[str, Any]], **options: Any
-    ) -> None:
+    def __init__(self, model: Any, sequences: Sequence[Waiting], **options: Any) -> None:
         super().__init__(model, **options)
         self._old_wired_limit = None  # the other generator sets Metal's limit, and puts it back
         self.uids = [each.uid for each in sequences]
         self.sequences = sequences if len(sequences) > 1 else ()  # a lone one's cache is not needed any more
         self.num_restored = 0
-        for each, other in zip(sequences, changed, strict=True):
-            copied = each._replace(segments=[*each.segments], tokens=[*each.tokens], **other)
+        for each in sequences:
+            copied = each._replace(segments=[*each.segments], tokens=[*each.tokens])
             self._unprocessed_sequences.append(tuple(copied))
 
     def __len__(self) -> int:

@@ -133,8 +133,12 @@ class RowGenerator(BatchGenerator):
             self.forget({waiting.uid})
             if self._completes_caches is not None:
                 waiting = waiting._replace(cache=copy.deepcopy(waiting.cache))
-            reading = self._reading_of(waiting.uid)
-            self._members.append(Member(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading))
+            self._members.append(self._begin(waiting))
+
+    def _begin(self, waiting: Waiting) -> Member:
+        """Return a sequence that begins."""
+        reading = self._reading_of(waiting.uid)
+        return Member(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading)
 
     @property
     def _most_prompt(self) -> int | None:

@@ -19,7 +19,7 @@ from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.boundary import ends_alone, refusal_of
 from mlx_flash.server.lone import LoneRequest, Loop
-from mlx_flash.server.sampling import LogitsProcessor, Sampler, greedy
+from mlx_flash.server.sampling import Sampler, greedy
 
 Kept = tuple[list[Any], list[int]]
 """A prompt cache that is not computed with any more, and its tokens."""
@@ -113,14 +113,16 @@ class ServedRows(RowGenerator):
         self._begin_groups()
         batched = [self._next_of(group) for group in self._groups_at_once()]
         self._join_groups()
+        prompts, answers = ([each for part in parts for each in part] for parts in zip(([], []), *batched, strict=True))
         try:
-            batched.append(super().advance())
+            read, computed = super().advance()
         except LeftError as error:  # rows of others are as they were before their next pass
             self.remove([error.uid])
+            read, computed = [], []
         if self._fatal is not None:
             raise self._fatal
-        prompts, answers = ([each for part in parts for each in part] for parts in zip(*batched, strict=True))
-        return prompts, answers
+        self._members = [member for member in self._members if member.uid not in self._errors]
+        return prompts + read, answers + [answer for answer in computed if answer.uid not in self._errors]
 
     def take_errors(self) -> dict[int, RefusedError]:
         """Return the errors of requests since the last call, by number. The requests are gone."""
@@ -161,38 +163,52 @@ class ServedRows(RowGenerator):
         if self._is_shared and not isinstance(error, BudgetError):
             self._fatal = error
 
+    def _begin(self, waiting: Waiting) -> Member:
+        return super()._begin(self._guarded(waiting))
+
     def _choose(self, member: Member, prompts: list[Any]) -> None:
-        with ends_alone(partial(self._end, member)):
-            super()._choose(member, prompts)
-            self._restored[member.uid] = member.num_restored
-            if member.hidden and not member.num_left:
-                self._hidden[member.uid], member.hidden = member.hidden, []
+        super()._choose(member, prompts)
+        self._restored[member.uid] = member.num_restored
+        if member.hidden and not member.num_left:
+            self._hidden[member.uid], member.hidden = member.hidden, []
 
-    def _take(self, member: Member, answers: list[Any]) -> None:
-        with ends_alone(partial(self._end, member)):
-            super()._take(member, answers)
+    def _guarded(self, waiting: Waiting) -> Waiting:
+        """Return a request whose sampler and processors note what they raise: it ends alone after the call.
 
-    def _end(self, member: Member, error: RefusedError) -> None:
-        """End a request whose sampler or logits processor failed."""
-        self._members = [other for other in self._members if other is not member]
-        self._errors[member.uid] = error
+        They keep no cache, which batches copy.
+        """
+        uid, processors = waiting.uid, waiting.processors
+        sampler: Sampler = waiting.sampler
+
+        def choose(logprobs: mx.array) -> mx.array:
+            with ends_alone(partial(self._refuse, uid)):
+                return sampler(logprobs)
+            return greedy(logprobs)  # which nobody sees
+
+        def process(tokens: mx.array, logits: mx.array) -> mx.array:
+            with ends_alone(partial(self._refuse, uid)):
+                for processor in processors:
+                    logits = processor(tokens, logits)
+            return logits
+
+        chooser = greedy if sampler is greedy else choose  # the former is called once for all that have it
+        return waiting._replace(sampler=chooser, processors=[process] if processors else [])
+
+    def _refuse(self, uid: int, error: RefusedError) -> None:
+        self._errors[uid] = error
 
     # --- mlx-lm's batches ---------------------------------------------------------------------------------------------
 
     def _begin_groups(self) -> None:
         """Give prompts that wait to mlx-lm, those together that are about equally long and have room in a step."""
-        if self.loop is not None:
-            for each in self.waiting:
-                inputs, fail = self._inputs_of(each.uid), partial(self._refuse, each.uid)
-                self._groups.append(LoneRequest(self.loop, each, self.prefill_step_size, inputs, fail))
-                self.forget({each.uid})
-        waiting = [each for each in self.waiting if self._may_batch and self._reading_of(each.uid) is None]
+        may_batch = self._may_batch or self.loop is not None
+        waiting = [each for each in self.waiting if may_batch and self._reading_of(each.uid) is None]
         self.forget({each.uid for each in waiting})
         alike: dict[tuple[int, ...], list[Waiting]] = {}
         for each in waiting:
             num_new = sum(map(len, each.segments))
             is_kept = num_new >= CACHE_STEP and self._flash.prefixes is not None  # in pages of one sequence
-            is_alone = is_kept or self._is_apart(each.uid)
+            is_alone = is_kept or self._is_apart(each.uid) or self.loop is not None
             key = (0, each.uid) if is_alone else (padded_length(num_new), len(each.segments))
             alike.setdefault(key, []).append(each)
         for (length, _), group in alike.items():
@@ -201,25 +217,16 @@ class ServedRows(RowGenerator):
                 self._begin_group(group[start : start + most])
 
     def _begin_group(self, sequences: Sequence[Waiting]) -> None:
-        changed = [
-            {
-                "sampler": self._guarded_sampler(each.uid, each.sampler),
-                "processors": self._guarded_processors(each.uid, each.processors),
-            }
-            for each in sequences
-        ]
-        self._groups.append(
-            Group(
-                self._flash,
-                sequences,
-                changed,
-                sampler=greedy,
-                completion_batch_size=self.completion_batch_size,
-                prefill_batch_size=self.prefill_batch_size,
-                prefill_step_size=self.prefill_step_size,
-                stream=self.stream,
-            )
-        )
+        step = self.prefill_step_size
+        if self.loop is not None:
+            (asked,) = sequences
+            inputs, fail = self._inputs_of(asked.uid), partial(self._refuse, asked.uid)
+            self._groups.append(LoneRequest(self.loop, asked, step, inputs, fail))
+            return
+        limits = {"completion_batch_size": self.completion_batch_size, "prefill_batch_size": self.prefill_batch_size}
+        guarded = [self._guarded(each) for each in sequences]
+        options = {"sampler": greedy, "prefill_step_size": step, "stream": self.stream, **limits}
+        self._groups.append(Group(self._flash, guarded, **options))
 
     def _groups_at_once(self) -> Iterator[Group | LoneRequest]:
         """Yield the groups that are computed now. Prompts beyond the limits wait."""
@@ -278,25 +285,3 @@ class ServedRows(RowGenerator):
             together[0].take(group)
         self._groups = [group for group in self._groups if len(group) and group not in together[1:]]
         self.num_elsewhere = sum(map(len, self._groups))
-
-    # A group keeps what these two return: no cache, which was copied into it.
-
-    def _guarded_sampler(self, uid: int, sampler: Sampler) -> Sampler:
-        def choose(logprobs: mx.array) -> mx.array:
-            with ends_alone(partial(self._refuse, uid)):
-                return sampler(logprobs)
-            return greedy(logprobs)  # of a request that has failed, which nobody sees
-
-        return greedy if sampler is greedy else choose
-
-    def _guarded_processors(self, uid: int, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-        def process(tokens: mx.array, logits: mx.array) -> mx.array:
-            with ends_alone(partial(self._refuse, uid)):
-                for processor in processors:
-                    logits = processor(tokens, logits)
-            return logits
-
-        return [process] if processors else []
-
-    def _refuse(self, uid: int, error: RefusedError) -> None:
-        self._errors[uid] = error

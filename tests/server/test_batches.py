@@ -20,6 +20,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from conversations import LONG, model, turn
 from mlx_flash import FlashConfig
 from mlx_flash.engine import sharing
+from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
@@ -249,6 +250,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
 
     monkeypatch.setattr(sharing, "make_room", checked)
     monkeypatch.setattr("mlx_flash.engine.lifecycle.tokens_fit", lambda _: False)
+    monkeypatch.setattr(Passes, "admit", lambda *_: False)
 
 
 def test_processors_see_each_token_once_when_prompts_have_no_room_together(
@@ -399,7 +401,7 @@ def test_one_that_fails_ends_alone(
     asked = [request(text) for text in TEXTS]
     expected = expected_of(served, *asked)
     monkeypatch.setattr(loaded, name, failing)
-    wrong, *right = served.events_together(request("wrong", top_k=77, temperature=1.0), *asked)
+    wrong, *right = served.events_together(request("wrong", top_k=77, max_tokens=40), *asked)
     assert isinstance(wrong[-1], Failed) and "ZeroDivisionError: odd" in str(wrong[-1].error)
     assert len(calls) == 5 and max(sizes) == 5
     assert list(map(text_of, right)) == expected

@@ -39,7 +39,7 @@ BUDGETS: dict[str, tuple[float | None, dict[str, Any]]] = {
 """Share of the weights for which the budget has room beyond the smallest one, and other settings. Without a share,
 everything is in memory. ``small`` lends memory to weights; ``layers`` reads all experts of a layer."""
 
-LARGE_GB = 2.0
+LARGE_GB = 2.0 if mx.default_device() == mx.cpu else 6.0  # CUDA has a context, too
 
 CONTEXT = 2048
 """Tokens of all caches of a trial: each takes memory for 256 at least."""

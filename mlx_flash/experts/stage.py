@@ -21,7 +21,6 @@ from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
-from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
@@ -111,8 +110,8 @@ class Stage:
         self._region_bytes = max(sizes)
         two, one = (pool.slots.num_head(count * self._region_bytes) for count in (2, 1))
         self._num_regions, self.num_slots = (2, two) if 2 * two <= pool.slots.num_slots else (1, one)
-        self._arena: Arena | None = None
-        self._call: _Call | None = None
+        self._arena = pool.slots.head(self.num_slots)
+        self._call = _Call(0, [], [], set())
         self._regions: dict[int, tuple[_Matrix, Ticket]] = {}
 
     def _full_copy(self, stack: ExpertStack, matrices: Sequence[_Matrix]) -> nn.Module:
@@ -142,8 +141,6 @@ class Stage:
         pool = self._pool
         pool.drop_unread(layer, hottest)  # their reads may be late in the queue; they are read with the others now
         pool.clear_head(self.num_slots)
-        if self._arena is None:
-            self._arena = pool.slots.head(self.num_slots)
         present = set(hottest).difference(pool.count(layer, hottest))
         call = self._call = _Call(layer, list(self._matrices[layer]), sorted(hottest), present)
         try:
@@ -166,7 +163,6 @@ class Stage:
         for _, ticket in self._regions.values():
             ticket.cancel()
         self._regions.clear()
-        self._call = None
         self._pool.restore_head()
 
     def enter(self, matrix: _Matrix) -> None:
@@ -177,9 +173,9 @@ class Stage:
             if region in self._regions:
                 other, ticket = self._regions[region]
                 ticket.cancel()
-                self._running.waiting.append(other)
-            if matrix in self._running.waiting:
-                self._running.waiting.remove(matrix)
+                self._call.waiting.append(other)
+            if matrix in self._call.waiting:
+                self._call.waiting.remove(matrix)
             self._load(matrix, region)
         self._pool.stats.wait_seconds += self._regions[region][1].wait()
 
@@ -188,7 +184,7 @@ class Stage:
         region = next(region for region, (loaded, _) in self._regions.items() if loaded is matrix)
         del self._regions[region]
         memory = self._memory(region)
-        for expert, slot in self._running.adopted.items():
+        for expert, slot in self._call.adopted.items():
             for of_slot, of_stage in self._rows(matrix, slot, memory, expert):
                 of_slot[:] = of_stage
         if self._poison:
@@ -196,11 +192,11 @@ class Stage:
         self._load_next(region)
 
     def _load_next(self, region: int) -> None:
-        if self._running.waiting:
-            self._load(self._running.waiting.pop(0), region)
+        if self._call.waiting:
+            self._load(self._call.waiting.pop(0), region)
 
     def _load(self, matrix: _Matrix, region: int) -> None:
-        call, memory = self._running, self._memory(region)
+        call, memory = self._call, self._memory(region)
         for parameter, view in zip(matrix.parameters, self._views(matrix, region), strict=True):
             dict.__setitem__(matrix.module, parameter.key, view)
         missing = [expert for expert in call.experts if expert not in call.present]
@@ -215,7 +211,7 @@ class Stage:
     def _rows(self, matrix: _Matrix, slot: int, memory: memoryview, expert: int) -> Iterator[tuple[Bytes, Bytes]]:
         """Yield the bytes of an expert's part of a matrix, in its slot and in the stage."""
         in_stage = np.frombuffer(memory, np.uint8)
-        offsets = self._pool.layers[self._running.layer].offsets
+        offsets = self._pool.layers[self._call.layer].offsets
         for column, start, rows in zip(matrix.columns, matrix.placement.offsets, matrix.rows, strict=True):
             nbytes = rows[expert].nbytes
             first = start + expert * nbytes
@@ -226,23 +222,13 @@ class Stage:
         if region not in matrix.views:
             start = region * self._region_bytes
             matrix.views[region] = [
-                self._stage.view(start + offset, parameter.array.shape, parameter.array.dtype)
+                self._arena.view(start + offset, parameter.array.shape, parameter.array.dtype)
                 for parameter, offset in zip(matrix.parameters, matrix.placement.offsets, strict=True)
             ]
         return matrix.views[region]
 
     def _memory(self, region: int) -> memoryview:
-        return self._stage.memory[region * self._region_bytes :][: self._region_bytes]
-
-    @property
-    def _running(self) -> _Call:
-        assert self._call is not None
-        return self._call
-
-    @property
-    def _stage(self) -> Arena:
-        assert self._arena is not None
-        return self._arena
+        return self._arena.memory[region * self._region_bytes :][: self._region_bytes]
 
 
 def _matrix(stack: ExpertStack, columns: list[int], alignment: int) -> _Matrix:

@@ -111,9 +111,13 @@ class Ticket:
 
     def hurry(self) -> None:
         """Have the urgent threads do what has not begun."""
-        if not self.is_urgent:
-            self.is_urgent = True
-            self._reader._hurry(self)
+        reader = self._reader
+        with reader._lock:
+            if not self.is_urgent and not reader._closed:
+                self.is_urgent = True
+                reader._urgent.start()
+                for _ in self._waiting:
+                    reader._urgent.queue.put(self)
 
     def done(self) -> bool:
         """Return whether no read is in flight."""
@@ -167,12 +171,7 @@ class Ticket:
 
 
 class _Threads:
-    """Threads that serve one queue, from its first ticket on. A ticket is in it once for each thread that may read.
-
-    Attributes:
-        queue: the tickets; None ends a thread.
-        are_started: whether there are threads.
-    """
+    """Threads that serve one queue. A ticket is in it once for each thread that may work for it; None ends a thread."""
 
     def __init__(self, name: str, number: int, work: Callable[[Ticket], None]) -> None:
         self.queue: SimpleQueue[Ticket | None] = SimpleQueue()
@@ -181,7 +180,7 @@ class _Threads:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. They end with Python if nobody ends them before."""
+        """Start the threads, once. They end with Python if nobody ends them before."""
         while len(self._threads) < self._number:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
@@ -334,11 +333,9 @@ class BackgroundPrefetcher:
         *,
         caching: Caching = "shared",
         urgent: bool = False,
-        num_threads: int | None = None,
     ) -> Ticket:
         """Do what :meth:`prepare` and :meth:`start` do, for reads that come once."""
-        reads = self.prepare(segments, caching)
-        return self.start(reads, buffer, caching=caching, urgent=urgent, num_threads=num_threads)
+        return self.start(self.prepare(segments, caching), buffer, caching=caching, urgent=urgent)
 
     def _tasks(self, segments: Sequence[Segment], caching: Caching) -> Iterator[_Task]:
         """Yield what each task reads. Small parts share one unless they are kept, since handing over costs time.
@@ -364,13 +361,6 @@ class BackgroundPrefetcher:
                 nbytes += stop - start
         if task:
             yield task
-
-    def _hurry(self, ticket: Ticket) -> None:
-        with self._lock:
-            if not self._closed:
-                self._urgent.start()
-                for _ in ticket._waiting:
-                    self._urgent.queue.put(ticket)
 
     def _work(self, ticket: Ticket) -> None:
         """Do the tasks of a ticket that are left."""

@@ -218,7 +218,7 @@ def _lost_in_case(case: _Case, reader: BackgroundPrefetcher, file: Path) -> int:
             held[place] = starts[(number * case.num_blocks + place) % len(starts)]
             piece = Piece("(self-test)", held[place], case.block_bytes, 0)
             segment = Segment(file, piece.offset, piece.nbytes, 0, (piece,))
-            tickets[place] = reader.submit([segment], memories[place], num_threads=1)
+            tickets[place] = reader.submit([segment], memories[place])
             mx.async_eval(_work(views[place ^ 1]))
         for place, ticket in tickets.items():
             while not ticket.done():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
@@ -21,6 +21,7 @@ from mlx_flash.engine.row import Row, teller
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
+from mlx_flash.engine.undo import Undo
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.base import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import KVPool
@@ -55,7 +56,6 @@ class Passes:
         self._session = session
         self._kv = kv
         self._counters = counters
-        self._undo: dict[Row, Callable[[], None]] = {}  # of the pass that is computed
         keeps_answers = session.prefixes is not None and session.prefixes.keeps_answers
         self.is_in_memory = session.chain is None and not keeps_answers and session.engine.is_resident
         self._meter = None if self.is_in_memory else session.meter  # nothing is read
@@ -118,54 +118,48 @@ class Passes:
                 if each.debt is not None:  # its token was not computed, or guesses were
                     each.put()
 
-    def _end(self, row: Row, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
-        """Note the outputs of the next calls of a row, or why there are none."""
-        if isinstance(outcome, Exception):
-            self._undo[row]()
-            row.error = explained(outcome)
-        else:
-            row.finish(calls, outcome)
-
     def _run(self, lanes: dict[Row, list[ForwardCall]]) -> None:
         """Compute parts of some rows in a pass."""
-        with self._undoing({row: row.undo(calls) for row, calls in lanes.items()}):
-            outcomes: Sequence[Outcome] = [None]
+        undo = {row: Undo(calls) for row, calls in lanes.items()}
+        with self._undoing(undo):
+            outcomes: list[Outcome] = [None]
             known = {row: self._known(calls) for row, calls in lanes.items()}
             if sum(map(len, lanes.values())) > 1:
                 compute = partial(self._compute, is_pass=False)
                 run = partial(self.group.run, [*lanes.values()], compute, [*known.values()], teller(lanes))
                 outcomes = self._counted([*lanes.values()], run)
+            ended = dict[Row, list[Any] | Exception]()
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
                     if len(calls) > 1:
-                        self._undo[row]()
-                        calls, self._undo[row] = calls[:1], row.undo(calls[:1])
-                        known[row] = self._known(calls)
-                    outcome = self._alone(row)
-                self._end(row, calls, self._kept(known[row], outcome))
+                        undo[row]()
+                        del calls[1:]
+                        undo[row], known[row] = Undo(calls), self._known(calls)
+                    outcome = self._alone(calls[0])
+                ended[row] = self._kept(known[row], outcome)
+                if isinstance(ended[row], Exception):
+                    undo[row]()
             if self._kv is not None:
                 self._kv.note()  # not before a GPU has something to compute
+        for row, calls in lanes.items():  # the pass is done, and nothing of it is undone any more
+            row.finish(calls, ended[row])
         for row in [row for row in lanes if row.error is None]:
             row.tell(0)
 
     @contextmanager
-    def _undoing(self, undo: dict[Row, Callable[[], None]]) -> Iterator[None]:
-        """Undo the rows of a pass after an exception. Where that cannot be, an interrupt does not end the pass."""
-        self._undo = undo
+    def _undoing(self, undo: Mapping[Row, Undo]) -> Iterator[None]:
+        """Put caches back after an exception. Where that cannot be, an interrupt does not end the pass."""
         try:
-            with nullcontext() if all(row.put_back is not None for row in undo) else enginethread.whole():
+            with nullcontext() if all(each.is_possible for each in undo.values()) else enginethread.whole():
                 yield
         except BaseException:
-            for each in self._undo.values():
+            for each in undo.values():
                 each()
             self._session.engine.recover()
             raise
-        finally:
-            self._undo = {}
 
-    def _alone(self, row: Row) -> list[Any] | Exception:
-        """Return the output of the next part of a row, in a pass of its own, or why there is none."""
-        call = row.left[0]
+    def _alone(self, call: ForwardCall) -> list[Any] | Exception:
+        """Return the output of a call in a pass of its own, or why there is none."""
         self._session.engine.drop_logits(not call.wants_logits)
         try:
             output = self._counted([[call]], partial(self._compute, call, is_pass=True))
@@ -188,12 +182,13 @@ class Passes:
 
     def _kept(self, known: KnownCall | None, outcome: list[Any] | Exception) -> list[Any] | Exception:
         """Keep calls that were computed. Return their outcome, or the error."""
-        if self._session.prefixes is None or known is None or isinstance(outcome, Exception):
-            return outcome
+        if isinstance(outcome, Exception):
+            return explained(outcome)
         try:
-            self._session.prefixes.end(known)
+            if self._session.prefixes is not None and known is not None:
+                self._session.prefixes.end(known)
         except CALL_ERRORS as error:
-            return error
+            return explained(error)
         return outcome
 
     def _without_cached(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> list[Row]:
@@ -219,11 +214,13 @@ class Passes:
             make_room(need(plan, [Lane(call, 1)]), lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
-        with self._undoing({row: row.undo([call])}):
+        undo = Undo([call])
+        with self._undoing({row: undo}):
             try:
                 row.skip(prefixes.restore(cached))
             except CALL_ERRORS as error:
-                self._end(row, [], error)
+                undo()
+                row.error = explained(error)
         row.tell(0)
 
     def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:

@@ -15,8 +15,6 @@ from mlx_flash import enginethread
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.undo import break_cache, undo_of
-from mlx_flash.kv.checkpoints import PutBack
 from mlx_flash.kv.owed import Debt, Owed
 
 
@@ -37,7 +35,6 @@ class Row:
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
-        put_back: makes the prompt cache as it was before the last pass; None if nothing can.
         was_sought: whether the prefix cache was asked for the parts that are left.
         num_restored: tokens that came from it.
     """
@@ -51,7 +48,6 @@ class Row:
     left: deque[ForwardCall] = field(init=False)
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    put_back: PutBack | None = None
     was_sought: bool = False
     num_restored: int = 0
 
@@ -127,21 +123,6 @@ class Row:
             after = part
         return [last.with_tokens(whole[:, start:stop]) for last, start, stop in reversed(joined)]
 
-    def undo(self, calls: Sequence[ForwardCall]) -> Callable[[], None]:
-        """Return what makes the row, and its prompt cache, as they are before some of its calls."""
-        left, num_outputs, num_restored, error = deque(self.left), len(self.outputs), self.num_restored, self.error
-        self.put_back = put_back = undo_of(calls)
-        debt = None if self.owed is None else self.owed.debt
-
-        def undo() -> None:
-            put_back() if put_back is not None else break_cache(self.whole.cache or ())
-            if self.owed is not None:
-                self.owed.debt, self.owed.found = debt, None
-            self.left, self.num_restored, self.error = deque(left), num_restored, error
-            del self.outputs[num_outputs:]
-
-        return undo
-
     def keep(self, number: int) -> None:
         """Keep the first tokens of a row that ends with guesses, and take the others back. Harmless when repeated."""
         enginethread.run(partial(self._keep, number))  # which no interrupt cuts in two
@@ -166,9 +147,12 @@ class Row:
             done = min(self._total, self._total - self.num_left + int(share * more))
             enginethread.tell(partial(self.report, done, self._total))
 
-    def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
-        """Take the outputs of the next parts."""
-        for call, output in zip(calls, outputs, strict=True):
+    def finish(self, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
+        """Take the outputs of the next parts, or the reason why there are none."""
+        if isinstance(outcome, Exception):
+            self.error = outcome
+            return
+        for call, output in zip(calls, outcome, strict=True):
             first = self.left.popleft()
             assert first is call
             if self.joins and len(self.parts) > 1:

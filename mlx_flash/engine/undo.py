@@ -18,24 +18,29 @@ from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.kv.views import can_be_viewed
 
 
-def undo_of(calls: Sequence[ForwardCall]) -> PutBack | None:
-    """Return what puts the cache of some calls of a pass back, as often as it is called; None if nothing can."""
-    cache = calls[0].cache
-    if cache is None:
-        return lambda: None
-    if len(calls) > 1 and calls[0].checkpoints is not None:
-        return partial(calls[0].checkpoints.take_back, 0)
-    if (offsets := trimmable(cache)) is not None:
-        return partial(_trim, cache, offsets)
-    if not can_be_viewed(cache) or not is_empty(cache):
-        return None
-    put_backs = [checkpoint(entry) for entry in entries_of(cache)]
+class Undo:
+    """The way back of a prompt cache to what it is before some calls of a pass. It may be taken several times.
 
-    def put_back() -> None:
-        for each in put_backs:
-            each()
+    Attributes:
+        is_possible: False if there is none. The cache refuses every use then.
+    """
 
-    return put_back
+    def __init__(self, calls: Sequence[ForwardCall]) -> None:
+        cache, checkpoints, self.is_possible = calls[0].cache or (), calls[0].checkpoints, True
+        self._steps: list[PutBack]
+        if len(calls) > 1 and checkpoints is not None:
+            self._steps = [partial(checkpoints.take_back, 0)]
+        elif (offsets := trimmable(cache)) is not None:
+            self._steps = [partial(_trim, cache, offsets)]
+        elif can_be_viewed(cache) and is_empty(cache):
+            self._steps = [checkpoint(entry) for entry in entries_of(cache)]
+        else:
+            self._steps, self.is_possible = [partial(break_cache, cache)], False
+
+    def __call__(self) -> None:
+        """Put the cache back."""
+        for step in self._steps:
+            step()
 
 
 def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:

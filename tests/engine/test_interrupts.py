@@ -22,7 +22,7 @@ from interrupting import CHANGES, CHUNKS, Strike, Victim, outcomes
 from mlx_flash import CacheError, FlashLLM, WriteError, load_model
 from mlx_flash.engine import undo
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.undo import undo_of
+from mlx_flash.engine.undo import Undo
 from mlx_flash.kv.checkpoints import trim_all_to
 from mlx_flash.memory.arena import Arena
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
@@ -157,7 +157,7 @@ def test_a_cache_whose_putting_back_was_interrupted_refuses(directory: Path) -> 
         cache = make_prompt_cache(model)
         computed(model, mx.array([[1, 2, 3, 4]]), cache)
         call = parse_call((mx.array([[5]]), cache), {})
-        undo = undo_of([call])
+        undo = Undo([call])
         undo()
         assert [entry.offset for entry in cache] == [4] * len(cache)
         cache[-1].trim(2)  # as the prefix cache does, until it has put its rows back

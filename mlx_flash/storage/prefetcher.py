@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.forks import THREAD_PREFIX
+from mlx_flash.forks import THREAD_PREFIX, finalize
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import REFRESH_SECONDS, CachedShare
@@ -171,7 +172,10 @@ class Ticket:
 
 
 class _Threads:
-    """Threads that serve one queue. A ticket is in it once for each thread that may work for it; None ends a thread."""
+    """Threads that serve one queue. A ticket is in it once for each thread that may work for it; None ends a thread.
+
+    They do not keep their owner, and end with it.
+    """
 
     def __init__(self, name: str, number: int, work: Callable[[Ticket], None]) -> None:
         self.queue: SimpleQueue[Ticket | None] = SimpleQueue()
@@ -182,15 +186,12 @@ class _Threads:
     def start(self) -> None:
         """Start the threads, once. They end with Python if nobody ends them before."""
         while len(self._threads) < self._number:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            arguments = self.queue, weakref.WeakMethod(self._work)
+            thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             thread.start()
             self._threads.append(thread)
+            finalize(self, self.queue.put, None)
         self.are_started = True
-
-    def _run(self) -> None:
-        while (ticket := self.queue.get()) is not None:
-            self._work(ticket)
-            del ticket  # its buffer belongs to others
 
     def end(self) -> None:
         """End the threads, after what is in the queue."""
@@ -198,6 +199,15 @@ class _Threads:
             self.queue.put(None)
         for thread in self._threads:
             thread.join()
+
+
+def _serve(queue: SimpleQueue[Ticket | None], work_of: weakref.WeakMethod[Callable[[Ticket], None]]) -> None:
+    """Work for the tickets of a queue until None comes, or nobody owns it."""
+    while (ticket := queue.get()) is not None:
+        if (work := work_of()) is None:
+            return
+        work(ticket)
+        del ticket, work  # the buffer belongs to others
 
 
 class BackgroundPrefetcher:

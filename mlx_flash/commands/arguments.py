@@ -204,13 +204,7 @@ CHAT = (
         metavar="N",
         help=f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})",
     ),
-    flag(
-        "--verbose",
-        action="store_const",
-        const=LOG,
-        default=False,
-        help="print the log, and all measurements",
-    ),
+    flag("--verbose", action="store_const", const=LOG, default=False, help="print the log, and all measurements"),
 )
 RUN = (
     flag("--model", help="the same, at any place"),
@@ -286,17 +280,8 @@ SHOWN = frozenset(
         *("--help", "--help-tuning", "--model", "--ram-budget-gb", "--context-length", "--prefill-step-size"),
         *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
         *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
-        *(
-            "--file",
-            "--serve",
-            "--image",
-            "--format",
-            "--resume",
-            "--keep-alive",
-            "--verbose",
-            "--quiet",
-            "--traceback",
-        ),
+        *("--file", "--serve", "--image", "--format", "--resume", "--keep-alive", "--verbose", "--quiet"),
+        "--traceback",
     }
 )
 """Flags in the short help of commands with many flags."""

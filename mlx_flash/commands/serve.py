@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,14 +39,8 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
         settings["chat_template"] = args.chat_template
-    defaults = Defaults(
-        temperature=args.temp,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_tokens=args.max_tokens,
-        template_options=args.chat_template_args,
-    )
+    given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "max_tokens")}
+    defaults = Defaults(temperature=args.temp, template_options=args.chat_template_args, **given)
     models = [*map(_named, args.model), *_in_folder(args.models_dir)]
     modelfiles = {base: read_modelfile(base) for _, base in models if _is_modelfile(base)}
     for modelfile in modelfiles.values():
@@ -75,17 +69,8 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _batch_options(args: argparse.Namespace) -> BatchOptions:
-    return BatchOptions(
-        prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE,
-        decode_concurrency=args.decode_concurrency,
-        prompt_concurrency=args.prompt_concurrency,
-        prompt_cache_size=args.prompt_cache_size,
-        prompt_cache_bytes=args.prompt_cache_bytes,
-        num_draft_tokens=args.num_draft_tokens,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
-        quantized_kv_start=args.quantized_kv_start,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(BatchOptions)}
+    return BatchOptions(**{**given, "prefill_step_size": args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE})
 
 
 def _checked_folder(folder: Path | None, vision: bool | None) -> Path | None:

@@ -44,7 +44,6 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
 from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name, reads_explained
 from mlx_flash.layout.parts import bind
-from mlx_flash.sessions import remove_unheld
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _DTYPES = {
@@ -179,8 +178,14 @@ def note_use(folder: Path) -> None:
 
 def remove(copy: Copy) -> bool:
     """Remove a copy, unless somebody holds it. Return True if it is gone."""
-    remove_unheld([copy.folder])
-    return not copy.folder.exists()
+    fd = _lock(copy.folder)
+    if fd is None:
+        return not copy.folder.exists()
+    try:
+        discard(copy.folder)
+    finally:
+        os.close(fd)
+    return True
 
 
 def discard(folder: Path) -> None:

@@ -7,9 +7,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -155,16 +154,9 @@ def _to_json(history: History, system: SystemMemory) -> Json:
         "clock": published.clock,
         **published.state,
         "idle": history.is_idle(),
-        "rates": _fields(history.rates),
-        "system": _fields(system),
+        "rates": asdict(history.rates),
+        "system": asdict(system),
     }
-
-
-def _fields(value: Any) -> Any:
-    """Return the fields of a dataclass. ``asdict`` would copy each number."""
-    if not is_dataclass(value):
-        return value
-    return {name: _fields(getattr(value, name)) for name in value.__dataclass_fields__}
 
 
 MINUTE = 60.0

@@ -1,0 +1,86 @@
+"""Templates of reports: every place names a fact that there is, and only what is unknown is left out."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import pytest
+
+from mlx_flash.commands import bench, engines, models, pack, report, run, verify
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.monitor.words import filled
+from models import LLAMA, save
+
+
+def unknown(template: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names in a template that no fact has. A fact that is None may have any parts."""
+    for _, name, _, _ in Formatter().parse(template):
+        found: Any = facts
+        for part in name.split(".") if name else ():
+            if found is not None and part not in found:
+                yield str(name)
+                break
+            found = None if found is None else found[part]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "llama", LLAMA)
+
+
+def measured(folder: Path, command: Any, name: str, *flags: object) -> dict[str, Any]:
+    out = io.StringIO()
+    words = [name, folder, *flags, "--ram-budget-gb", "min", "--no-telemetry", "--json"]
+    assert command(parse_arguments([str(word) for word in words]), out) == 0
+    return dict(json.loads(out.getvalue()))
+
+
+def test_every_place_of_a_run_and_of_a_plan_has_a_fact(folder: Path) -> None:
+    prepared = prepare(folder, FlashConfig(ram_budget_gb="min"), writes=False)
+    facts = report.planning_to_json("llama", prepared.layout, prepared.plan)
+    facts |= report._more_facts(prepared.layout, prepared.plan)
+    assert not [*unknown(report.PLAN, facts)]
+    found = measured(folder, bench.bench, "bench", "-m", 2)
+    added = dict.fromkeys(("is_over", "is_resident", "step"))
+    assert not [*unknown(report.RUN, {**found, **added, "planned": {**found["plan"], "first_seconds": 1.0}})]
+    assert not [*unknown(run.BRIEF, {**found, "footprint": 1})]
+    assert [*unknown("{tokens_per_hour}{plan.tokens_per_hour}", found)] == ["tokens_per_hour", "plan.tokens_per_hour"]
+
+
+def test_every_place_of_a_receipt_and_of_a_machine_has_a_fact(folder: Path) -> None:
+    receipt = measured(folder, verify.verify, "verify", "-m", 1)
+    added = dict.fromkeys(("is_equal", "wrong", "compared", "layers", "result", "other", "otherwise", "digest"))
+    assert not [*unknown(verify.VERIFICATION, {**receipt, **added})]
+    machine = asdict(bench.examine(folder, FlashConfig()))
+    assert not [*unknown(bench.MACHINE, {**machine, "num_processors": 1, "lost": ""})]
+
+
+def test_every_place_of_the_other_reports_has_a_fact(folder: Path, tmp_path: Path) -> None:
+    out = io.StringIO()
+    pack.pack(parse_arguments(["pack", str(folder), str(tmp_path / "packed"), "--json"]), out)
+    packed = json.loads(out.getvalue())
+    assert not [*unknown(pack.PACKED, {**packed, "is_equal": True, "files": "", "verdict": None})]
+    shown = models.look_at(str(folder), FlashConfig())
+    assert not [
+        *unknown(models.SHOWN, {**shown, "model": "", "modelfile": None, "dtypes": "", "remote": 0, "plan": ""})
+    ]
+    entry = dict.fromkeys(("program", "model", "state", "footprint_bytes", "budget_bytes", "tokens"))
+    assert not [*unknown(engines.ENGINE, {**entry, "tokens_per_second": None, "seconds": 1.0})]
+
+
+def test_parts_with_unknown_facts_are_left_out() -> None:
+    template = """
+Read: {read.nbytes:size}, {files:file}, {is_cached:from memory}, {share:percent} of it
+Time: {seconds:duration}
+"""
+    facts = {"read": {"nbytes": 3e6}, "files": ["a", "b"], "is_cached": True, "share": 0, "seconds": None}
+    assert list(filled(template, facts)) == [("Read", "3.0 MB, 2 files, from memory")]
+    assert list(filled("Loss: {share:percent}, {files:file}", facts)) == []

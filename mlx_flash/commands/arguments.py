@@ -318,6 +318,11 @@ class Parser(argparse.ArgumentParser):
             options["help"] = argparse.SUPPRESS
         return super().add_argument(*names, **options)
 
+    def add(self, *flags: Flag) -> None:
+        """Add flags."""
+        for names, options in flags:
+            self.add_argument(*names, **options)
+
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith(("?", ".")) else "."
         self.exit(EXIT_USAGE, f"mlx-flash: error: {message}{end} Hint: {self.prog} --help\n")
@@ -326,7 +331,7 @@ class Parser(argparse.ArgumentParser):
 _TYPES = {"int": int, "float": float, "str": str}
 
 _WORDS = "most tokens to guess at a time with a draft model (default: as many as pay)"
-DRAFTED: tuple[list[str], dict[str, Any]] = (["--num-draft-tokens"], {"type": count, "metavar": "N", "help": _WORDS})
+DRAFTED = flag("--num-draft-tokens", type=count, metavar="N", help=_WORDS)
 """A flag of mlx-lm that has no default here."""
 
 
@@ -426,14 +431,10 @@ _WITHOUT_EFFECT = ("--pipeline", "--use-default-chat-template")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names a folder of models."""
-    parser.add_argument("--models-dir", type=Path, metavar="DIR", help="a folder of model directories and Modelfiles")
-
-
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all other flags."""
+def _add_serve_flags(parser: Parser) -> None:
+    """Add the flags of the server."""
     add = parser.add_argument
+    add("--models-dir", type=Path, metavar="DIR", help="a folder of model directories and Modelfiles")
     words = "most tokens of an answer, where a request names none"
     add("--max-tokens", type=count, default=4096, metavar="N", help=words)
     words = "let the first model answer requests for unknown names (default: if it is the only one)"
@@ -446,10 +447,9 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=words)
     words = "time that an idle model stays in memory, such as 5m (default: until another one needs the memory)"
     add(*KEEP_ALIVE, type=duration, metavar="TIME", help=words)
-    parser.add_argument(*VISION[0], **VISION[1])
     words = "a folder whose files requests may name as pictures; implies --vision"
     add("--image-folder", type=Path, metavar="DIR", help=words)
-    add(*DRAFTED[0], **DRAFTED[1])
+    parser.add(VISION, DRAFTED, *ACCESS)
     borrow_flags(parser, "server", without=[*_OWN, *_WITHOUT_EFFECT])
     for name in _WITHOUT_EFFECT:
         add(name, action="store_true", help=argparse.SUPPRESS)
@@ -484,8 +484,6 @@ class Command:
         usage: the arguments after the model in a usage line.
         help: one line about the command.
         flags: its own flags; or a function that adds them.
-        more: further flags.
-        first: adds flags before all others.
         streams: the command loads models, so it takes the flags of all settings.
         model: the model in a usage line, in brackets if it may be left out, with ``...`` if there may be several; empty
             for a command without one. It is the first argument, or ``--model``.
@@ -494,8 +492,6 @@ class Command:
     usage: str
     help: str
     flags: Sequence[Flag] | Callable[[Parser], None]
-    more: Sequence[Flag] = ()
-    first: Callable[[Parser], None] | None = None
     streams: bool = True
     model: str = ""
 
@@ -562,7 +558,7 @@ def make_parser(chosen: str | None = None, *, is_whole: bool = False) -> tuple[P
         made = adding.add_parser(name, help=command.help, description=words, usage=usage, allow_abbrev=False)
         if name == chosen:
             found = made
-            own = [] if callable(command.flags) else [names for names, _ in (*command.flags, *command.more)]
+            own = [] if callable(command.flags) else [names for names, _ in command.flags]
             found.shown = None if is_whole else SHOWN.union(*own)
             _add_flags(found, command)
     return parser, found
@@ -575,18 +571,15 @@ def _add_flags(parser: Parser, command: Command) -> None:
         nargs, options = ("*", {"action": "append", "default": []}) if "..." in command.model else ("?", {})
         parser.add_argument("first", nargs=nargs, metavar="MODEL", help="folder, Hugging Face repository, or name")
         parser.add_argument("--model", metavar="MODEL", help="the same, at any place", **options)
-    if command.first is not None:
-        command.first(parser)
     for name in BASICS if command.streams else ():
         _add_setting(parser, name, help_texts.get(name, ""))
     if callable(command.flags):
         command.flags(parser)
     else:
-        for names, options in command.flags:
-            parser.add_argument(*names, **options)
-    for names, options in command.more:
-        parser.add_argument(*names, **options)
-    _add_loudness(parser)
+        parser.add(*command.flags)
+    parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
+    with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name
+        parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     if command.streams or callable(command.flags):
         parser.add_argument(_ALL_HELP, action="store_true", help="show all flags")
@@ -594,13 +587,6 @@ def _add_flags(parser: Parser, command: Command) -> None:
     for name in SETTINGS if command.streams else ():
         if name not in BASICS:
             _add_setting(tuning, name, help_texts.get(name, ""))
-
-
-def _add_loudness(parser: Parser) -> None:
-    """Add ``--quiet`` and ``--verbose``."""
-    parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
-    with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name
-        parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
 
 
 def setting_help() -> dict[str, str]:
@@ -646,8 +632,7 @@ def _add_generate_flags(parser: Parser) -> None:
     add("--chat-template-config", type=json_object, default=None, metavar="JSON", help="for the chat template")
     words = "pictures for the prompt, in their order; needs mlx-vlm"
     add("--image", type=Path, nargs="+", metavar="FILE", help=words)
-    add(*DRAFTED[0], **DRAFTED[1])
-    parser.add_argument(*VISION[0], **VISION[1])
+    parser.add(DRAFTED, VISION)
     _add_idle_flags(parser)
     borrow_flags(parser, "generate", without=("--quantize-activations",))
     add("--json", action="store_true", help="write one JSON object to stdout")
@@ -669,8 +654,7 @@ def _add_chat_flags(parser: Parser) -> None:
 
 def _add_talk_flags(parser: Parser, *more: Flag) -> None:
     """Add our flags and mlx-lm's. A Modelfile may give some of their values."""
-    for names, options in (*more, *CHAT):
-        parser.add_argument(*names, **options)
+    parser.add(*more, *CHAT)
     _add_idle_flags(parser)
     borrow_flags(parser, "chat", without=["--model"], described=["--temp", "--top-p"])
 
@@ -692,9 +676,7 @@ COMMANDS = {
     "serve": Command(
         "[flags]",
         "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
-        add_serve_flags,
-        ACCESS,
-        first=add_model_flags,
+        _add_serve_flags,
         model="[[NAME=]MODEL ...]",
     ),
     "plan": Command("[flags]", "show what stays in memory, and the expected speed", PLAN, model="MODEL"),

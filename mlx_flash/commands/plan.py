@@ -14,7 +14,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
+from mlx_flash.commands.common import emit, make_config, tokenizer_if_any
 from mlx_flash.commands.models import is_remote, preview
 from mlx_flash.commands.report import Json, planning_to_json, render_plan
 from mlx_flash.commands.vision import prepare_model
@@ -135,12 +135,10 @@ def _plan(args: argparse.Namespace, path: Path, probe: Path | None, out: TextIO)
     del tokenizer
     rows = budget_rows(prepared, config) if args.budgets else []
     parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []
-    if args.json:
-        more = {"budgets": budgets_to_json(rows)} if args.budgets else {}
-        more |= {"ranks": [asdict(part) for part in parts]} if parts else {}
-        print_json({**planning_to_json(args.model, prepared.layout, prepared.plan), **more}, out)
-        return 0
-    print_rich(render_budgets(rows) if args.budgets else render_plan(args.model, prepared.layout, prepared.plan), out)
-    if parts:
-        print_rich(render_ranks(parts, len(prepared.checkpoint.shards)), out)
+    facts = planning_to_json(args.model, prepared.layout, prepared.plan)
+    facts |= {"budgets": budgets_to_json(rows)} if args.budgets else {}
+    facts |= {"ranks": [asdict(part) for part in parts]} if parts else {}
+    words = [render_budgets(rows) if args.budgets else render_plan(args.model, prepared.layout, prepared.plan)]
+    words += [render_ranks(parts, len(prepared.checkpoint.shards))] if parts else []
+    emit(args, facts, words, out)
     return 0

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
@@ -459,26 +459,6 @@ def _describe(modelfile: Modelfile) -> Json:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Removable:
-    """A model that can be removed.
-
-    Attributes:
-        name: its name.
-        nbytes: the disk space that becomes free.
-        path: the Modelfile; None for a repository in Hugging Face's cache.
-        revisions: of such a repository.
-    """
-
-    name: str
-    nbytes: int
-    path: Path | None = None
-    revisions: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.name} ({'Modelfile' if self.path else size(self.nbytes)})"
-
-
 def remove(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash rm``: remove Modelfiles with names, and repositories from Hugging Face's cache.
 
@@ -487,28 +467,26 @@ def remove(args: argparse.Namespace, out: TextIO) -> int:
         ConfigError: nobody can be asked.
     """
     chosen = [_find(name) for name in dict.fromkeys(args.model)]
-    listed = ", ".join(map(str, chosen))
-    if not args.yes and not _ask(f"remove {listed}?"):
+    if not args.yes and not _ask(f"remove {', '.join(words for words, _ in chosen)}?"):
         print("nothing was removed", file=sys.stderr)
         return 1
-    for model in chosen:
-        if model.path is not None:
-            model.path.unlink()
-        else:
-            scan_cache_dir().delete_revisions(*model.revisions).execute()
-        print(f"removed {model}", file=out)
+    for words, delete in chosen:
+        delete()
+        print(f"removed {words}", file=out)
     return 0
 
 
-def _find(name: str) -> Removable:
+def _find(name: str) -> tuple[str, Callable[[], object]]:
+    """Return what a name stands for, in words, and what removes it."""
     if path := named_models().get(name):
-        return Removable(name, path.stat().st_size, path)
+        return f"{name} (Modelfile)", path.unlink
     if Path(name).exists():
         raise ConfigError(f"rm {name}: it is a path. Hint: rm removes Modelfiles with names, and what pull downloaded.")
-    for repository in repositories():
-        if repository.repo_id == name:
-            hashes = tuple(revision.commit_hash for revision in repository.revisions)
-            return Removable(name, repository.size_on_disk, revisions=hashes)
+    repository = next((found for found in repositories() if found.repo_id == name), None)
+    if repository is not None:
+        hashes = [revision.commit_hash for revision in repository.revisions]
+        words = f"{name} ({size(repository.size_on_disk)})"
+        return words, lambda: scan_cache_dir().delete_revisions(*hashes).execute()
     hub.check_name(name)
     raise CheckpointNotFoundError(f"rm {name}: no model of this name is on this machine. Hint: mlx-flash list")
 

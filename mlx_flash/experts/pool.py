@@ -84,7 +84,8 @@ class ExpertPool:
     def ready(self, layer: int) -> Mask:
         """Return for each expert of a layer whether it is in its slot."""
         in_flight = self._in_flight[layer]
-        self._settle(layer, list(in_flight))
+        if in_flight:
+            self._settle(layer, list(in_flight))
         mask: Mask = self.slot_of[layer] != ABSENT
         mask[list(in_flight)] = False
         return mask
@@ -105,7 +106,9 @@ class ExpertPool:
             ClosedError: the reader was closed.
         """
         self._held = _NOTHING
-        self._settle(layer, experts)
+        in_flight = self._in_flight[layer]
+        if in_flight:
+            self._settle(layer, experts)
         missing = self.count(layer, experts)
         if missing:
             spared = self.spared(layer, experts)
@@ -114,7 +117,7 @@ class ExpertPool:
                 if not is_read and not self._read((layer, expert), self.spared(layer, experts, ()), urgent=True):
                     raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
         self._held = self.slot_of[layer][list(experts)]
-        in_flight, needed = self._in_flight[layer], set(experts)
+        needed = set(experts)
         late = [expert for expert in in_flight if expert in needed]
         for expert in late:
             if not in_flight[expert].is_urgent:
@@ -212,7 +215,7 @@ class ExpertPool:
         try:
             # One thread is enough where there is time: handing work over takes processor time from the computation.
             self._in_flight[layer][expert] = self._reader.start(
-                self._prepare(key, slot),
+                self._prepared.get(key) or self._prepare(key, slot),
                 self.slots.memory(slot),
                 caching=caching,
                 urgent=urgent,
@@ -226,11 +229,10 @@ class ExpertPool:
 
     def _prepare(self, key: Expert, slot: int) -> Reads:
         layer = self.layers[key[0]]
-        if layer.stacks is not None:
-            return self._reader.prepare(layer.segments(key[1], slot))
-        if key not in self._prepared:
-            self._prepared[key] = self._reader.prepare(layer.segments(key[1], slot))
-        return self._prepared[key]
+        reads = self._reader.prepare(layer.segments(key[1], slot))
+        if layer.stacks is None:  # they are the same for every slot
+            self._prepared[key] = reads
+        return reads
 
     def _enter(self, key: Expert, spared: Mask) -> int | None:
         """Give an expert a slot, and copy into it the arrays that are always in memory. The caller fills the rest.
@@ -276,7 +278,7 @@ class ExpertPool:
     def _settle(self, layer: int, experts: Iterable[int]) -> None:
         """Note which reads of some experts have ended. Take the slots away from those whose reads have failed."""
         in_flight = self._in_flight[layer]
-        for expert in experts if in_flight else ():
+        for expert in experts:
             if expert in in_flight and in_flight[expert].done():
                 try:
                     in_flight[expert].wait()

@@ -37,7 +37,7 @@ HINTS = re.compile(
 )
 """Fields that do not change the answer, in any part of a request."""
 
-NEEDED = re.compile(
+CHANGING = re.compile(
     r"background|chat_template|conversation|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images"
     r"|n|prompt|regex|response_format|structured_outputs"
 )
@@ -188,9 +188,9 @@ def _without_effect(value: Any, found: Any, place: str = "", *, is_strict: bool)
             if name in fields:
                 yield from _without_effect(given, getattr(found, fields[name]), f"{place}{name}.", is_strict=is_strict)
             elif given is not None:
-                is_needed = bool(given) and (given is True or given != 1) and NEEDED.fullmatch(place + name)
+                is_changing = bool(given) and (given is True or given != 1) and CHANGING.fullmatch(place + name)
                 is_known = not is_strict or isinstance(found, Lenient) or HINTS.fullmatch(name)
-                yield place + name, bool(is_known and not is_needed)
+                yield place + name, bool(is_known and not is_changing)
 
 
 def _accepted(error: Any) -> tuple[int, bool, int]:

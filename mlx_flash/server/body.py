@@ -38,8 +38,8 @@ HINTS = re.compile(
 """Fields that do not change the answer, in any part of a request."""
 
 CHANGING = re.compile(
-    r"background|chat_template|conversation|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images"
-    r"|n|prompt|regex|response_format|structured_outputs"
+    r"chat_template|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images|n|regex"
+    r"|response_format|structured_outputs"
 )
 """Fields that would change the answer unseen where a dialect has none of this name: texts, pictures, and forms of
 answers, as other servers take them."""

@@ -169,6 +169,9 @@ class ResponseRequest(Asking):
     reasoning: Thinking | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None  # only previous_response_id is kept
+    prompt: None = None  # a template that OpenAI keeps
 
 
 Functions = Mapping[str, tuple[str | None, OneTool]]

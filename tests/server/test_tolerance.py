@@ -149,6 +149,7 @@ KINDS: list[dict[str, Any]] = [
     {"num_ctx": 8192, "keep_alive": "5m", "options": {}},
     {"mirostat": 1, "typical_p": 0.9, "dynatemp_range": 0.1, "cache_prompt": True, "slot_id": -1},
     {"add_generation_prompt": True, "include_reasoning": True, "guided_json": None, "ignore_eos": False},
+    {"conversation": "x", "prompt": "x", "background": True, "format": ""},
     {"provider": {"order": ["x"]}, "transforms": ["middle-out"], "route": "fallback", "models": ["x"]},
     {"plugins": [], "usage": {"include": True}, "session_id": "x"},
 ]

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -221,24 +221,25 @@ async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[byt
             return
 
 
-async def merged(answers: Sequence[AsyncIterable[Event]]) -> AsyncIterator[tuple[int, Event]]:
+async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of several answers as they come, each with the number of its answer."""
-    streams = [aiter(answer) for answer in answers]
-    if len(answers) == 1:  # most requests: no task for each event
-        async for event in streams[0]:
+    if len(answers) == 1:  # most requests: no queue
+        async for event in answers[0]:
             yield 0, event
         return
-    tasks = {asyncio.ensure_future(anext(events)): (i, events) for i, events in enumerate(streams)}
+    events = asyncio.Queue[tuple[int, Event]](1)
+
+    async def pass_on(number: int, answer: Answer) -> None:
+        async for event in answer:
+            await events.put((number, event))
+
+    tasks = [asyncio.ensure_future(pass_on(number, answer)) for number, answer in enumerate(answers)]
+    num_left = len(answers)
     try:
-        while tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: tasks[task][0]):
-                i, events = tasks.pop(task)
-                if task.exception() is None:
-                    tasks[asyncio.ensure_future(anext(events))] = (i, events)
-                    yield i, task.result()
-                elif not isinstance(task.exception(), StopAsyncIteration):
-                    task.result()
+        while num_left:
+            number, event = await events.get()
+            num_left -= isinstance(event, End | Failed)
+            yield number, event
     finally:
         for task in tasks:
             task.cancel()

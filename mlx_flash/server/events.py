@@ -40,12 +40,10 @@ class Begun:
     """The request was admitted.
 
     Attributes:
-        model: name of the model.
         num_prompt: tokens of the prompt.
         num_cached: the first of them, which a kept prompt cache has.
     """
 
-    model: str
     num_prompt: int
     num_cached: int
 

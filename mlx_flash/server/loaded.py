@@ -293,7 +293,7 @@ class LoadedModel:
         self.kept.trim_to(n_bytes=limit)
         self.jobs.note_computed(job, uid)
         job.begin()
-        job.send(Begun(self.source.name, len(job.prompt.tokens), job.num_cached))
+        job.send(Begun(len(job.prompt.tokens), job.num_cached))
         if request.echo and job.reading is None:
             job.send(echo_of(job, self.tokenizer))
 

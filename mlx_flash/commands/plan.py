@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -28,36 +27,24 @@ from mlx_flash.storage.probe import sample_in
 from mlx_flash.telemetry import ratio
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """The part of a model that one of several equal machines computes.
+def rank_parts(prepared: Prepared, num_ranks: int) -> list[Json]:
+    """Return the part of each rank, if machines like this one share a model.
 
-    Attributes:
-        rank: its number.
-        layers: first layer and the one after the last of each of its runs.
-        nbytes: of these layers.
-        files: the shards with them, or with what every machine computes.
+    It has the first layer and the one after the last of each run of its layers, the bytes of these, and the shards with
+    them, or with what every machine computes.
     """
-
-    rank: int
-    layers: list[tuple[int, int]]
-    nbytes: int
-    files: list[str]
-
-
-def rank_parts(prepared: Prepared, num_ranks: int) -> list[RankPart]:
-    """Return the parts of all ranks, if machines like this one share a model."""
     owners = share_equally(prepared.loaded, prepared.plan, prepared.machine, num_ranks)
     nbytes = layer_bytes(prepared.loaded)
     needed = needed_files(len(nbytes), prepared.checkpoint)
     parts = []
     for rank in range(num_ranks):
         own = [number for number, owner in enumerate(owners) if owner == rank]
-        parts.append(RankPart(rank, runs(owners, rank), sum(nbytes[number] for number in own), needed.of(own)))
+        total = sum(nbytes[number] for number in own)
+        parts.append({"rank": rank, "layers": runs(owners, rank), "nbytes": total, "files": needed.of(own)})
     return parts
 
 
-def render_ranks(parts: Sequence[RankPart], num_files: int) -> RenderableType:
+def render_ranks(parts: Sequence[Json], num_files: int) -> RenderableType:
     """Return a table of the ranks.
 
     Args:
@@ -68,8 +55,8 @@ def render_ranks(parts: Sequence[RankPart], num_files: int) -> RenderableType:
     table.add_column("Weights", justify="right")
     table.add_column("Shards to copy, with all files that are no shards")
     for part in parts:
-        files = f"all {num_files}" if 1 < num_files == len(part.files) else ", ".join(part.files)
-        table.add_row(str(part.rank), layer_runs(part.layers), size(part.nbytes), files)
+        files = f"all {num_files}" if 1 < num_files == len(part["files"]) else ", ".join(part["files"])
+        table.add_row(str(part["rank"]), layer_runs(part["layers"]), size(part["nbytes"]), files)
     return table
 
 
@@ -137,7 +124,7 @@ def _plan(args: argparse.Namespace, path: Path, probe: Path | None, out: TextIO)
     parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []
     facts = planning_to_json(args.model, prepared.layout, prepared.plan)
     facts |= {"budgets": budgets_to_json(rows)} if args.budgets else {}
-    facts |= {"ranks": [asdict(part) for part in parts]} if parts else {}
+    facts |= {"ranks": parts} if parts else {}
     words = [render_budgets(rows) if args.budgets else render_plan(args.model, prepared.layout, prepared.plan)]
     words += [render_ranks(parts, len(prepared.checkpoint.shards))] if parts else []
     emit(args, facts, words, out)

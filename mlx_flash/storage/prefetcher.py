@@ -182,6 +182,7 @@ class _Threads:
         self.are_started = False
         self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, work
         self._threads: list[threading.Thread] = []
+        finalize(self, _end, self.queue, number)  # also of one that an interrupt has hidden
 
     def start(self) -> None:
         """Start the threads, once. They end with Python if nobody ends them before."""
@@ -190,15 +191,18 @@ class _Threads:
             thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             thread.start()
             self._threads.append(thread)
-            finalize(self, self.queue.put, None)
         self.are_started = True
 
     def end(self) -> None:
         """End the threads, after what is in the queue."""
-        for _ in self._threads:
-            self.queue.put(None)
+        _end(self.queue, self._number)
         for thread in self._threads:
             thread.join()
+
+
+def _end(queue: SimpleQueue[Ticket | None], number: int) -> None:
+    for _ in range(number):
+        queue.put(None)
 
 
 def _serve(queue: SimpleQueue[Ticket | None], work_of: weakref.WeakMethod[Callable[[Ticket], None]]) -> None:

@@ -154,6 +154,7 @@ def labelled(lines: Iterable[tuple[str, str]]) -> Table:
     """Return a table of labels and texts."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path is not cut
     for label, text in lines:
         table.add_row(f"{label}:", text)
     return table

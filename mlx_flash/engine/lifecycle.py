@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash import enginethread
+from mlx_flash.compat.compiler import evaluate
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine, Progress
@@ -175,7 +176,7 @@ class Lifecycle:
                 output = self.prepared.loaded.called(*args, **kwargs)
                 if not is_small or self.plan.cache.largest_state:
                     # Only this thread can begin them, and no logits need the last state
-                    mx.async_eval(arrays_of(cache))
+                    evaluate(arrays_of(cache), waits=False)
             except BaseException:
                 self.counters.end(failed=True)
                 raise

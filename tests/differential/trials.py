@@ -464,7 +464,7 @@ def budget(trial: Trial) -> None:
     manager, plan = FlashManager.of_process(), trial.subject.model.plan
     trial.subject.keeps_budget = False
     before, least = plan.budget_bytes, plan.minimum_bytes
-    choices = [least, int(least + 5e5), int(least + 2e6), int(least + 2e7), int(2e9)]
+    choices = [int(least + more) for more in (1e6, 1.5e6, 2e6, 2e7)] + [int(2e9)]  # results of the trial count, too
 
     def change() -> None:
         try:

@@ -464,7 +464,7 @@ def budget(trial: Trial) -> None:
     manager, plan = FlashManager.of_process(), trial.subject.model.plan
     trial.subject.keeps_budget = False
     before, least = plan.budget_bytes, plan.minimum_bytes
-    choices = [int(least + more) for more in (1e6, 1.5e6, 2e6, 2e7)] + [int(2e9)]  # results of the trial count, too
+    choices = [least, int(least + 5e5), int(least + 2e6), int(least + 2e7), int(2e9)]
 
     def change() -> None:
         try:
@@ -485,7 +485,10 @@ def budget(trial: Trial) -> None:
         change()
         trial.run.take(made)
     trial.errors += errors
-    trial.finish()
+    try:
+        trial.finish()
+    except BudgetError:  # copies of the cache, and results that the trial holds, count in the smallest budgets, too
+        trial.counts["refused budgets"] += 1
     manager.set_ram_budget(before / 1e9)
     trial.check_fresh()
 

@@ -105,6 +105,7 @@ class Ticket:
         self._waiting = deque(reads.tasks)  # what no thread has begun; changed with the reader's lock, as the next one
         self._num_left = len(reads.tasks)  # what has not ended
         self._error: BaseException | None = None
+        self._failed = len(reads.tasks)  # number of the first task that failed: of several errors, its own is told
         self._began_at = self._ended_at = 0.0
         self._in_flight = threading.Lock()  # held until all has ended
         if reads.tasks:
@@ -162,10 +163,11 @@ class Ticket:
         self._num_left -= len(self._waiting)
         self._waiting.clear()
 
-    def _note_end(self, error: BaseException | None) -> bool:
+    def _note_end(self, number: int, error: BaseException | None) -> bool:
         """Note the end of a task. After one that failed, nobody needs the others. Return whether all have ended."""
         if error is not None:
-            self._error = self._error or error
+            if number < self._failed:
+                self._failed, self._error = number, error
             self._drop()
         self._num_left -= 1
         return not self._num_left
@@ -385,6 +387,7 @@ class BackgroundPrefetcher:
         with self._lock:
             if not ticket._waiting:
                 return  # another thread was faster
+            number = len(ticket._reads.tasks) - len(ticket._waiting)
             task, now = ticket._waiting.popleft(), time.perf_counter()
             ticket._began_at = ticket._began_at or now
             self._busy_since = self._busy_since if self._num_busy else now
@@ -401,7 +404,7 @@ class BackgroundPrefetcher:
             stats.num_reads += read.num_reads
             stats.nbytes += read.nbytes
             stats.cached_bytes += read.cached_bytes
-            has_ended = ticket._note_end(error)
+            has_ended = ticket._note_end(number, error)
         if has_ended:
             ticket._error = self._change_of(ticket._reads.files) or ticket._error
             ticket._ended_at = now

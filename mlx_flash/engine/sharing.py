@@ -10,6 +10,7 @@ once memory is full: a pass over the weights costs more.
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +114,7 @@ class Sharing:
 
         If not even the first one fits, it gets the error, and nothing is returned.
         """
-        num_rows, step = len(rows) if self._group.can_share else 1, 0
+        num_rows, step, is_collected = len(rows) if self._group.can_share else 1, 0, False
         while True:
             chosen, can_cut = rows[:num_rows], False
             asked = _Asked(plan, lending, chosen, [each for row in chosen for each in self._more(row)])
@@ -128,7 +129,10 @@ class Sharing:
                     self._tell_step(rows[0], step)
                 return found
             except FlashError as error:
-                if num_rows > 1:
+                if isinstance(error, BudgetError) and not is_collected:
+                    gc.collect()  # a cache that was dropped while it owed a token refers to itself
+                    is_collected = True
+                elif num_rows > 1:
                     num_rows //= 2
                 elif isinstance(error, BudgetError) and can_cut:
                     step = rows[0].cut()

@@ -485,10 +485,7 @@ def budget(trial: Trial) -> None:
         change()
         trial.run.take(made)
     trial.errors += errors
-    try:
-        trial.finish()
-    except BudgetError:  # copies of the cache, and results that the trial holds, count in the smallest budgets, too
-        trial.counts["refused budgets"] += 1
+    trial.finish()
     manager.set_ram_budget(before / 1e9)
     trial.check_fresh()
 

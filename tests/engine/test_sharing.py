@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import mlx_flash
 from mlx_flash import BudgetError, ClosedError, ConfigError, FlashConfig, FlashLLM, load_model
 from mlx_flash.config import KVMode
 from mlx_flash.engine.need import need
@@ -153,3 +155,27 @@ def test_a_cache_that_was_closed_costs_its_own_row_alone(directory: Path) -> Non
         while not all(row.is_done for row in rows):
             model.advance(rows)
         assert isinstance(rows[0].error, ClosedError) and len(rows[1].outputs) == 1
+
+
+def test_a_cache_that_was_dropped_while_it_owed_a_token_leaves_its_room(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It refers to itself. Until Python's collector came, a prompt was cut, or refused, for its sake."""
+    prompt = mx.arange(200)
+    with streamed_whole(directory, speculation=False, context_length=512) as model:
+        model.start()
+        fresh = need(model.plan, [model.row(prompt[None], model.make_cache(), 256).lane()])
+        room = fresh.total + fresh.kv_growth
+        gc.disable()
+        try:
+            tokens = []
+            for _ in range(3):
+                model.plan = replace(model.plan, budget_bytes=room + fresh.kv_growth // 2)
+                cache = model.make_cache()
+                steps = mlx_flash.generate_step(prompt, model, max_tokens=4, prefill_step_size=256, prompt_cache=cache)
+                tokens.append([next(steps)[0], next(steps)[0]])
+                steps.close()
+                del steps, cache
+        finally:
+            gc.enable()
+    assert tokens[0] == tokens[1] == tokens[2] and "of a prompt on the budget has room" not in caplog.text

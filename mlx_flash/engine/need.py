@@ -39,7 +39,7 @@ class Need:
         process: the process itself without arrays, and buffers.
         in_use: arrays now: weights, keys and values.
         activations: intermediate results of the calls that compute, and of those that wait.
-        waiting: those of parts of prompts, or of a layer, that are chosen to be there besides.
+        waiting: intermediate results of more parts of the same prompts, or of a layer that begins ahead.
         growth: what comes to caches of mlx-lm.
         states: what recurrent states keep of a call.
         pool: of the caches that the plan knows; None where there are none in the calls.
@@ -81,12 +81,12 @@ class Need:
         return 0 if self.pool is None else self.kv.least_with(num_slots) - self.kv.now
 
     def fits(self, lent: int, *, offloads: bool = False) -> bool:
-        """Return whether the pass has room once what is lent is given back. If it ``offloads``, layers go to disk.
+        """Return whether the pass has room once ``lent`` bytes are given back. If it ``offloads``, layers go to disk.
 
         Raises:
             WriteError: keys and values would have to go to disk, which has no room.
         """
-        missing = self.missing - max(0, lent)
+        missing = self.missing - lent
         if missing + (self.kv_growth_on_disk() if offloads else self.kv_growth) > 0:
             return False
         try:
@@ -259,7 +259,7 @@ def admit_in_memory(need: Need) -> bool:
     try:
         room, way = need.kv_room(need.missing)
     except FlashError:
-        return False  # the pass that says what is wrong
+        return False  # a pass is tried next, and raises the error
     if way.missing > 0 or way.num_slots:
         return False
     return need.pool is None or need.pool.admit(need.adding, room, way) == 0

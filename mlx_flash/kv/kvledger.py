@@ -81,7 +81,7 @@ class KVLedger:
     """The layers of all caches of a model, and the tokens that a call adds to some. Shared rows count once."""
 
     options: KVOptions
-    kinds: Sequence[Kind]  # every layer of every cache; tokens of a call, or of several in lockstep
+    kinds: Sequence[Kind]  # the layers of all caches, and what a call, or several in lockstep, add to them
     step: int = 1  # how many of them go through the model at a time
     slots_held: int = 0  # bytes of the slots of layers on disk
     num_slots: int = NUM_SLOTS

@@ -605,9 +605,14 @@ class Interrupt:
     """A thread that interrupts the main thread. Reads do not return before, so that it finds what waits for them."""
 
     def __init__(self, replace_preadv: Replace, seconds: float) -> None:
-        self._is_sent = threading.Event()
+        self._is_reading, self._is_sent = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._send)
-        replace_preadv(lambda real: slowly(seconds)(lambda *read: (self._is_sent.wait(20), real(*read))[1]))
+
+        def wait(*_: object) -> None:
+            self._is_reading.set()
+            self._is_sent.wait(20)
+
+        replace_preadv(lambda real: slowly(seconds)(lambda *read: (wait(), real(*read))[1]))
 
     def _send(self) -> None:
         time.sleep(0.05)
@@ -618,7 +623,8 @@ class Interrupt:
 
     @contextlib.contextmanager
     def strikes(self) -> Iterator[None]:
-        """The block is interrupted."""
+        """The block is interrupted, while a read is in flight."""
+        assert self._is_reading.wait(20)
         with pytest.raises(KeyboardInterrupt):
             self._thread.start()
             yield
@@ -697,12 +703,13 @@ def test_interrupt_while_closing(shard: Path, replace_preadv: Replace, urgent: b
     before = descriptors()
     reader = open_reader(shard, queue_depth=1)
     interrupt = Interrupt(replace_preadv, 0.2)
-    load.submit(reader, urgent=urgent)
+    ticket = load.submit(reader, urgent=urgent)
     with interrupt.strikes():
         reader.close()
     with pytest.raises(ClosedError):
         load.submit(reader)
     reader.close()
+    assert ticket.done()
     assert descriptors() == before
     load.soil()
     time.sleep(0.25)

@@ -66,8 +66,8 @@ clean:
 	rm -rf $(VENV) .venv-mlx-lm-* models .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "mlx-flash needs Python 3.10 or newer. Hint: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "mlx-flash needs Python 3.11 or newer. Hint: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --upgrade pip
 	@touch $@

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -146,11 +147,6 @@ def takes_aliases(settings: type[T]) -> type[T]:
     settings.__init__ = __init__  # type: ignore[assignment]
     return settings
 
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 GB = 1_000_000_000
 """Sizes that people see are decimal."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -211,7 +211,7 @@ class _Lines(Writer):
         tokens: Sequence[TokenDetail] = (),
     ) -> dict[str, Any]:
         """Return a part of the answer, or all of it."""
-        found: dict[str, Any] = {"model": self._body.model, "created_at": time_text(datetime.now(timezone.utc))}
+        found: dict[str, Any] = {"model": self._body.model, "created_at": time_text(datetime.now(UTC))}
         thinking = {"thinking": reasoning} if reasoning else {}
         if isinstance(self._body, ChatRequest):
             found["message"] = {"role": "assistant", "content": text, **thinking}

@@ -17,7 +17,7 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -85,7 +85,7 @@ def listed(source: Source) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": time_text(datetime.fromtimestamp(modified, timezone.utc)),
+        "modified_at": time_text(datetime.fromtimestamp(modified, UTC)),
         "size": sum(state.st_size for _, state in states),
         "digest": digest,
         "details": _details_of(folder, digest),
@@ -185,7 +185,7 @@ def running(loaded: LoadedModel) -> dict[str, Any]:
     left = _FOR_EVER if expires is None else timedelta(seconds=max(0.0, expires - time.monotonic()))
     found = {
         **listed(loaded.source),
-        "expires_at": time_text(datetime.now(timezone.utc) + min(left, _FOR_EVER)),
+        "expires_at": time_text(datetime.now(UTC) + min(left, _FOR_EVER)),
         "size_vram": plan.model_bytes - plan.read_bytes,
         "context_length": plan.context_length,
     }

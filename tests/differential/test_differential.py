@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 
@@ -14,7 +14,7 @@ from differential.stock import Stock
 from differential.table import ROWS, Row, Subject, Zoo
 from differential.trials import SIGNALS, Trial, events_of
 
-SEED = os.environ.get("MLX_FLASH_DIFFERENTIAL_SEED") or f"{datetime.now(timezone.utc):%Y-%m-%d}"
+SEED = os.environ.get("MLX_FLASH_DIFFERENTIAL_SEED") or f"{datetime.now(UTC):%Y-%m-%d}"
 """Of all choices: of today, unless it is set to repeat what has failed."""
 
 ENGINE = "A smaller engine"

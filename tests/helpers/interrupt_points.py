@@ -96,7 +96,7 @@ class Tracer:
             if event == "opcode" and frame.f_lasti in points:
                 self.count += 1
                 if self.count - 1 == self._number:
-                    self.where = f"{code.co_qualname}:{frame.f_lineno}" if sys.version_info >= (3, 11) else "?"
+                    self.where = f"{code.co_qualname}:{frame.f_lineno}"
                     raise Interrupt(self.where)
             return step
 

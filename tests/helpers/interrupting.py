@@ -63,7 +63,7 @@ class Strike:
             if event == "opcode" and frame.f_lasti not in left_out:
                 self.count += 1
                 if self.count - 1 == self._at:
-                    self.where = code.co_qualname if sys.version_info >= (3, 11) else "", frame.f_lineno
+                    self.where = code.co_qualname, frame.f_lineno
                     sys.settrace(None)
                     raise KeyboardInterrupt
             return step

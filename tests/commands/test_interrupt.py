@@ -112,7 +112,10 @@ def test_a_terminal_that_closes_leaves_no_files(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     shell = Shell("-m", "mlx_flash", "run", TINY, "Hello", "--max-tokens", "-1")
     shell.wait_for("computing the prompt")
-    assert any(path.is_file() for path in tmp_path.rglob("*"))  # the published state
+    end = time.monotonic() + 10
+    while not any(path.is_file() for path in tmp_path.rglob("*")):  # the published state, which is renamed when written
+        assert time.monotonic() < end
+        time.sleep(0.01)
     if is_closed:
         shell.close()
     else:

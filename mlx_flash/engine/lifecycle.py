@@ -128,21 +128,16 @@ class Lifecycle:
     def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:
         """Start the model, and return what some work returns that has the passes to itself.
 
-        It is done in the engine thread. What is all in memory computes in the thread of its caller, as mlx-lm does.
+        It is done in the engine thread.
 
         Args:
             work: what is to be done.
             given: returns what the caller made: caches, and objects with arrays. They are evaluated, which only the
                 caller's thread can do.
         """
-        while True:
-            self.start()
-            if not self.passes.is_in_memory:
-                mx.eval(arrays_in(given()))
-                return enginethread.run(partial(self._run_in_turn, work))
-            with self._lock:
-                if self.engine is not None and self.passes.is_in_memory and not self._closed:
-                    return work(self.passes)
+        self.start()
+        mx.eval(arrays_in(given()))
+        return enginethread.run(partial(self._run_in_turn, work))
 
     def _run_in_turn(self, work: Callable[[Passes], T]) -> T:
         while True:

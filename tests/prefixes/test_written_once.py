@@ -8,14 +8,18 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 
 import children
-from interrupted_prefixes import HEADS, WIDTH, Talk
 from mlx_flash.kv import kvfiles
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
@@ -25,7 +29,7 @@ from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.prefixes.store import PrefixStore
 
-PAGE = 32
+PAGE, HEADS, WIDTH, LAYERS = 32, 2, 16, 2
 """Tokens of a page, in which an array of a layer takes 4096 bytes."""
 
 TOKEN_BYTES = 2 * 2 * HEADS * WIDTH * 4
@@ -33,6 +37,56 @@ HEAD_BYTES = 8192
 """Description of a page, with the room behind it."""
 
 LONG = [(37 * i + 11) % 50 for i in range(8 * PAGE)]
+
+
+def rows(tokens: Sequence[int], start: int, layer: int) -> mx.array:
+    """Keys and values that tell token, position and layer."""
+    at = np.arange(start, start + len(tokens))
+    base = np.stack([np.array(tokens), at, np.full(len(tokens), layer)], axis=1) @ np.array([[1.0], [64.0], [4096.0]])
+    found = (base + np.arange(HEADS * WIDTH) / 64).astype(np.float32)
+    return mx.array(found.reshape(1, -1, HEADS, WIDTH)).swapaxes(1, 2)
+
+
+class Talk:
+    """A prompt cache, and the tokens that it was given."""
+
+    def __init__(self, pool: KVPool, prefixes: PrefixCache) -> None:
+        self._prefixes, self._tokens = prefixes, list[int]()
+        self.cache = make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)
+
+    def _compute(self, tokens: Sequence[int]) -> None:
+        """Do to the prompt cache what a model would."""
+        for layer, entry in enumerate(self.cache):
+            new = rows(tokens, len(self._tokens), layer)
+            entry.update_and_fetch(new, new + 0.5)
+        mx.eval([entry.keys_and_values() for entry in self.cache])
+        self._tokens += tokens
+
+    def feed(self, tokens: Sequence[int]) -> Talk:
+        found = self._prefixes.look([mx.array([tokens])], self.cache)
+        done = 0 if found is None else self._prefixes.restore(found)
+        self._tokens += tokens[:done]
+        if done < len(tokens):
+            call = self._prefixes.begin([mx.array([tokens[done:]])], self.cache, 1)
+            self._compute(tokens[done:])
+            if call is not None:
+                self._prefixes.end(call)
+        self.check()
+        return self
+
+    def feed_together(self, *parts: Sequence[int]) -> None:
+        """Compute parts as in one pass over the weights."""
+        call = self._prefixes.begin([mx.array([part]) for part in parts], self.cache, len(parts))
+        for part in parts:
+            self._compute(part)
+        if call is not None:
+            self._prefixes.end(call)
+        self.check()
+
+    def check(self) -> None:
+        for layer, entry in enumerate(self.cache):
+            keys = rows(self._tokens, 0, layer)
+            assert all(map(mx.array_equal, entry.keys_and_values(), [keys, keys + 0.5]))
 
 
 class Machine:
@@ -48,7 +102,7 @@ class Machine:
         self.pool = KVPool(KVOptions(**options), governor.count)
 
     def talk(self) -> Talk:
-        return Talk("disk", self.pool, self.prefixes, lambda operation: bool(operation()))
+        return Talk(self.pool, self.prefixes)
 
     def written(self) -> int:
         assert self.prefixes.store.flush(20)

@@ -83,6 +83,11 @@ class Talk:
             self._prefixes.end(call)
         self.check()
 
+    def empty(self) -> None:
+        for entry in self.cache:
+            entry.trim(entry.offset)
+        self._tokens.clear()
+
     def check(self) -> None:
         for layer, entry in enumerate(self.cache):
             keys = rows(self._tokens, 0, layer)
@@ -267,8 +272,7 @@ def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: p
             talk.feed(LONG[:96])
     machine.written()
     assert not any(entry.rows.planned for entry in talk.cache)
-    for entry in talk.cache:
-        entry.trim(entry.offset)
+    talk.empty()
     monkeypatch.setattr(kvfiles, "MOST_FILES", 0)
     talk.feed(LONG[:96])
     assert machine.prefixes.counters.num_restored == 96

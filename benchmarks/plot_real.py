@@ -1,6 +1,6 @@
 """Picture of the tokens that a pass yields on kinds of text, from the JSON of ``real_text.py replay``.
 
-    python benchmarks/plot_real.py benchmarks/results/real-replay.json docs/images/real-text.png
+    python benchmarks/plot_real.py benchmarks/results/real-replay.json real-text.png
 
 Needs the extra ``plots``.
 """

@@ -1,6 +1,6 @@
 """Makes every program of a Python environment stream the models that it loads through mlx-lm or mlx-vlm.
 
-It is for programs that cannot be changed, such as LM Studio's engine; docs/lmstudio_integration.md names its folder.
+It is for programs that cannot be changed, such as LM Studio's engine; docs/clients.md names its folder.
 When Python starts, the hook imports nothing. The import of mlx-lm or mlx-vlm loads mlx-flash, with the settings of the
 environment variables MLX_FLASH_... and of the settings file. If mlx-flash cannot start, a line on stderr gives the
 reason, and the program continues without it.

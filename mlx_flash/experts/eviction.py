@@ -2,7 +2,7 @@
 
 Compared on recorded routing by ``benchmarks/eviction.py``: least recently used keeps nothing when a pass needs more
 experts than there are slots, and is behind frequency at any size; frequency that forgets is as good as frequency where
-routing stays as it is, and better where it changes (docs/lab/experts.md).
+routing stays as it is, and better where it changes (docs/lab-notes.md).
 """
 
 from __future__ import annotations

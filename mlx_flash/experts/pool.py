@@ -20,7 +20,7 @@ from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Reads, T
 from mlx_flash.streaming.stream import POISON
 
 READS_PAST_CACHE = 3
-"""4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab/experts.md)."""
+"""4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab-notes.md)."""
 
 _NOTHING: Numbers = np.empty(0, np.int64)
 

@@ -16,7 +16,7 @@ UNLENT_SHARE = 0.01
 """Share of the budget that is not lent, ``BASE_STEP`` at least: intermediate results are known about so well."""
 
 UNFORESEEN_SHARE = 0.4
-"""Share of the missing experts that look-ahead does not read early. Fitted to one model (docs/lab/experts.md)."""
+"""Share of the missing experts that look-ahead does not read early. Fitted to one model (docs/lab-notes.md)."""
 
 
 def unlent_bytes(plan: ResidencyPlan) -> int:

@@ -21,7 +21,7 @@ skewed as that of trained ones."""
 
 EVEN_EXPERTS, UNEVEN_EXPERTS = 8, 32
 """Experts of a layer up to which all are chosen about equally often, and from which some are chosen far more often than
-others. Measured with models of 8, 32 and 64 experts: docs/benchmarks.md, "The matrix of settings"."""
+others. Measured with models of 8, 32 and 64 experts: benchmarks/results/matrix-mixtures-few-many-fp32.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from mlx_flash.residency.speed import Machine
 from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3
-"""Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab/weights.md."""
+"""Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab-notes.md."""
 
 DECODING_BESIDE_OTHERS = 1.5
-"""A thread that decodes beside others takes so many times as long as alone. Measured: docs/lab/cuda.md."""
+"""A thread that decodes beside others takes so many times as long as alone. Measured: docs/lab-notes.md."""
 
 
 def with_times(sizes: ModelSizes, machine: Machine, plan: ResidencyPlan) -> ResidencyPlan:

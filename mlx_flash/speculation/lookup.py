@@ -12,7 +12,7 @@ _WIDTH = 4
 """Bytes of a token."""
 
 _EXPECTED = {1: 0.1, 2: 0.3, 3: 0.5, 4: 0.8}
-"""The share of right guesses after matches of each length, found on answers of a trained model (docs/real.md)."""
+"""The share of right guesses after matches of each length, found on answers of a trained model (docs/benchmarks.md)."""
 
 
 class Lookup:

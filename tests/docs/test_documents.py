@@ -1,4 +1,4 @@
-"""What the documents name exists: commands, flags, fields, files, links, pictures. And they stay short."""
+"""Documents name only commands, flags, fields, files, links and pictures that exist, and stay short."""
 
 from __future__ import annotations
 

@@ -71,8 +71,6 @@ OTHER_NAMES = (*ALIASES, *IDLE)
 FLAGS = {"--ram": "--ram-budget-gb", "--kv-quant": "--kv-bits", "--modelfile": "--file", "--debug": "--verbose"}
 """Other names of flags, each with ours."""
 
-_DISK_KV = {True: "disk", False: None}
-
 
 def own_setting(name: str, value: Any, spell: Callable[[str], str] = str) -> tuple[str, Any]:
     """Return our name and value of a setting; a name that is no alias, and its value, as they are.
@@ -91,27 +89,49 @@ def own_setting(name: str, value: Any, spell: Callable[[str], str] = str) -> tup
         known = BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else value
         if not isinstance(known, bool):
             raise ConfigError(f"{spell(name)} is {value!r}: it must be true or false. Hint: {spell('kv_cache')} disk")
-        value = _DISK_KV[known]
+        value = "disk" if known else None
     return ALIASES.get(name, name), value
 
 
-def without_idle(
-    given: Mapping[str, Any], setting_of: Callable[[str], str | None] = str, spell: Callable[[str], str] = str
+def own_settings(
+    given: Mapping[str, Any], source: Callable[[str], str] | None = None, spell: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """Return the settings that have an effect. A warning names the others that ask for something, once.
+    """Return the settings of one source under our names. A warning names those without effect that ask for something.
 
     Args:
-        given: the keys and values of a source.
-        setting_of: returns the setting of a key.
-        spell: returns the name of a key for the warning.
+        given: the keys and values of the source.
+        source: returns the name of a key for messages. None leaves unknown keys and wrong values to the constructor.
+        spell: returns the key of a setting.
+
+    Raises:
+        ConfigError: a key is unknown, a value is wrong, or two names of a setting disagree. None agrees with any value.
     """
-    asked: dict[str, list[str]] = {}
+    ours = {spell(name): name for name in _type_hints(FlashConfig)}
+    names = ours | {spell(name): name for name in OTHER_NAMES}
+    found: dict[str, Any] = {}
+    idle: dict[str, list[str]] = {}
     for key, value in given.items():
-        if (name := setting_of(key)) in IDLE and value is not None and value is not False:
-            asked.setdefault(IDLE[name], []).append(spell(key))
-    if asked:
-        warn_once("without effect: " + "; ".join(f"{', '.join(keys)} ({why})" for why, keys in asked.items()))
-    return {key: value for key, value in given.items() if setting_of(key) not in IDLE}
+        where = "" if source is None else f"{source(key)}: "
+        name = names.get(key, key)
+        if where and key not in names:
+            hint = did_you_mean(key, names) or f". There are {', '.join(ours)}"
+            raise ConfigError(f"{where}there is no such setting{hint}")
+        if name in IDLE:
+            if value is not None and value is not False:
+                idle.setdefault(IDLE[name], []).append(where.removesuffix(": ") or key)
+            continue
+        try:
+            name, own = own_setting(name, value, spell)
+            own = parse_setting(name, own) if where else own
+            if found.setdefault(name, own) is None:
+                found[name] = own
+            if own not in (None, found[name]):
+                raise ConfigError(f"{key} is {name}, which is {found[name]!r} and {own!r}. Hint: give it once.")
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from None
+    if idle:
+        warn_once("without effect: " + "; ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items()))
+    return found
 
 
 @functools.cache
@@ -120,29 +140,13 @@ def warn_once(text: str) -> None:
     logging.getLogger("mlx_flash").warning("%s", text)
 
 
-def put(found: dict[str, Any], name: str, value: Any, given: str) -> None:
-    """Add a setting to others. None counts as unset.
-
-    Raises:
-        ConfigError: it is there with another value, under another name.
-    """
-    if found.get(name) is not None and value is None:
-        return
-    if found.get(name, value) not in (None, value):
-        raise ConfigError(f"{given} is {name}, which is {found[name]!r} and {value!r}. Hint: give it once.")
-    found[name] = value
-
-
 def takes_aliases(settings: type[T]) -> type[T]:
     """Make a class of settings take other names as keywords."""
     stock = settings.__init__
 
     @functools.wraps(stock)
     def __init__(self: T, **given: Any) -> None:  # noqa: N807
-        found: dict[str, Any] = {}
-        for name, value in without_idle(given).items():
-            put(found, *own_setting(name, value), name)
-        stock(self, **found)
+        stock(self, **own_settings(given))
 
     settings.__init__ = __init__  # type: ignore[assignment]
     return settings
@@ -314,16 +318,20 @@ class FlashConfig:
         """
         path = settings_file() if file is None else file
         from_file = _read_toml(path, must_exist=file is not None)
-        variables = _own_variables(os.environ if environment is None else environment)
+        variables = {
+            name: text
+            for name, text in (os.environ if environment is None else environment).items()
+            if name.startswith(VARIABLE_PREFIX) and name not in OTHER_VARIABLES and text
+        }
         known = {*(field.name for field in fields(cls)), *OTHER_NAMES}
         given = {name: value for name, value in keywords.items() if value is not None or name not in known}
-        merged = _settings(from_file, lambda name: f"{path}, key {name}")
-        merged |= _settings(modelfile or {}, lambda name: f"Modelfile, {name}")
-        merged |= _settings(
+        merged = own_settings(from_file, lambda name: f"{path}, key {name}")
+        merged |= own_settings(modelfile or {}, lambda name: f"Modelfile, {name}")
+        merged |= own_settings(
             variables, lambda name: f"environment variable {name}", lambda name: VARIABLE_PREFIX + name.upper()
         )
-        merged |= _settings(settings or {}, lambda name: f"settings, key {name}")
-        merged |= _settings(given, lambda name: f"keyword {name}")
+        merged |= own_settings(settings or {}, lambda name: f"settings, key {name}")
+        merged |= own_settings(given, lambda name: f"keyword {name}")
         return cls(**merged)
 
 
@@ -379,31 +387,6 @@ def setting_kinds(name: str) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def _settings(
-    values: Mapping[str, Any], source: Callable[[str], str], spell: Callable[[str], str] = str
-) -> dict[str, Any]:
-    """Return the settings of one source under our names, parsed and checked.
-
-    Args:
-        values: the keys and values of the source.
-        source: returns the name of a key for error messages.
-        spell: returns the key of a setting.
-    """
-    ours = {spell(field.name): field.name for field in fields(FlashConfig)}
-    names = ours | {spell(name): name for name in OTHER_NAMES}
-    found: dict[str, Any] = {}
-    for key, value in without_idle(values, names.get, source).items():
-        if key not in names:
-            hint = did_you_mean(key, names) or f". There are {', '.join(ours)}"
-            raise ConfigError(f"{source(key)}: there is no such setting{hint}")
-        try:
-            name, own = own_setting(names[key], value, spell)
-            put(found, name, parse_setting(name, own), key)
-        except ConfigError as error:
-            raise ConfigError(f"{source(key)}: {error}") from None
-    return found
-
-
 def _from_text(name: str, text: str) -> object:
     """Return the text as a value of the field's type."""
     kinds = setting_kinds(name)
@@ -418,14 +401,6 @@ def _from_text(name: str, text: str) -> object:
     except (KeyError, ValueError):
         words = "true or false" if bool in kinds else _KIND_WORDS[kinds[0]]
         raise ConfigError(f"{name} is {text!r}: it must be {words}") from None
-
-
-def _own_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: text
-        for name, text in environment.items()
-        if name.startswith(VARIABLE_PREFIX) and name not in OTHER_VARIABLES and text
-    }
 
 
 def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from children import ROOT
 from mlx_flash.commands.arguments import COMMANDS
-from mlx_flash.commands.dispatch import PLACES
 
 PACKAGE = ROOT / "mlx_flash"
 
@@ -99,7 +98,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_every_module_is_used() -> None:
     used = set().union(*(imports(path) for path in PACKAGE.rglob("*.py")))
-    used |= {f"commands.{PLACES.get(name, name).partition('.')[0]}" for name in COMMANDS}
+    used |= {f"commands.{(command.place or name).partition('.')[0]}" for name, command in COMMANDS.items()}
     assert set(modules()) - used <= {"cli", "disk_kv_cache", "integration.lmstudio"}  # what users name
 
 

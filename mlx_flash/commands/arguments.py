@@ -13,11 +13,10 @@ import importlib.util
 import inspect
 import itertools
 import json
-import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -32,36 +31,18 @@ Type = Callable[[str], Any]
 LARGEST = 2**31 - 1
 """The greatest number of tokens: MLX counts places in 32 bits."""
 
-_LONGEST_PROMPT = 10_000_000
-_MOST_RANKS = 4096
 
+def number(kind: type[int] | type[float], least: float, most: float = LARGEST) -> Type:
+    """Return a type of whole or other numbers."""
 
-def whole(least: int, most: int = LARGEST) -> Type:
-    """Return a type of whole numbers."""
-
-    def parse(text: str) -> int:
+    def parse(text: str) -> Any:
         try:
-            number = int(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
+        if not least <= value <= most:  # not a number is in no range
             raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
-        return number
-
-    return parse
-
-
-def real(least: float, most: float) -> Type:
-    """Return a type of numbers."""
-
-    def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if math.isnan(number) or not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least:g} and {most:g}")
-        return number
+        return value
 
     return parse
 
@@ -99,7 +80,10 @@ def duration(text: str) -> float:
 
 def max_tokens(text: str) -> int:
     """Return a number of tokens to generate; -1 is no limit."""
-    return -1 if text == "-1" else _tokens(text)
+    try:
+        return -1 if text == "-1" else int(count(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; -1 sets no limit") from None
 
 
 def boolean(text: str) -> bool:
@@ -118,12 +102,20 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _tokens(text: str) -> int:
-    try:
-        number: int = whole(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; -1 sets no limit") from None
-    return number
+def words(text: str) -> list[str]:
+    """Return the words of a text with commas between them."""
+    return [word for word in text.split(",") if word]
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def size(text: str) -> int:
+    """Return the bytes of a size as mlx-lm writes it: ``500000``, ``2G``, ``1.5GB``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 2GB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def kv_bits(text: str) -> int | None:
@@ -131,105 +123,147 @@ def kv_bits(text: str) -> int | None:
     return None if text == "0" else one_of(2, 3, 4, 5, 6, 8)(text)
 
 
-count = whole(1)
-prompt_tokens = whole(1, _LONGEST_PROMPT)
-ranks = whole(1, _MOST_RANKS)
-port = whole(1, 65535)
-seconds = real(0, 86_400)
+count = number(int, 1)
+port = number(int, 1, 65535)
 
 OF_MLX_LM: dict[str, Type] = {
-    "--temp": real(0, 1000),
-    "--top-p": real(0, 1),
-    "--min-p": real(0, 1),
-    "--top-k": whole(0),
-    "--xtc-probability": real(0, 1),
-    "--xtc-threshold": real(0, 0.5),
+    "--temp": number(float, 0, 1000),
+    "--top-p": number(float, 0, 1),
+    "--min-p": number(float, 0, 1),
+    "--top-k": number(int, 0),
+    "--xtc-probability": number(float, 0, 1),
+    "--xtc-threshold": number(float, 0, 0.5),
     "--min-tokens-to-keep": count,
-    "--seed": whole(0, 2**64 - 1),
+    "--seed": number(int, 0, 2**64 - 1),
     "--max-tokens": max_tokens,
     "--max-kv-size": count,
     "--kv-bits": kv_bits,
     "--kv-group-size": one_of(32, 64, 128),
-    "--quantized-kv-start": whole(0),
+    "--quantized-kv-start": number(int, 0),
     "--num-draft-tokens": count,
     "--port": port,
     "--decode-concurrency": count,
     "--prompt-concurrency": count,
-    "--prompt-cache-size": whole(0),
+    "--prompt-cache-size": number(int, 0),
 }
 """The types of mlx-lm's flags, by name."""
-
-
-KEEP_ALIVE = ("--keepalive", "--keep-alive")
-"""A flag under Ollama's name and ours."""
 
 LOG = 2
 """Value of ``args.verbose`` that asks for the log, too."""
 
-Flag = tuple[tuple[str, ...], dict[str, Any]]
+Flag = tuple[list[str], dict[str, Any]]
 """The arguments of ``add_argument``."""
 
 
-def flag(*names: str, **options: Any) -> Flag:
-    """Return the arguments of a flag."""
-    return names, options
+def flag(form: str, text: str, kind: Type | None = None, **options: Any) -> Flag:
+    """Return the arguments of a flag, or of an argument without one.
+
+    Args:
+        form: its names, and the word for its value: ``--max-tokens -m N``. A flag without one has no value.
+        text: its help.
+        kind: its type.
+        options: further ones, in place of those that follow from the others.
+    """
+    names = [name for name in form.split() if name.startswith("-")]
+    (*_, last) = form.split()
+    if not names:
+        given: dict[str, Any] = {"metavar": last if last.isupper() else None}
+        return [last.lower()], {**given, "help": text, "type": kind, **options}
+    given = {"action": "store_true"} if last in names else {"metavar": last, "type": kind}
+    return names, {**given, "help": text, **options}
 
 
-JSON = flag("--json", action="store_true", help="write one JSON object to stdout")
-VISION = flag(
-    "--vision",
-    action=argparse.BooleanOptionalAction,
-    default=None,
-    help="load a model that sees with mlx-vlm, and not as text alone with mlx-lm",
+_MAYBE = argparse.BooleanOptionalAction
+
+JSON = flag("--json", "write one JSON object to stdout")
+VISION = flag("--vision", "load a model that sees with mlx-vlm, and not as text alone with mlx-lm", action=_MAYBE)
+DRAFTED = flag(
+    "--num-draft-tokens N", "most tokens to guess at a time with a draft model (default: as many as pay)", count
 )
+"""A flag of mlx-lm that has no default here."""
+
 ACCESS = (
-    flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
-    flag("--no-auth", action="store_true", help="let other machines connect without a key"),
+    flag("--api-key-file FILE", "a key that clients must send (also MLX_FLASH_API_KEY)", Path),
+    flag("--no-auth", "let other machines connect without a key"),
 )
-CHAT = (
-    flag("--image", type=Path, action="extend", nargs="+", metavar="FILE", help="pictures for the first message"),
+IDLE = (
+    flag("--tile-size N", argparse.SUPPRESS, int),
+    flag("--no-pipeline", argparse.SUPPRESS, dest="pipelined_execution"),
+)
+"""Flags of other programs that only cause a warning (:data:`mlx_flash.config.IDLE`)."""
+
+_LOUD = "False: text alone on stdout; without a value: print the log, too"
+GENERATE = (
+    flag("--max-tokens -m N", "tokens to generate at most; -1: no limit", max_tokens, default=100),
+    flag("--verbose BOOL", _LOUD, boolean, nargs="?", const=LOG, default=True),
+    flag("--chat-template-config JSON", "for the chat template", json_object),
+    flag("--image FILE", "pictures for the prompt, in their order; needs mlx-vlm", Path, nargs="+"),
+    DRAFTED,
     VISION,
-    flag("--format", metavar="json|FILE", help="answer in JSON, or by the JSON schema in a file"),
-    flag("--resume", action="store_true", help="go on with the last conversation"),
-    flag(
-        *KEEP_ALIVE,
-        type=duration,
-        metavar="TIME",
-        help="time that the model stays in memory without a message, such as 5m (default: until the end)",
-    ),
-    flag(
-        "--max-tokens",
-        "-m",
-        type=max_tokens,
-        metavar="N",
-        help=f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})",
-    ),
-    flag("--verbose", action="store_const", const=LOG, default=False, help="print the log, and all measurements"),
+    *IDLE,
+    JSON,
+    flag("--resident", "keep everything in memory, by mlx-lm alone, to compare with"),
+    flag("--routing-trace FILE", "record the experts of each token, for benchmarks", Path),
+)
+_STAYS = "time that the model stays in memory without a message, such as 5m (default: until the end)"
+_ANSWER = f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})"
+CHAT = (
+    flag("--image FILE", "pictures for the first message", Path, action="extend", nargs="+"),
+    VISION,
+    flag("--format json|FILE", "answer in JSON, or by the JSON schema in a file"),
+    flag("--resume", "go on with the last conversation"),
+    flag("--keepalive --keep-alive TIME", _STAYS, duration),
+    flag("--max-tokens -m N", _ANSWER, max_tokens),
+    flag("--verbose", "print the log, and all measurements", action="store_const", const=LOG, default=False),
+    *IDLE,
 )
 RUN = (
-    flag("--model", help="the same, at any place"),
-    flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model; a prompt to answer, '-' reads it"),
-    flag("--prompt", "-p", metavar="TEXT", help="the prompt, at any place"),
-    flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
-    flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
-    flag("--host", default="127.0.0.1", help="for --serve"),
-    flag("--port", type=port, default=8080, help="for --serve"),
+    flag("--model MODEL", "the same, at any place"),
+    flag("words", "a model; a prompt to answer, '-' reads it", nargs="*", metavar="MODEL | PROMPT"),
+    flag("--prompt -p TEXT", "the prompt, at any place"),
+    flag("-f --file MODELFILE", "default: ./Modelfile"),
+    flag("--serve", "serve it, as mlx-flash serve does"),
+    flag("--host HOST", "for --serve", default="127.0.0.1"),
+    flag("--port PORT", "for --serve", port, default=8080),
     *ACCESS,
+    *CHAT,
+)
+_WITHOUT_EFFECT = ("--pipeline", "--use-default-chat-template")
+"""mlx-lm's flags that change nothing: ranks always share layers, and no tokenizer has such a template any more."""
+
+_CACHES = "the most memory of prompt caches, such as 2GB (default: half of the memory for keys and values)"
+_ORIGINS = "origins of web pages that may ask, with commas between them; * is any (default: none)"
+_UNLOADED = "time that an idle model stays in memory, such as 5m (default: until another one needs the memory)"
+_UNKNOWN = "let the first model answer requests for unknown names (default: if it is the only one)"
+SERVE = (
+    flag("--models-dir DIR", "a folder of model directories and Modelfiles", Path),
+    flag("--max-tokens N", "most tokens of an answer, where a request names none", count, default=4096),
+    flag("--any-model-name", _UNKNOWN, action=_MAYBE),
+    flag("--strict", "refuse requests with unknown fields (default: ignore and list them)"),
+    flag("--allowed-origins ORIGINS", _ORIGINS, words, default=[]),
+    flag("--chat-template-args JSON", "variables of the chat template", json_object, default={}),
+    flag("--prompt-cache-bytes SIZE", _CACHES, size),
+    flag("--keepalive --keep-alive TIME", _UNLOADED, duration),
+    flag("--image-folder DIR", "a folder whose files requests may name as pictures; implies --vision", Path),
+    VISION,
+    DRAFTED,
+    *ACCESS,
+    *(flag(name, argparse.SUPPRESS) for name in _WITHOUT_EFFECT),
 )
 PLAN = (
     VISION,
     JSON,
-    flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
-    flag("--ranks", type=ranks, default=1, metavar="N", help="show the layers of each of N machines like this one"),
-    flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
+    flag("--budgets", "compare budgets: peak, speed, first token, longest context"),
+    flag("--ranks N", "show the layers of each of N machines like this one", number(int, 1, 4096), default=1),
+    flag("--trust-remote-code", "run the code that comes with a tokenizer"),
 )
 
 
 def measured(prompt_length: int, num_tokens: int) -> tuple[Flag, ...]:
     """Return the flags of commands that measure a run, with the defaults of its lengths."""
     return (
-        flag("--prompt-tokens", type=prompt_tokens, default=prompt_length, metavar="N", help="length of the prompt"),
-        flag("--max-tokens", "-m", type=count, default=num_tokens, metavar="N", help="tokens to generate"),
+        flag("--prompt-tokens N", "length of the prompt", number(int, 1, 10_000_000), default=prompt_length),
+        flag("--max-tokens -m N", "tokens to generate", count, default=num_tokens),
         VISION,
         JSON,
     )
@@ -237,38 +271,30 @@ def measured(prompt_length: int, num_tokens: int) -> tuple[Flag, ...]:
 
 _WHOLE = "mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows"
 VERIFY = (
-    flag("--reference", choices=("resident", "layers"), help=_WHOLE),
-    flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
-    flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
+    flag("--reference WAY", _WHOLE, choices=("resident", "layers"), metavar=None),
+    flag("--output -o FILE", "save the receipt", Path),
+    flag("--against FILE", "compare with another receipt", Path),
     *measured(16, 4),
 )
-EXEC = (flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
+EXEC = (flag("PROGRAM", "such as: mlx_lm.generate --model MODEL", nargs=argparse.REMAINDER),)
 PACK = (
-    flag("target", help="directory to make"),
-    flag("--compress", action="store_true", help="compress what shrinks, if that is expected to pay on this machine"),
-    flag("--compress-always", action="store_true", help="compress what shrinks"),
+    flag("target", "directory to make"),
+    flag("--compress", "compress what shrinks, if that is expected to pay on this machine"),
+    flag("--compress-always", "compress what shrinks"),
     JSON,
 )
-LIST = (
-    flag("folders", nargs="*", type=Path, metavar="FOLDER", help="folders to look in, beside Hugging Face's cache"),
-    JSON,
-)
-PULL = (
-    flag("--revision", metavar="NAME", help="branch, tag or commit (default: main)"),
-    JSON,
-)
-SHOW = (
-    flag("--modelfile", action="store_true", help="print the Modelfile"),
-    JSON,
-)
+_FOLDERS = "folders to look in, beside Hugging Face's cache"
+LIST = (flag("folders", _FOLDERS, Path, nargs="*", metavar="FOLDER"), JSON)
+PULL = (flag("--revision NAME", "branch, tag or commit (default: main)"), JSON)
+SHOW = (flag("--modelfile", "print the Modelfile"), JSON)
 CREATE = (
-    flag("name", metavar="NAME", help="for run, show, list, rm and the server"),
-    flag("-f", "--file", default="Modelfile", metavar="MODELFILE", help="the Modelfile"),
+    flag("NAME", "for run, show, list, rm and the server"),
+    flag("-f --file MODELFILE", "the Modelfile", default="Modelfile"),
 )
-RM = (flag("-y", "--yes", action="store_true", help="do not ask"),)
-STOP = (flag("--timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for its end"),)
-COMPLETION = (flag("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the printed code"),)
-CACHE = (flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), JSON)
+RM = (flag("-y --yes", "do not ask"),)
+STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
+COMPLETION = (flag("shell", "the shell that runs the printed code", choices=("bash", "zsh", "fish")),)
+CACHE = (flag("action", "clear removes everything that is not in use", choices=("list", "clear")), JSON)
 
 
 EXIT_USAGE = 2
@@ -288,11 +314,21 @@ SHOWN = frozenset(
 
 
 class _Formatter(argparse.HelpFormatter):
-    """A formatter that leaves flags more room, and is no wider than :data:`WIDTH`."""
+    """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags.
+
+    Attributes:
+        shown: flags in help; None shows all of them.
+    """
+
+    shown: frozenset[str] | None = None
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         super().__init__(prog, max_help_position=HELP_COLUMN, width=width - 2)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if self.shown is None or not action.option_strings or self.shown & {*action.option_strings}:
+            super().add_argument(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -312,16 +348,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Formatter, **options)
 
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        names = (*names, *(other for other, own in FLAGS.items() if own in names))
-        if self.shown is not None and str(names[0]).startswith("-") and not self.shown & set(names):
-            options["help"] = argparse.SUPPRESS
-        return super().add_argument(*names, **options)
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        formatter = super()._get_formatter()
+        if isinstance(formatter, _Formatter):
+            formatter.shown = self.shown
+        return formatter
 
-    def add(self, *flags: Flag) -> None:
-        """Add flags."""
-        for names, options in flags:
-            self.add_argument(*names, **options)
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        return super().add_argument(*names, *(other for other, own in FLAGS.items() if own in names), **options)
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith(("?", ".")) else "."
@@ -329,38 +363,6 @@ class Parser(argparse.ArgumentParser):
 
 
 _TYPES = {"int": int, "float": float, "str": str}
-
-_WORDS = "most tokens to guess at a time with a draft model (default: as many as pay)"
-DRAFTED = flag("--num-draft-tokens", type=count, metavar="N", help=_WORDS)
-"""A flag of mlx-lm that has no default here."""
-
-
-def borrow_flags(
-    parser: argparse.ArgumentParser,
-    program: str,
-    without: Sequence[str] = (),
-    described: Sequence[str] = (),
-) -> None:
-    """Add the flags of one of mlx-lm's programs that the parser lacks, with mlx-lm's defaults.
-
-    Args:
-        parser: the parser.
-        program: module of mlx-lm, such as ``server``.
-        without: flags to leave out.
-        described: flags whose values a Modelfile may give. Their default is None.
-    """
-    for names, keywords in flags_of(program):
-        if names[0] not in without:
-            options = {**keywords, **_type_of(names)}
-            if names[0] in described:
-                words = f"{options['help']} (default: the Modelfile's, or {options['default']})"
-                options |= {"default": None, "help": words}
-            with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
-                parser.add_argument(*names, **options)
-
-
-def _type_of(names: Sequence[str]) -> dict[str, Any]:
-    return {"type": OF_MLX_LM[names[0]]} if names[0] in OF_MLX_LM else {}
 
 
 @functools.cache
@@ -422,51 +424,6 @@ def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
     return _value(node.value, constants) if isinstance(node, ast.FormattedValue) else None
 
 
-_OWN = ("--model", "--max-tokens", "--allowed-origins", "--chat-template-args", "--prompt-cache-bytes")
-"""mlx-lm's flags that are checked here."""
-
-_WITHOUT_EFFECT = ("--pipeline", "--use-default-chat-template")
-"""mlx-lm's flags that change nothing: ranks always share layers, and no tokenizer has such a template any more."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def _add_serve_flags(parser: Parser) -> None:
-    """Add the flags of the server."""
-    add = parser.add_argument
-    add("--models-dir", type=Path, metavar="DIR", help="a folder of model directories and Modelfiles")
-    words = "most tokens of an answer, where a request names none"
-    add("--max-tokens", type=count, default=4096, metavar="N", help=words)
-    words = "let the first model answer requests for unknown names (default: if it is the only one)"
-    add("--any-model-name", action=argparse.BooleanOptionalAction, default=None, help=words)
-    add("--strict", action="store_true", help="refuse requests with unknown fields (default: ignore and list them)")
-    words = "origins of web pages that may ask, with commas between them; * is any (default: none)"
-    add("--allowed-origins", type=_words, default=[], metavar="ORIGINS", help=words)
-    add("--chat-template-args", type=json_object, default={}, metavar="JSON", help="variables of the chat template")
-    words = "the most memory of prompt caches, such as 2GB (default: half of the memory for keys and values)"
-    add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=words)
-    words = "time that an idle model stays in memory, such as 5m (default: until another one needs the memory)"
-    add(*KEEP_ALIVE, type=duration, metavar="TIME", help=words)
-    words = "a folder whose files requests may name as pictures; implies --vision"
-    add("--image-folder", type=Path, metavar="DIR", help=words)
-    parser.add(VISION, DRAFTED, *ACCESS)
-    borrow_flags(parser, "server", without=[*_OWN, *_WITHOUT_EFFECT])
-    for name in _WITHOUT_EFFECT:
-        add(name, action="store_true", help=argparse.SUPPRESS)
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _size(text: str) -> int:
-    """Return the bytes of a size as mlx-lm writes it: ``500000``, ``2G``, ``1.5GB``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 2GB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
 SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not in {"enabled", "poison_released_slots"})
 """The fields of ``FlashConfig`` that are flags of every command."""
 
@@ -476,24 +433,38 @@ BASICS = ("ram_budget_gb", "context_length", "prefill_step_size")
 _ALL_HELP = "--help-tuning"
 
 
+_DESCRIBED = "{help} (default: the Modelfile's, or {default})"
+"""Help of flags whose values a Modelfile may give."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A subcommand.
 
     Attributes:
-        usage: the arguments after the model in a usage line.
         help: one line about the command.
-        flags: its own flags; or a function that adds them.
-        streams: the command loads models, so it takes the flags of all settings.
+        flags: its own flags.
         model: the model in a usage line, in brackets if it may be left out, with ``...`` if there may be several; empty
             for a command without one. It is the first argument, or ``--model``.
+        place: its module and function in this folder; both have the command's name if this is empty.
+        usage: the arguments after the model in a usage line.
+        streams: the command loads models, so it takes the flags of all settings.
+        borrows: the program of mlx-lm whose flags it has too, with their defaults.
+        without: flags of that program that are left out.
+        unset: flags of that program whose default is None here, and their help, made of mlx-lm's help and default.
+        defaults: arguments that have no flag, or another default than mlx-lm's.
     """
 
-    usage: str
     help: str
-    flags: Sequence[Flag] | Callable[[Parser], None]
-    streams: bool = True
+    flags: Sequence[Flag]
     model: str = ""
+    place: str = ""
+    usage: str = "[flags]"
+    streams: bool = True
+    borrows: str = ""
+    without: Sequence[str] = ()
+    unset: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -509,15 +480,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         argv = ["run" if has_file else "generate", *argv]
     name = argv[0] if argv and not argv[0].startswith("-") else None
     parser, command = make_parser(name)
-    if name is not None and _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
-        print(_whole_help(name), end="")
-        parser.exit()
     if name is None or command is None:
         return parser.parse_args(argv)
+    if _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
+        command.shown = None
+        command.print_help()
+        command.exit()
     parse = command.parse_known_args if name == "exec" else command.parse_known_intermixed_args
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
-        command.error(_unrecognized(unknown, re.findall(r"--[a-z][a-z-]+", _whole_help(name))))
+        flag, command.shown = next((word for word in unknown if word.startswith("-")), unknown[0]), None
+        nearest = did_you_mean(flag.partition("=")[0], re.findall(r"--[a-z][a-z-]+", command.format_help()))
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
     if kind := COMMANDS[name].model:
         if args.first and args.model and "..." not in kind:
             command.error(f"two models are given, {args.first} and --model {args.model}")
@@ -527,24 +501,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _unrecognized(unknown: list[str], known: Iterable[str]) -> str:
-    """Return an error that suggests the nearest flag for the first unknown one."""
-    flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-    return f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag.partition('=')[0], known)}"
-
-
-def _whole_help(command: str) -> str:
-    parser = make_parser(command, is_whole=True)[1]
-    return "" if parser is None else parser.format_help()
-
-
-def make_parser(chosen: str | None = None, *, is_whole: bool = False) -> tuple[Parser, Parser | None]:
-    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags.
-
-    Args:
-        chosen: the command.
-        is_whole: show all flags in its help.
-    """
+def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
+    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags."""
     parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
     parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False)
@@ -553,13 +511,13 @@ def make_parser(chosen: str | None = None, *, is_whole: bool = False) -> tuple[P
     adding = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     found = None
     for name, command in COMMANDS.items():
-        words = f"{command.help[0].upper()}{command.help[1:]}."
+        text = f"{command.help[0].upper()}{command.help[1:]}."
         usage = " ".join(["mlx-flash", name, *command.model.split(), command.usage])
-        made = adding.add_parser(name, help=command.help, description=words, usage=usage, allow_abbrev=False)
+        made = adding.add_parser(name, help=command.help, description=text, usage=usage, allow_abbrev=False)
         if name == chosen:
             found = made
-            own = [] if callable(command.flags) else [names for names, _ in command.flags]
-            found.shown = None if is_whole else SHOWN.union(*own)
+            own = [] if command.borrows else [names for names, _ in command.flags]
+            found.shown = SHOWN.union(*own)
             _add_flags(found, command)
     return parser, found
 
@@ -572,21 +530,27 @@ def _add_flags(parser: Parser, command: Command) -> None:
         parser.add_argument("first", nargs=nargs, metavar="MODEL", help="folder, Hugging Face repository, or name")
         parser.add_argument("--model", metavar="MODEL", help="the same, at any place", **options)
     for name in BASICS if command.streams else ():
-        _add_setting(parser, name, help_texts.get(name, ""))
-    if callable(command.flags):
-        command.flags(parser)
-    else:
-        parser.add(*command.flags)
+        _add_setting(parser, name, help_texts[name])
+    for names, given in command.flags:
+        parser.add_argument(*names, **given)
+    for names, given in flags_of(command.borrows) if command.borrows else ():
+        if (first := names[0]) not in command.without:
+            borrowed = {**given, **({"type": OF_MLX_LM[first]} if first in OF_MLX_LM else {})}
+            if first in command.unset:
+                borrowed |= {"default": None, "help": command.unset[first].format(**given)}
+            with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
+                parser.add_argument(*names, **borrowed)
     parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
     with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name
         parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    if command.streams or callable(command.flags):
+    if command.streams:
         parser.add_argument(_ALL_HELP, action="store_true", help="show all flags")
-    tuning = parser if parser.shown is not None else parser.add_argument_group("tuning")
+    tuning = parser.add_argument_group("tuning")
     for name in SETTINGS if command.streams else ():
         if name not in BASICS:
-            _add_setting(tuning, name, help_texts.get(name, ""))
+            _add_setting(tuning, name, help_texts[name])
+    parser.set_defaults(**command.defaults)
 
 
 def setting_help() -> dict[str, str]:
@@ -620,88 +584,79 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def _add_generate_flags(parser: Parser) -> None:
-    """Add mlx-lm's own flags after those that we check more strictly."""
-    words = "tokens to generate at most; -1: no limit"
-    add = parser.add_argument
-    text = "the prompt; '-' reads it from standard input (default: what is piped in, or"
-    add("--prompt", "-p", metavar="TEXT", help=f"{text} {default_of('generate', '--prompt')!r})")
-    add("--max-tokens", "-m", type=max_tokens, default=100, metavar="N", help=words)
-    words = "False: text alone on stdout; without a value: print the log, too"
-    add("--verbose", type=boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
-    add("--chat-template-config", type=json_object, default=None, metavar="JSON", help="for the chat template")
-    words = "pictures for the prompt, in their order; needs mlx-vlm"
-    add("--image", type=Path, nargs="+", metavar="FILE", help=words)
-    parser.add(DRAFTED, VISION)
-    _add_idle_flags(parser)
-    borrow_flags(parser, "generate", without=("--quantize-activations",))
-    add("--json", action="store_true", help="write one JSON object to stdout")
-    add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
-    add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
-
-
-def _add_run_flags(parser: Parser) -> None:
-    """Add the flags of prompts and Modelfiles, and those of conversations."""
-    _add_talk_flags(parser, *RUN)
-    parser.set_defaults(seed=None)
-
-
-def _add_chat_flags(parser: Parser) -> None:
-    """Add the flags of conversations."""
-    _add_talk_flags(parser)
-    parser.set_defaults(words=(), prompt=None, file=None, serve=False)
-
-
-def _add_talk_flags(parser: Parser, *more: Flag) -> None:
-    """Add our flags and mlx-lm's. A Modelfile may give some of their values."""
-    parser.add(*more, *CHAT)
-    _add_idle_flags(parser)
-    borrow_flags(parser, "chat", without=["--model"], described=["--temp", "--top-p"])
-
-
-def _add_idle_flags(parser: Parser) -> None:
-    """Add flags of other programs that only cause a warning (:data:`mlx_flash.config.IDLE`)."""
-    parser.add_argument("--tile-size", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--no-pipeline", action="store_true", dest="pipelined_execution", help=argparse.SUPPRESS)
-
-
 COMMANDS = {
-    "generate": Command("[flags]", "generate text", _add_generate_flags, model="MODEL"),
+    "generate": Command(
+        "generate text",
+        GENERATE,
+        "MODEL",
+        borrows="generate",
+        without=("--quantize-activations",),
+        unset={"--prompt": "the prompt; '-' reads it from standard input (default: what is piped in, or {default!r})"},
+    ),
     "run": Command(
-        "[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
         "chat with, prompt, or serve a model or a Modelfile",
-        _add_run_flags,
+        RUN,
+        usage="[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
+        borrows="chat",
+        unset={"--temp": _DESCRIBED, "--top-p": _DESCRIBED},
+        defaults={"seed": None},
     ),
-    "chat": Command("[flags]", "chat, with the flags of mlx-lm's chat", _add_chat_flags, model="[MODEL]"),
+    "chat": Command(
+        "chat, with the flags of mlx-lm's chat",
+        CHAT,
+        "[MODEL]",
+        place="run.run",
+        borrows="chat",
+        unset={"--temp": _DESCRIBED, "--top-p": _DESCRIBED},
+        defaults={"words": (), "prompt": None, "file": None, "serve": False},
+    ),
     "serve": Command(
-        "[flags]",
         "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
-        _add_serve_flags,
-        model="[[NAME=]MODEL ...]",
+        SERVE,
+        "[[NAME=]MODEL ...]",
+        borrows="server",
     ),
-    "plan": Command("[flags]", "show what stays in memory, and the expected speed", PLAN, model="MODEL"),
-    "bench": Command("[flags]", "measure a model against its plan", measured(64, 16), model="MODEL"),
-    "verify": Command("[flags]", "compare streamed output with mlx-lm's, bit for bit", VERIFY, model="MODEL"),
+    "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL"),
+    "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),
+    "verify": Command("compare streamed output with mlx-lm's, bit for bit", VERIFY, "MODEL"),
     "doctor": Command(
-        "[flags]",
-        "look at machine, disk and MLX, and compare budgets of a model",
-        measured(16, 12),
-        model="[MODEL]",
+        "look at machine, disk and MLX, and compare budgets of a model", measured(16, 12), "[MODEL]", "bench.doctor"
     ),
-    "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", LIST),
-    "pull": Command("[flags]", "download a model, after showing its plan", PULL, model="REPOSITORY"),
-    "show": Command("[flags]", "show a model's files and its plan, or a Modelfile", SHOW, model="MODEL"),
-    "create": Command("NAME [-f MODELFILE]", "give a Modelfile a name", CREATE, streams=False),
-    "rm": Command("[--yes]", "remove downloaded models and named Modelfiles", RM, streams=False, model="NAME ..."),
-    "ps": Command("[--json]", "list running engines", (JSON,), streams=False),
-    "stop": Command("[flags]", "end a running engine", STOP, streams=False, model="PID|MODEL"),
-    "exec": Command("[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", EXEC),
+    "list": Command(
+        "list models here: size, fit, and expected speed", LIST, place="models.list_", usage="[FOLDER ...]"
+    ),
+    "pull": Command("download a model, after showing its plan", PULL, "REPOSITORY", "models.pull"),
+    "show": Command("show a model's files and its plan, or a Modelfile", SHOW, "MODEL", "models.show"),
+    "create": Command(
+        "give a Modelfile a name", CREATE, place="models.create", usage="NAME [-f MODELFILE]", streams=False
+    ),
+    "rm": Command(
+        "remove downloaded models and named Modelfiles", RM, "NAME ...", "models.remove", usage="[--yes]", streams=False
+    ),
+    "ps": Command("list running engines", (JSON,), place="engines.ps", usage="[--json]", streams=False),
+    "stop": Command("end a running engine", STOP, "PID|MODEL", "engines.stop", streams=False),
+    "exec": Command(
+        "run any program that uses mlx-lm, streaming",
+        EXEC,
+        place="programs.execute",
+        usage="[flags] -- PROGRAM [its flags]",
+    ),
     "pack": Command(
-        "TARGET", "rewrite a checkpoint in the order in which it is read", PACK, streams=False, model="SOURCE"
+        "rewrite a checkpoint in the order in which it is read", PACK, "SOURCE", usage="TARGET", streams=False
     ),
-    "cache": Command("list|clear", "list models and cached data, or remove the cached data", CACHE, streams=False),
+    "cache": Command(
+        "list models and cached data, or remove the cached data",
+        CACHE,
+        place="models.cache",
+        usage="list|clear",
+        streams=False,
+    ),
     "completion": Command(
-        "bash|zsh|fish", "print code that completes commands, flags and models", COMPLETION, streams=False
+        "print code that completes commands, flags and models",
+        COMPLETION,
+        place="dispatch.completion",
+        usage="bash|zsh|fish",
+        streams=False,
     ),
 }
 """The commands by name, in the order of help."""

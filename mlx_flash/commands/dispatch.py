@@ -50,7 +50,7 @@ def complete() -> None:
     import argcomplete
 
     words = os.environ.get("COMP_LINE", "").split()
-    parser, _ = make_parser(next((word for word in words[1:] if word in COMMANDS), None), is_whole=True)
+    parser, _ = make_parser(next((word for word in words[1:] if word in COMMANDS), None))
     argcomplete.autocomplete(parser, default_completer=cast(Any, _values))
 
 
@@ -73,22 +73,6 @@ TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
 
 _REPEAT_SECONDS = 0.1
 _CLEAR_LINE = "\r\x1b[K"
-
-PLACES = {
-    "chat": "run.run",
-    "exec": "programs.execute",
-    "completion": "dispatch.completion",
-    "list": "models.list_",
-    "pull": "models.pull",
-    "show": "models.show",
-    "create": "models.create",
-    "rm": "models.remove",
-    "cache": "models.cache",
-    "doctor": "bench.doctor",
-    "ps": "engines.ps",
-    "stop": "engines.stop",
-}
-"""Module and function of the commands that have no module of their name."""
 
 Run = Callable[[argparse.Namespace, TextIO], int]
 
@@ -131,7 +115,7 @@ def end_silently() -> None:
 
 def _load_command(name: str) -> Run:
     """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``stop`` and ``completion`` do not."""
-    module, _, function = PLACES.get(name, f"{name}.{name}").partition(".")
+    module, _, function = (COMMANDS[name].place or f"{name}.{name}").partition(".")
     found: Run = getattr(import_module(f"mlx_flash.commands.{module}"), function)
     return found
 
@@ -174,10 +158,6 @@ def _handles_signals() -> bool:
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     _leave_lost_terminal()
-    raise _TerminatedError(number)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise _TerminatedError(number)
 
 
@@ -251,7 +231,7 @@ def _interrupts_repeated() -> Iterator[None]:
     def repeat(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, _TerminatedError):
             number = found.exc_value.number
-            signal.signal(number, _terminate)
+            signal.signal(number, _interrupt)
         elif isinstance(found.exc_value, KeyboardInterrupt):
             number = signal.SIGINT
         else:

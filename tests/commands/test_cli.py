@@ -462,7 +462,7 @@ def test_words_of_run_stand_anywhere() -> None:
 
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_help_states_every_default(command: str) -> None:
-    parser = make_parser(command, is_whole=True)[1]
+    parser = make_parser(command)[1]
     assert parser is not None
     for action in parser._actions:
         shown = " ".join(parser._get_formatter()._expand_help(action).split()) if action.help else ""

@@ -24,7 +24,7 @@ from mlx_flash.commands.vision import is_vision, sample_prompt, seeing
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.config import FlashConfig
-from mlx_flash.convert.pack import copy_buffer, pack, read_pieces
+from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import CheckpointError, FileChangedError, ReadError, WriteError
@@ -42,6 +42,7 @@ from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.placement import Segment
+from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import Extent, TensorRecord, read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.source import identity_of

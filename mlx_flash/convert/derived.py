@@ -2,8 +2,8 @@
 
 Some checkpoints hold a layer's weights in another form than the model uses: fused, transposed, or quantized in another
 program's way. What ``mlx_lm`` makes of them cannot be read from the checkpoint, and would have to be in memory all the
-time. So it is evaluated once, parameter by parameter, and written to a packed copy in the cache folder
-(:mod:`~mlx_flash.convert.derived`). From there it is streamed.
+time. So it is evaluated once, parameter by parameter, and written to a packed copy in the cache folder. From
+there it is streamed.
 
 A copy is good for one state of the checkpoint, the configuration, and the code: its name is a digest of all of them.
 """
@@ -120,6 +120,11 @@ class Copy:
     last_used: float
     is_complete: bool
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that it was, or is, made for."""
+        return self.folder.name.removesuffix(PARTIAL_SUFFIX)
+
 
 def derived_directory() -> Path:
     """Return the folder of all copies; it need not exist."""
@@ -140,19 +145,12 @@ def _look_at(folder: Path) -> Copy:
     about: dict[str, Any] = {"source": "", "model": "", "versions": {}, "created": 0.0}
     if about.keys() <= manifest.keys():
         about = {key: manifest[key] for key in about}
-    last_used = about["created"]
+    nbytes, last_used = 0, about["created"]
     with suppress(OSError):  # it is being removed
+        nbytes = sum(path.stat().st_size for path in folder.iterdir())
         last_used = (folder / MANIFEST_NAME).stat().st_mtime
     is_complete = "files" in manifest and not folder.name.endswith(PARTIAL_SUFFIX)
-    return Copy(folder, nbytes=_size(folder), last_used=last_used, is_complete=is_complete, **about)
-
-
-def _size(folder: Path) -> int:
-    nbytes = 0
-    with suppress(OSError):  # it is being removed
-        for path in folder.iterdir():
-            nbytes += path.stat().st_size
-    return nbytes
+    return Copy(folder, nbytes=nbytes, last_used=last_used, is_complete=is_complete, **about)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -168,12 +166,6 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Replace the description of a copy."""
     with copy_errors(folder):
         write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
-
-
-def note_use(folder: Path) -> None:
-    """Make a copy the one used last."""
-    with suppress(OSError):  # another user's, or a disk that cannot be written: it only goes earlier
-        os.utime(folder / MANIFEST_NAME)
 
 
 def remove(copy: Copy) -> bool:
@@ -216,50 +208,34 @@ def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> int | No
         return None
 
 
-class Room:
-    """Room for more bytes of a copy.
+def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, removes: bool = True) -> bool:
+    """Remove other copies until there is room for more bytes of a copy; none when that would not be enough.
+
+    Those of the same source, which are of no use any more, go first, then those used longest ago.
 
     Args:
         needed: bytes that are still to be written.
+        source: of the copy.
         fingerprint: of the copy; neither it nor its beginning is removed for itself.
         limit: bytes of all copies together; None leaves a tenth of the disk free.
+        removes: False removes nothing.
+
+    Returns:
+        True if there is room, or would be.
     """
-
-    def __init__(self, needed: int, fingerprint: str, limit: int | None) -> None:
-        copies = list_copies()
-        folder = derived_directory()
-        room = free_bytes(folder)
-        if limit is None:
-            room -= free_floor(folder)
-        else:
-            room = min(room, limit - sum(copy.nbytes for copy in copies))
-        others = [copy for copy in copies if copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint]
-        self._removable = [copy for copy in others if not is_held(copy)]
-        self._excess = needed - room
-
-    def is_enough(self) -> bool:
-        """Return True if there is room, or would be if others were removed."""
-        return self._excess <= sum(copy.nbytes for copy in self._removable)
-
-    def make(self, source: str) -> bool:
-        """Remove other copies until there is room; none when that would not be enough. Return True if there is.
-
-        Those of the same source, which are of no use any more, go first, then those used longest ago.
-        """
-        if not self.is_enough():
-            return False
-        for copy in sorted(self._removable, key=lambda copy: (copy.source != source, copy.last_used)):
-            if self._excess > 0 and remove(copy):
-                _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
-                self._excess -= copy.nbytes
-        return self._excess <= 0
-
-
-def remove_older(source: str, fingerprint: str) -> None:
-    """Remove unused copies of a source that has changed since, and copies of no known source."""
-    for copy in list_copies():
-        if copy.source in (source, "") and copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint:
-            remove(copy)
+    copies, folder = list_copies(), derived_directory()
+    room = free_bytes(folder) - (free_floor(folder) if limit is None else 0)
+    if limit is not None:
+        room = min(room, limit - sum(copy.nbytes for copy in copies))
+    others = [copy for copy in copies if copy.fingerprint != fingerprint and not is_held(copy)]
+    excess = needed - room
+    if excess > sum(copy.nbytes for copy in others) or not removes:
+        return excess <= sum(copy.nbytes for copy in others)
+    for copy in sorted(others, key=lambda copy: (copy.source != source, copy.last_used)):
+        if excess > 0 and remove(copy):
+            _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
+            excess -= copy.nbytes
+    return excess <= 0
 
 
 def copy_errors(path: Path) -> AbstractContextManager[None]:
@@ -346,7 +322,8 @@ class _Copying:
             return None
         files, shards = read_manifest(self._folder).get("files"), self._shards
         if files == self._stamps(self._folder) and all(shard.is_written(self._folder) for shard in shards):
-            note_use(self._folder)
+            with suppress(OSError):  # another user's, or a disk that cannot be written: it is only removed earlier
+                os.utime(self._folder / MANIFEST_NAME)  # the copy used last
             return held
         os.close(held)
         return None
@@ -359,8 +336,7 @@ class _Copying:
             with self._rewrite.locked(self._tell_busy):
                 if (held := self.use()) is not None:
                     return held  # another process was faster
-                if not self._room().make(self._source):
-                    self._tell_no_room()
+                if not self._has_room():
                     return None
                 self._write(load, progress)
         return held
@@ -383,12 +359,13 @@ class _Copying:
         if self._folder.exists():
             discard(self._folder)  # damaged
         self._rewrite.finish()
-        remove_older(self._source, self._fingerprint)
+        for copy in list_copies():  # of what the source was before, and of no known source
+            if copy.source in (self._source, "") and copy.fingerprint != self._fingerprint:
+                remove(copy)
 
     def assume(self) -> None:
         """Treat the copy as made, if there is room for it."""
-        if not self._room().is_enough():
-            self._tell_no_room()
+        if not self._has_room(removes=False):
             return
         for shard in self._shards:
             for record in shard.records(self._folder):
@@ -406,10 +383,6 @@ class _Copying:
         self._loaded.sources[id(array)] = (record,)
         self._loaded.keep_alive.append(array)
 
-    def _room(self) -> Room:
-        limit = None if self._limit_gb is None else round(self._limit_gb * GB)
-        return Room(self._rewrite.missing_bytes, self._fingerprint, limit)
-
     def _stamps(self, folder: Path) -> dict[str, list[int]]:
         """Return size and time of each file, by which a change is found out; empty when one is missing."""
         try:
@@ -421,8 +394,11 @@ class _Copying:
     def _tell_busy(self) -> None:
         _log.warning("another process computes the same parameters: waiting for it (%s)", self._rewrite.partial)
 
-    def _tell_no_room(self) -> None:
-        limit = self._limit_gb
+    def _has_room(self, *, removes: bool = True) -> bool:
+        """Return the result of :func:`make_room` for the rest of the copy. A warning says when there is none."""
+        limit = None if self._limit_gb is None else round(self._limit_gb * GB)
+        if make_room(self._rewrite.missing_bytes, self._source, self._fingerprint, limit, removes=removes):
+            return True
         _log.warning(
             "%.2f GB of the parameters of %s are computed while loading and stay in memory: there is no room to write "
             "%.2f GB to %s (%s). Hint: mlx-flash cache list shows what is there.",
@@ -430,8 +406,9 @@ class _Copying:
             self._source,
             self._rewrite.missing_bytes / GB,
             derived_directory(),
-            "a tenth of its disk is to stay free" if limit is None else f"derived_cache_gb is {limit:g}",
+            "a tenth of its disk is to stay free" if limit is None else f"derived_cache_gb is {self._limit_gb:g}",
         )
+        return False
 
 
 def _layer_of(name: str) -> str:

@@ -15,28 +15,26 @@ import mmap
 import os
 import re
 import shutil
+import threading
 import time
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from mlx_flash.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     FileChangedError,
     FlashError,
-    HeaderError,
-    ReadError,
-    TruncatedFileError,
     WriteError,
 )
 from mlx_flash.files import (
@@ -50,27 +48,24 @@ from mlx_flash.files import (
 )
 from mlx_flash.layout.fingerprint import State, state_of
 from mlx_flash.layout.load import load_lazily
-from mlx_flash.layout.parts import ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.standins import whole_tensors
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.storage.blocks import (
     BLOCK_BYTES,
     CODED_DTYPES,
-    COMPRESSED_SUFFIX,
     LOGICAL_START,
     Encoder,
-    Run,
     join_head,
     make_head,
     num_blocks,
     num_cores,
-    read_head,
     runs_of,
 )
 from mlx_flash.storage.placement import place
-from mlx_flash.storage.ranges import DecodedFile
+from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import (
     DTYPE_SIZES,
     INDEX_NAME,
@@ -158,22 +153,26 @@ class ShardPlan:
 
     def records(self, folder: Path) -> Iterator[TensorRecord]:
         """Yield the places of the tensors in the file, written or not."""
-        start = len(self.head)
+        start = self.data_start
         for tensor in self.tensors:
             yield TensorRecord(*tensor, Extent(folder / self.name, start, tensor.nbytes))
             start += tensor.nbytes
+
+    @property
+    def data_start(self) -> int:
+        """Offset of the first tensor."""
+        return len(self.head)
 
     def is_written(self, folder: Path) -> bool:
         """Return True if the file is complete in a folder.
 
         A file gets its name only after all of its bytes have reached the disk, so its header and size are enough.
         """
-        head = self.head
         try:
-            with (folder / self.name).open("rb") as file:
-                return os.fstat(file.fileno()).st_size == len(head) + self.nbytes and file.read(len(head)) == head
-        except FileNotFoundError:
+            shard = read_shard(folder / self.name)
+        except CheckpointError:
             return False
+        return {*shard.tensors} == {*self.records(folder)} and shard.metadata == (self.metadata or {})
 
     def write(
         self,
@@ -194,17 +193,30 @@ class ShardPlan:
             ValueError: the tensors make no valid header, or the pieces of one have another size.
             WriteError: the system could not write it.
         """
-        end = len(head := self.head)
-        with new_file(folder / self.name, check) as file:
-            file.write(head)
-            for tensor in self.tensors:
-                for piece in pieces(tensor):
-                    file.write(piece)
-                    progress(len(piece))
-                    del piece  # or its array stays while the next one is computed
-                got, end = file.nbytes - end, end + tensor.nbytes
-                if file.nbytes != end:
-                    raise ValueError(f"{folder / self.name}: got {got} of {tensor.nbytes} bytes of {tensor.name!r}")
+        path = folder / self.name
+        with write_errors(f"cannot write {path}{PARTIAL_SUFFIX}"), AtomicFile(path, mode=0o666, durable=True) as file:
+            self._fill(file, pieces, progress)
+            check()
+            os.fsync(file.fd)
+            drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
+
+    def _fill(self, file: AtomicFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
+        file.write(self.head)
+        for tensor in self.tensors:
+            for piece in self._exactly(tensor, pieces):
+                file.write(piece)
+                progress(len(piece))
+                del piece  # or its array stays while the next one is computed
+
+    def _exactly(self, tensor: TensorSpec, pieces: Pieces) -> Iterator[memoryview]:
+        """Yield the pieces of a tensor. Raise ValueError at the end if they have another size."""
+        got = 0
+        for piece in pieces(tensor):
+            got += len(piece)
+            yield piece
+            del piece  # as above
+        if got != tensor.nbytes:
+            raise ValueError(f"{self.name}: got {got} of {tensor.nbytes} bytes of {tensor.name!r}")
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:
@@ -216,64 +228,6 @@ def cut(data: memoryview) -> Iterator[memoryview]:
 def copy_buffer() -> memoryview:
     """Return memory for :func:`read_pieces`."""
     return memoryview(mmap.mmap(-1, COPY_BYTES))
-
-
-def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield a tensor of a file piece by piece, each at the start of the buffer. The page cache keeps nothing of it.
-
-    Raises:
-        ReadError: the bytes cannot be read; TruncatedFileError when the file ends before them.
-    """
-    extent = record.extent
-    if extent.path.suffix == COMPRESSED_SUFFIX:
-        yield from _decoded_pieces(record, buffer)
-        return
-    try:
-        with open(open_buffered(extent.path), "rb") as file:
-            file.seek(extent.offset)
-            for start in range(extent.offset, extent.end, len(buffer)):
-                piece = buffer[: min(len(buffer), extent.end - start)]
-                if (got := file.readinto(piece)) < len(piece):
-                    raise TruncatedFileError(
-                        f"read {start + got - extent.offset} of {extent.nbytes} bytes of {record.name!r} at offset "
-                        f"{extent.offset} in {extent.path}: the file is truncated. Hint: download it again."
-                    )
-                drop_cached(file.fileno(), start, len(piece))
-                yield piece
-    except TruncatedFileError:
-        raise
-    except OSError as error:
-        raise ReadError(
-            f"cannot read {record.name!r} ({extent.nbytes} bytes at offset {extent.offset}) in {extent.path}: "
-            f"{error.strerror}. Hint: check the disk."
-        ) from error
-
-
-def _decoded_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview]:
-    extent = record.extent
-    with closing(DecodedFile(extent.path)) as file:
-        for start in range(extent.offset, extent.end, len(buffer)):
-            piece = buffer[: min(len(buffer), extent.end - start)]
-            file.read(record.name, start, piece)
-            yield piece
-
-
-@contextmanager
-def new_file(path: Path, check: Callable[[], object]) -> Iterator[AtomicFile]:
-    """Yield a file of a copy, which replaces an older one at the end of a block. An error leaves that alone.
-
-    Args:
-        path: the file.
-        check: called before the file gets its name.
-
-    Raises:
-        WriteError: the system could not write it.
-    """
-    with write_errors(f"cannot write {path}{PARTIAL_SUFFIX}"), AtomicFile(path, mode=0o666, durable=True) as file:
-        yield file
-        check()
-        os.fsync(file.fd)
-        drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
 
 
 @contextmanager
@@ -508,69 +462,30 @@ class ReadPattern:
 def streaming_order(layout: ModelLayout, checkpoint: Checkpoint) -> list[UnitTensors]:
     """Every tensor of a checkpoint, in units, in the order in which a pass uses these: tables, layers, rest, heads.
 
-    A tensor that is no unit's parameter, since mlx-lm computes with it while loading, goes to the unit whose name, or
-    what the names of its other tensors begin with, begins that tensor's name; else it is one of the rest, each of which
+    A tensor that is no unit's parameter, since mlx-lm computes with it while loading, is one of the rest, each of which
     is a unit of its own.
     """
-    owners = _owners(layout.units)
-    homes = _homes(layout.units, owners)
-    rest = []
-    for name in sorted(checkpoint.tensors.keys() - owners.keys(), key=_natural):
-        if (home := _find_home(name, homes)) is not None:
-            owners[name] = home
-        else:
-            rest.append(UnitTensors((), (name,)))
-    names = _names_by_unit(owners)
-    tables = [_unit_tensors(unit, names, unit.name in layout.tied) for unit in layout.embeddings]
-    layers = [_unit_tensors(unit, names, True) for unit in layout.layers]
-    return [*tables, *layers, *rest, *(_unit_tensors(unit, names, True) for unit in layout.heads)]
-
-
-def _owners(units: Iterable[Unit]) -> dict[str, Unit]:
-    """The unit of each tensor that is a unit's parameter; the first one, where several share it."""
-    owners: dict[str, Unit] = {}
-    for unit in units:
-        for record in _records([*unit.large, *unit.small]):
-            owners.setdefault(record.name, unit)
-    return owners
-
-
-def _records(parameters: Sequence[Parameter]) -> list[TensorRecord]:
-    return [parameter.record for parameter in parameters if parameter.record is not None]
-
-
-def _names_by_unit(owners: dict[str, Unit]) -> dict[int, list[str]]:
+    owners: dict[str, Unit] = {}  # the first one, where several share a tensor
+    for unit in layout.units:
+        for parameter in (*unit.large, *unit.small):
+            for record in parameter.records:
+                owners.setdefault(record.name, unit)
     names: dict[int, list[str]] = {}
-    for name, unit in owners.items():
-        names.setdefault(id(unit), []).append(name)
-    return names
+    for name in sorted(owners, key=_natural):
+        names.setdefault(id(owners[name]), []).append(name)
 
+    def tensors(unit: Unit, is_read_whole: bool) -> UnitTensors:
+        own = names.get(id(unit), [])
+        sizes = {p.record.name: p.nbytes for p in unit.large if p.record is not None and p.record.name in own}
+        streamed = tuple(sorted(sizes, key=lambda name: sizes[name], reverse=True))
+        return UnitTensors(streamed, tuple(name for name in own if name not in sizes), is_read_whole)
 
-def _homes(units: Sequence[Unit], owners: dict[str, Unit]) -> dict[str, Unit]:
-    """Return the places of tensors without an owner: units by their names in the model, and in the checkpoint."""
-    names = _names_by_unit(owners)
-    homes = {_common_prefix(names[id(unit)]): unit for unit in units if id(unit) in names}
-    homes.update({unit.name: unit for unit in units})
-    homes.pop("", None)
-    return homes
-
-
-def _common_prefix(names: Iterable[str]) -> str:
-    columns = zip(*(name.split(".") for name in names), strict=False)
-    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns))
-
-
-def _find_home(name: str, homes: dict[str, Unit]) -> Unit | None:
-    parts = name.split(".")
-    prefixes = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
-    return next((homes[prefix] for prefix in prefixes if prefix in homes), None)
-
-
-def _unit_tensors(unit: Unit, names: dict[int, list[str]], is_read_whole: bool) -> UnitTensors:
-    own = names.get(id(unit), [])
-    sizes = {record.name: record.nbytes for record in _records(unit.large) if record.name in own}
-    streamed = tuple(sorted(sizes, key=lambda name: sizes[name], reverse=True))
-    return UnitTensors(streamed, tuple(name for name in own if name not in sizes), is_read_whole)
+    return [
+        *(tensors(unit, unit.name in layout.tied) for unit in layout.embeddings),
+        *(tensors(unit, True) for unit in layout.layers),
+        *(UnitTensors((), (name,)) for name in sorted(checkpoint.tensors.keys() - owners.keys(), key=_natural)),
+        *(tensors(unit, True) for unit in layout.heads),
+    ]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -635,79 +550,58 @@ class CompressedPlan(ShardPlan):
         """The bytes of a block and of a run of each tensor."""
         return {tensor.name: _block_sizes(tensor, tensor.name in self.tables) for tensor in self.tensors}
 
-    @cached_property
-    def _header(self) -> dict[str, Any]:
-        return {"header": self.header, "blocks": {name: list(sizes) for name, sizes in self._sizes.items()}}
+    @property
+    def data_start(self) -> int:
+        """Logical offset of the first tensor."""
+        return LOGICAL_START
 
-    def _runs(self, tensor: TensorSpec, start: int) -> Iterator[Run]:
-        return runs_of(start, tensor.nbytes, DTYPE_SIZES[tensor.dtype], *self._sizes[tensor.name])
-
-    @cached_property
-    def _num_blocks(self) -> int:
-        return sum(num_blocks(tensor.nbytes, *self._sizes[tensor.name]) for tensor in self.tensors)
-
-    def is_written(self, folder: Path) -> bool:
-        """Return True if the file is complete in a folder. It gets its name only then, so the head is enough."""
-        try:
-            header, sizes, _, _ = read_head(folder / self.name)
-        except (FileNotFoundError, HeaderError):
-            return False
-        return {"format": header["format"], **self._header} == header and len(sizes) == self._num_blocks
-
-    def write(
-        self,
-        folder: Path,
-        pieces: Pieces,
-        progress: Callable[[int], object] = lambda nbytes: None,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Write the file, on all cores. Arguments and errors are those of :meth:`ShardPlan.write`."""
-        text, data_start = make_head(self._header, self._num_blocks)
-        with new_file(folder / self.name, check) as file:
-            file.write(bytes(data_start))
-            sizes = array("I")
-            for coded, nbytes in self._coded(pieces):
-                file.write(coded)
-                sizes.append(len(coded))
-                progress(nbytes)
-            write_at(file.fd, join_head(text, sizes, data_start), 0)
+    def _fill(self, file: AtomicFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
+        count = sum(num_blocks(tensor.nbytes, *self._sizes[tensor.name]) for tensor in self.tensors)
+        blocks = {name: list(sizes) for name, sizes in self._sizes.items()}
+        text, data_start = make_head({"header": self.header, "blocks": blocks}, count)
+        file.write(bytes(data_start))
+        sizes = array("I")
+        for coded, nbytes in self._coded(pieces):
+            file.write(coded)
+            sizes.append(len(coded))
+            progress(nbytes)
+        write_at(file.fd, join_head(text, sizes, data_start), 0)
 
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
-        """Yield each coded block, and the bytes of its contents."""
-        num_threads = num_cores()
-        encoders = deque(Encoder() for _ in range(num_threads))
-
-        def encode(block: bytes, itemsize: int) -> bytes:
-            encoder = encoders.pop()
-            try:
-                return encoder.encode(block, itemsize)
-            finally:
-                encoders.append(encoder)
-
+        """Yield each block, coded on all cores, and the bytes of its contents."""
+        num_threads, local = num_cores(), _Local()
         under_way: deque[tuple[Future[bytes], int]] = deque()
         with ThreadPoolExecutor(num_threads) as pool:
             for block, itemsize in self._blocks(pieces):
-                under_way.append((pool.submit(encode, block, itemsize), len(block)))
+                under_way.append((pool.submit(local.encode, block, itemsize), len(block)))
                 if len(under_way) > 2 * num_threads:
                     coded, nbytes = under_way.popleft()
                     yield coded.result(), nbytes
-            while under_way:
-                coded, nbytes = under_way.popleft()
+            for coded, nbytes in under_way:
                 yield coded.result(), nbytes
 
     def _blocks(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
+        """Yield each block, and the item size of its tensor."""
         for tensor in self.tensors:
-            rest = bytearray()
-            source = iter(pieces(tensor))
-            for run in self._runs(tensor, LOGICAL_START):
+            itemsize, rest = DTYPE_SIZES[tensor.dtype], bytearray()
+            source = self._exactly(tensor, pieces)
+            for run in runs_of(0, tensor.nbytes, itemsize, *self._sizes[tensor.name]):
                 for start, end in run.blocks():
                     while len(rest) < end - start:
-                        piece = next(source, None)
-                        if piece is None:
-                            raise ValueError(f"{tensor.name!r} has fewer bytes than its header says")
-                        rest += piece
-                    yield bytes(rest[: end - start]), run.itemsize
+                        rest += next(source)
+                    yield bytes(rest[: end - start]), itemsize
                     del rest[: end - start]
+            next(source, None)  # checks that there is no more
+
+
+class _Local(threading.local):
+    """An encoder of each thread."""
+
+    def __init__(self) -> None:
+        self._encoder = Encoder()
+
+    def encode(self, block: bytes, itemsize: int) -> bytes:
+        return self._encoder.encode(block, itemsize)
 
 
 def _block_sizes(tensor: TensorSpec, is_table: bool) -> tuple[int, int]:
@@ -729,17 +623,28 @@ def worth_compressing(layout: ModelLayout, checkpoint: Checkpoint) -> dict[str, 
     return {name: ratio for name, ratio in ratios.items() if ratio <= MOST_RATIO}
 
 
-def plan_files(
-    groups: Sequence[Sequence[TensorSpec]], shrinking: Collection[str], layout: ModelLayout, shard_bytes: int
+def _plan_files(
+    units: Sequence[UnitTensors],
+    checkpoint: Checkpoint,
+    shard_bytes: int,
+    tables: frozenset[str],
+    ratios: Collection[str],
 ) -> list[ShardPlan]:
-    """Divide tensors among the files of a compressed copy: what shrinks, and the rest, which mlx-lm may read."""
+    """Divide tensors among files. In a compressed copy some have what shrinks, and the others what mlx-lm may read."""
+    records = [[checkpoint.tensors[name] for name in unit.names] for unit in units]
+    groups = [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
+    if not ratios:
+        found = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
+        shards = plan_shards(groups, shard_bytes, found or None, "model-{number:05}-of-{count:05}.safetensors")
+        return shards if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
     metadata = {"format": "mlx"}
-    small = [[tensor for tensor in group if tensor.name in shrinking] for group in groups]
-    rest = [[tensor for tensor in group if tensor.name not in shrinking] for group in groups]
-    tables = frozenset(record.name for unit in layout.embeddings for p in unit.large for record in p.records)
-    coded = plan_shards(small, shard_bytes, metadata, COMPRESSED_NAME)
+    small = [[tensor for tensor in group if tensor.name in ratios] for group in groups]
+    rest = [[tensor for tensor in group if tensor.name not in ratios] for group in groups]
     return [
-        *(CompressedPlan(plan.name, plan.tensors, metadata, tables=tables) for plan in coded),
+        *(
+            CompressedPlan(plan.name, plan.tensors, metadata, tables=tables)
+            for plan in plan_shards(small, shard_bytes, metadata, COMPRESSED_NAME)
+        ),
         *plan_shards(rest, shard_bytes, metadata, PLAIN_NAME),
     ]
 
@@ -799,14 +704,14 @@ def pack(
     state = state_of(checkpoint)
     layout = make_layout(load_lazily(source, checkpoint))
     units = streaming_order(layout, checkpoint)
-    ratio, files = 1.0, _plan_shards(units, checkpoint, shard_bytes)
-    if compress is not None:
-        ratios = worth_compressing(layout, checkpoint)
-        saved = sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items())
-        if ratios and compress(1 - saved / checkpoint.nbytes):
-            ratio = 1 - saved / checkpoint.nbytes
-            files = plan_files(_groups(units, checkpoint), ratios, layout, shard_bytes)
-    rewrite = Rewrite(target, files, checkpoint, state)
+    ratios = {} if compress is None else worth_compressing(layout, checkpoint)
+    ratio = 1 - sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items()) / max(
+        checkpoint.nbytes, 1
+    )
+    if compress is not None and not (ratios and compress(ratio)):
+        ratio, ratios = 1.0, {}
+    tables = frozenset(record.name for unit in layout.embeddings for p in unit.large for record in p.records)
+    rewrite = Rewrite(target, _plan_files(units, checkpoint, shard_bytes, tables, ratios), checkpoint, state)
     with rewrite.locked(lambda: _refuse(rewrite.partial)):
         _check_unused(rewrite.partial)
         rewrite.clear()
@@ -854,18 +759,6 @@ def _check_room(folder: Path, nbytes: int) -> None:
             f"{folder} needs {nbytes / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free on its disk. "
             "Hint: make room, or name a folder on another disk."
         )
-
-
-def _groups(units: Sequence[UnitTensors], checkpoint: Checkpoint) -> list[list[TensorSpec]]:
-    records = [[checkpoint.tensors[name] for name in unit.names] for unit in units]
-    return [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
-
-
-def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[ShardPlan]:
-    groups = _groups(units, checkpoint)
-    metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
-    shards = plan_shards(groups, shard_bytes, metadata or None, "model-{number:05}-of-{count:05}.safetensors")
-    return shards if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
 
 
 # --- the files -------------------------------------------------------------------------------------------------------

@@ -5,24 +5,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing, suppress
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mlx_flash.errors import ReadError, TruncatedFileError
+from mlx_flash.errors import CheckpointError, ReadError, TruncatedFileError
 from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
-from mlx_flash.storage.blocks import BlockReader, BlockTable
+from mlx_flash.storage.blocks import COMPRESSED_SUFFIX, BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Segment, read_pages
-from mlx_flash.storage.safetensors import read_shard
+from mlx_flash.storage.safetensors import TensorRecord, read_shard
 from mlx_flash.storage.source import SourceFile
 
 RETRIES = 3
@@ -215,7 +214,7 @@ class RangeReader:
 
     def _read_scattered(self, wanted: _Range, fd: int) -> None:
         parts = list(wanted.parts())
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.preadv(fd, [part for _, part in parts], wanted.start) == wanted.stop - wanted.start:
                 return
         for offset, part in parts:  # one by one, with retries
@@ -277,33 +276,25 @@ def _truncated_error(wanted: _Range, offset: int, got: int, needed: int) -> Trun
     )
 
 
-_READ_SIZE = 4 << 20
-
-
-class DecodedFile:
-    """Such a file.
-
-    Args:
-        path: the file.
+def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor piece by piece, each at the start of a buffer. The page cache keeps nothing of it.
 
     Raises:
-        CheckpointError: it cannot be opened, or its head is damaged.
+        ReadError: they cannot be read, or are damaged; TruncatedFileError when the file ends before them.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = SourceFile(path, direct=False, table=read_shard(path).blocks)
-        self._reader = RangeReader(_READ_SIZE, "buffered")
-
-    def read(self, name: str, start: int, target: memoryview) -> None:
-        """Fill memory with the bytes of a tensor from an offset on. The page cache keeps nothing.
-
-        Raises:
-            ReadError: they cannot be read, or are damaged.
-        """
-        piece = Piece(name, start, len(target), 0)
-        segment = Segment(self._file.path, start, len(target), None, (piece,))
-        self._reader.read(self._file, segment, start, start + len(target), target, keep_cached=False)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    path, offset, nbytes = record.extent.path, record.extent.offset, record.nbytes
+    try:
+        table = read_shard(path).blocks if path.suffix == COMPRESSED_SUFFIX else None
+        file = SourceFile(path, direct=False, table=table)
+    except CheckpointError as error:
+        raise ReadError(
+            f"cannot read {record.name!r} ({nbytes} bytes at offset {offset}) in {path}: {error}"
+        ) from error
+    with closing(file):
+        reader = RangeReader(len(buffer), "buffered")
+        for start in range(offset, offset + nbytes, len(buffer)):
+            stop = min(start + len(buffer), offset + nbytes)
+            piece = Piece(record.name, offset, nbytes, offset - start)
+            segment = Segment(path, offset, nbytes, None, (piece,))
+            reader.read(file, segment, start, stop, buffer, keep_cached=False)
+            yield buffer[: stop - start]

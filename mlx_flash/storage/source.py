@@ -88,7 +88,7 @@ class SourceFile:
                 os.close(self.buffered_fd)
                 raise
         except FileNotFoundError:
-            raise CheckpointNotFoundError(f"cannot open {path}: there is no such file") from None
+            raise CheckpointNotFoundError(f"cannot open {path}: no such file. Hint: {self.hint}.") from None
         except OSError as error:
             hint = "check who may read it" if isinstance(error, PermissionError) else "check the disk, and load again"
             raise CheckpointError(f"cannot open {path} for reading: {error.strerror}. Hint: {hint}.") from error

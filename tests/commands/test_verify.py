@@ -18,10 +18,11 @@ from mlx_flash import CheckpointError, FileChangedError, ReadError, WriteError
 from mlx_flash.commands import verify as command
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.verify import EXIT_DIFFERS, Call, file_digests, reference_trace, verify, watching
-from mlx_flash.convert import pack as rewrite
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.storage import ranges
 from mlx_flash.storage.prefetcher import Ticket
+from mlx_flash.storage.source import SourceFile
 from mlx_flash.streaming import layers
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
@@ -211,10 +212,10 @@ def test_a_place_where_no_receipt_can_be_is_refused_before_the_work(
 def test_files_that_cannot_be_read_again_are_named(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def broken(path: Path, **_: object) -> SourceFile:
+        raise CheckpointError(f"{os.strerror(errno.EIO)}. Hint: check the disk.")
 
-    monkeypatch.setattr(rewrite, "open_buffered", broken)
+    monkeypatch.setattr(ranges, "SourceFile", broken)
     with pytest.raises(
         ReadError, match=r"'model\..*' \(\d+ bytes at offset \d+\) in .*safetensors: Input/output error\. Hint: "
     ):

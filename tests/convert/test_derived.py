@@ -27,7 +27,7 @@ from fused import SMALL, sanitize, save_fused
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import derived
 from mlx_flash.convert import derived as copies
-from mlx_flash.convert.derived import Room, adopt_derived, derived_directory, derived_parameters, list_copies
+from mlx_flash.convert.derived import adopt_derived, derived_directory, derived_parameters, list_copies, make_room
 from mlx_flash.convert.pack import TensorSpec
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError, WriteError
@@ -499,26 +499,26 @@ def fake_copy(name: str, nbytes: int, age: float, source: str = "/elsewhere") ->
 
 def test_room_is_made_of_what_was_used_longest_ago() -> None:
     old, new, own = fake_copy("old", 10**6, 300), fake_copy("new", 10**6, 10), fake_copy("own", 10**6, 1, "/here")
-    assert Room(10**6, "mine", 10**7).make("/here")
+    assert make_room(10**6, "/here", "mine", 10**7)
     assert old.exists() and new.exists() and own.exists()
-    assert not Room(10**7 + 1, "mine", 10**7).make("/here")
+    assert not make_room(10**7 + 1, "/here", "mine", 10**7)
     assert old.exists() and new.exists() and own.exists(), "what is no use is not done"
-    assert Room(10**6, "mine", 3 * 10**6 + 10_000).make("/here")
+    assert make_room(10**6, "/here", "mine", 3 * 10**6 + 10_000)
     assert old.exists() and new.exists() and not own.exists(), "of the same source, so of no use"
-    assert Room(10**6, "mine", 2 * 10**6 + 10_000).make("/here")
+    assert make_room(10**6, "/here", "mine", 2 * 10**6 + 10_000)
     assert not old.exists() and new.exists()
     held = copies.hold(new)
     assert held is not None
-    assert not Room(10**6, "mine", 10**6 + 10_000).make("/here")
+    assert not make_room(10**6, "/here", "mine", 10**6 + 10_000)
     os.close(held)
-    assert Room(10**6, "mine", 10**6 + 10_000).make("/here")
+    assert make_room(10**6, "/here", "mine", 10**6 + 10_000)
     assert not new.exists()
 
 
 def test_the_beginning_of_the_copy_itself_is_no_room() -> None:
     begun = fake_copy(f"mine{PARTIAL_SUFFIX}", 10**6, 300)
-    assert not Room(10**6, "mine", 1_500_000).make("/here")
-    assert Room(400_000, "mine", 1_500_000).make("/here")
+    assert not make_room(10**6, "/here", "mine", 1_500_000)
+    assert make_room(400_000, "/here", "mine", 1_500_000)
     assert begun.exists()
 
 

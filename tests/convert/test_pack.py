@@ -222,30 +222,25 @@ def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.M
     assert report.after.num_reads == report.after.num_units
 
 
-def test_tensors_join_the_unit_that_their_names_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_no_unit_uses_lie_behind_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in a checkpoint may have another beginning than in the model; what is dropped or computed has only them."""
     source = save(tmp_path / "source", LARGER)
     loaded = dict(mx.load(str(source / "model.safetensors")))  # type: ignore[arg-type]
-    extra = {
-        "model.layers.1.self_attn.rotary_emb.inv_freq": mx.zeros((4,)),
-        "model.layers.10.unknown": mx.zeros((4,)),
-        "vision.patch": mx.zeros((4,)),
-    }
-    weights = {f"language.{name}": array for name, array in {**loaded, **extra}.items()}
+    extra = [f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in (10, 2)]
+    weights = {f"language.{name}": array for name, array in {**loaded, **dict.fromkeys(extra, mx.zeros((4,)))}.items()}
     mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
 
     def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        return {name.removeprefix("language."): a for name, a in weights.items() if not is_extra(name)}
-
-    def is_extra(name: str) -> bool:
-        return name.removeprefix("language.") in extra
+        found = {name.removeprefix("language."): array for name, array in weights.items()}
+        return {name: array for name, array in found.items() if name not in extra}
 
     monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
-    units = {name: unit for unit in order_of(source) for name in unit.names}
-    up_proj = "language.model.layers.1.mlp.up_proj.weight"
-    assert units["language.model.layers.1.self_attn.rotary_emb.inv_freq"] is units[up_proj]
-    assert units["language.model.layers.10.unknown"].names == ("language.model.layers.10.unknown",)
-    assert units["language.vision.patch"].names == ("language.vision.patch",)
+    units = order_of(source)
+    *_, second, first, norm, head = units
+    assert [unit.names for unit in (second, first)] == [(f"language.{name}",) for name in reversed(extra)]
+    assert norm.names == ("language.model.norm.weight",) and head.names == ("language.lm_head.weight",)
+    pack(source, tmp_path / "packed")
+    assert contents(read_checkpoint(tmp_path / "packed")) == contents(read_checkpoint(source))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

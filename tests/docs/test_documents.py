@@ -32,9 +32,10 @@ FOREIGN_FLAGS = {
 
 FOREIGN_NAMES = {
     "api_key", "add_bos_token", "model_provider", "web_search", "wire_api", "env_key", "stream_idle_timeout_ms",
-    "num_concurrent", "sw_vers", "wired_limit_mb", "auto_map", "mlx_flash_hook",
+    "num_concurrent", "sw_vers", "wired_limit_mb", "auto_map", "mlx_flash_hook", "CLAUDE_CODE_ATTRIBUTION_HEADER",
+    "CLAUDE_STREAM_IDLE_TIMEOUT_MS", "ENGINE_PYTHON", "SITE_PACKAGES", "POSIX_FADV_WILLNEED",
 }  # fmt: skip
-"""Names of other programs: settings of clients and lm_eval, a command and a setting of macOS."""
+"""Names of clients, lm_eval, transformers and systems, and those that a guide makes."""
 
 WORDS_AT_MOST, README_LINES, README_WORDS, CHANGELOG_LINES = 25_000, 120, 900, 200
 
@@ -127,10 +128,15 @@ def names() -> frozenset[str]:
     return frozenset(re.findall(r"\w+", ours() + stock)) | FOREIGN_NAMES
 
 
+NAMES = re.compile(
+    r"(?<![\w/.-])(?:_?[a-z][a-z0-9]*(?:_[a-z0-9]+)+|[A-Z][a-z]\w*[a-z][A-Z]\w*|[A-Z0-9]+(?:_[A-Z0-9]+)+)(?![\w/-])"
+)
+
+
 def unknown_name(code: str) -> str | None:
-    """Return a name such as ``kv_prefixes`` or ``MLX_FLASH_IO`` that is nowhere in the code."""
-    for name in re.findall(r"(?<![\w/.-])_?[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?![\w/-])", code):
-        if name not in names():
+    """Return a name such as ``kv_prefixes``, ``DiskKVCache`` or ``MLX_FLASH_IO`` that is nowhere in the code."""
+    for name in NAMES.findall(code):
+        if name not in names() and not name.startswith(("FLASH_", "MLX_FLASH_")):
             return name
     settings = {field.name.upper() for field in fields(FlashConfig)}
     for name in re.findall(r"(?<!\w)(?:MLX_)?FLASH_([A-Z_]+)", code):

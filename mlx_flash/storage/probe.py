@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from mlx_flash import enginethread
 from mlx_flash.errors import WriteError
 from mlx_flash.files import nearest
 from mlx_flash.memory.hugepages import use_huge_pages
@@ -202,7 +203,7 @@ def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfi
     if remembered is not None:
         return remembered
     others = OtherLoad()
-    profile = probe_disk(path, direct, may_cache)
+    profile = enginethread.run(partial(probe_disk, path, direct, may_cache))  # no interrupt leaves a file open there
     if status.st_size >= 2 * SAMPLE_BYTES and not others.is_high:
         PROFILES.save(key, asdict(profile))
     return profile
@@ -247,6 +248,7 @@ def _best(path: Path, candidates: Sequence[tuple[int, int]], measure: Callable[.
     nbytes = path.stat().st_size
     best: DiskProfile | None = None
     for i, (read_size, queue_depth) in enumerate(trials):
+        enginethread.check()
         start = (nbytes - SAMPLE_BYTES) * i // len(trials) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
         found = measure(read_size, queue_depth, start, SAMPLE_BYTES)
         if best is None or found.bytes_per_second > best.bytes_per_second * WORTH_IT:

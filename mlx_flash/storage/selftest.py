@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash import enginethread
 from mlx_flash.errors import SelfTestError, WriteError
 from mlx_flash.folders import cache_directory
 from mlx_flash.memory.arena import Arena, SlotArena
@@ -118,7 +119,7 @@ def test_now() -> SelfTest:
     Raises:
         SelfTestError: no way works.
     """
-    result = run_selftest()
+    result = enginethread.run(run_selftest)
     RESULTS.save(_key(), asdict(result))
     return result
 
@@ -133,7 +134,7 @@ def _remembered_or_run(key: str) -> SelfTest:
             "seconds": float(seconds),
         }:
             return SelfTest(way, num_blocks, lost, seconds)
-    result = run_selftest()
+    result = enginethread.run(run_selftest)
     RESULTS.save(key, asdict(result))
     return result
 

@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -362,16 +362,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"mlx-flash: error: {message}{end} Hint: {self.prog} --help\n")
 
 
-_TYPES = {"int": int, "float": float, "str": str}
-
-
 @functools.cache
 def flags_of(program: str) -> Sequence[tuple[list[str], dict[str, Any]]]:
     """Return the names and keywords of each ``add_argument`` in the source of a module of mlx-lm."""
     tree = _parse(program)
-    constants, found = _TYPES | _constants(tree), []
-    for node in _calls(tree.body):
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+    constants, found = _constants(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
             given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
             found.append((names, {name: value for name, value in given.items() if value is not None}))
@@ -402,26 +399,12 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
-def _calls(statements: Sequence[ast.stmt]) -> Iterator[ast.Call]:
-    """Yield the calls that are statements of their own, in blocks too: most nodes are inside other expressions."""
-    for statement in statements:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            yield statement.value
-        for name in ("body", "orelse", "finalbody"):
-            yield from _calls(getattr(statement, name, ()))
-
-
 def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
-    """Return the value of a literal, of a name or an f-string made of module constants; None for anything else."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        return constants.get(node.id)
-    if isinstance(node, ast.List | ast.Tuple):
-        return tuple(_value(part, constants) for part in node.elts)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(_value(part, constants)) for part in node.values)
-    return _value(node.value, constants) if isinstance(node, ast.FormattedValue) else None
+    """Return the value of an expression of literals, types and module constants; None for anything else."""
+    try:
+        return eval(compile(ast.Expression(node), "mlx-lm", "eval"), dict(constants))
+    except NameError:
+        return None
 
 
 SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not in {"enabled", "poison_released_slots"})

@@ -162,13 +162,6 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
-def parse_role(word: str) -> str:
-    """Return the role of a MESSAGE."""
-    if word not in ROLES:
-        raise ConfigError(f"MESSAGE is of {word!r}: it must be one of {', '.join(ROLES)}{did_you_mean(word, ROLES)}")
-    return word
-
-
 def parse_stop(value: str) -> str:
     """Return a text that ends the generation."""
     if not value:
@@ -416,16 +409,17 @@ def _own_instruction(alias: str, rest: list[str]) -> tuple[str, list[str]]:
     return _INSTRUCTION_OF[setting], [str(value)] if rest else []
 
 
+_SEVERAL = ("MESSAGE", "LICENSE", "PARAMETER stop")
+"""Instructions that add up. Of the others the last one counts."""
+
+
 class _Draft:
     """A Modelfile that is being read."""
 
     def __init__(self, path: Path, find_base: Callable[[str, Path], str]) -> None:
         self._path, self._find_base = path, find_base
-        self._values: dict[str, Any] = {}  # by instruction; of repeatable ones, the last
+        self._values: dict[str, Any] = {}  # by instruction; lists of those that add up
         self._lines: dict[str, int] = {}
-        self._stop: list[str] = []
-        self._messages: list[Message] = []
-        self._licenses: list[str] = []
         self._notes: list[Note] = []
 
     def add(self, number: int, line: str, following: Iterator[str]) -> None:
@@ -433,53 +427,47 @@ class _Draft:
         first, *rest = line.split(None, 1) or [""]
         if not first or first.startswith("#"):
             return
-        name = first.upper()
+        name, key = first.upper(), ""
         if name in _ALIASES:
             name, rest = _own_instruction(_ALIASES[name], rest)
         if name not in _INSTRUCTIONS:
             raise ConfigError(f"there is no instruction {first!r}{did_you_mean(name, _INSTRUCTIONS)}")
-        what = name
         if name in ("PARAMETER", "MESSAGE"):
             key, *rest = rest[0].split(None, 1) if rest else [""]
-            what = f"{name} {key.lower()}"
+            key = key.lower()
+        what = f"{name} {key}".strip()
         if not rest:
-            raise ConfigError(f"{what.strip()} has no value")
-        self._put(number, name, what, unquote(rest[0], following))
-
-    def _put(self, number: int, name: str, what: str, value: str) -> None:
-        key = what.removeprefix(name).strip()
-        if name == "MESSAGE":
-            self._messages.append(Message(parse_role(key), value))
-        elif name == "LICENSE":
-            self._licenses.append(value)
-        elif what == "PARAMETER stop":
-            self._stop.append(parse_stop(value))
-        elif name in _WITHOUT_EFFECT or (name == "PARAMETER" and key in UNUSED_PARAMETERS):
-            reason = _WITHOUT_EFFECT.get(name) or UNUSED_PARAMETERS[key]
+            raise ConfigError(f"{what} has no value")
+        value = unquote(rest[0], following)
+        if reason := _WITHOUT_EFFECT.get(name) or (UNUSED_PARAMETERS.get(key) if name == "PARAMETER" else None):
             self._notes.append(Note(number, f"{what} has no effect: {reason}"))
-        else:
-            self._put_one(number, what, self._parsed(name, key, value))
-
-    def _parsed(self, name: str, key: str, value: str) -> object:
-        if name == "PARAMETER":
-            return parse_parameter(key, value)
-        if name in ("FROM", "ADAPTER") and not value:
-            raise ConfigError(f"{name} is empty")
-        if name == "FROM":
-            return self._find_base(value, self._path.parent)
-        if name == "ADAPTER":
-            return parse_directory(value, self._path.parent)
-        if name in FLASH_INSTRUCTIONS:
-            parse_setting(FLASH_INSTRUCTIONS[name], value)
-        return value
-
-    def _put_one(self, number: int, what: str, value: object) -> None:
-        """Set an instruction that counts once. The last one wins."""
+            return
+        parsed, what = self._parsed(name, key, value), name if name == "MESSAGE" else what
+        if what in _SEVERAL:
+            self._values.setdefault(what, []).append(parsed)
+            return
         if what in self._lines:
             if what == "FROM":
                 raise ConfigError(f"there is a second FROM; the first is in line {self._lines[what]}")
             self._notes.append(Note(self._lines[what], f"{what} has no effect: line {number} says it again"))
-        self._lines[what], self._values[what] = number, value
+        self._lines[what], self._values[what] = number, parsed
+
+    def _parsed(self, name: str, key: str, value: str) -> object:
+        if name == "PARAMETER":
+            return parse_stop(value) if key == "stop" else parse_parameter(key, value)
+        if name == "MESSAGE":
+            if key not in ROLES:
+                raise ConfigError(
+                    f"MESSAGE is of {key!r}: it must be one of {', '.join(ROLES)}{did_you_mean(key, ROLES)}"
+                )
+            return Message(key, value)
+        if name in ("FROM", "ADAPTER"):
+            if not value:
+                raise ConfigError(f"{name} is empty")
+            return (self._find_base if name == "FROM" else parse_directory)(value, self._path.parent)
+        if name in FLASH_INSTRUCTIONS:
+            parse_setting(FLASH_INSTRUCTIONS[name], value)
+        return value
 
     def finish(self) -> Modelfile:
         """Return the Modelfile."""
@@ -493,12 +481,12 @@ class _Draft:
             base=values["FROM"],
             adapter=values.get("ADAPTER"),
             parameters=Parameters(**parameters),
-            stop=tuple(self._stop),
+            stop=tuple(values.get("PARAMETER stop", ())),
             system=values.get("SYSTEM"),
             template=values.get("TEMPLATE"),
             chat_template=self._chat_template(),
-            messages=tuple(self._messages),
-            licenses=tuple(self._licenses),
+            messages=tuple(values.get("MESSAGE", ())),
+            licenses=tuple(values.get("LICENSE", ())),
             flash=self._flash(),
             notes=tuple(sorted(self._notes, key=lambda note: note.line)),
         )

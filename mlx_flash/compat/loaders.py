@@ -63,11 +63,6 @@ def current_load_model() -> LoadModel:
     return function
 
 
-def replace_load_model(function: LoadModel) -> None:
-    """Make mlx-lm load models with another function."""
-    utils.load_model = function
-
-
 ShardedLoad = Callable[..., tuple[Any, ...]]
 
 stock_sharded_load: ShardedLoad = require(utils, "sharded_load", "repo", "pipeline_group", "tensor_group")

@@ -24,7 +24,6 @@ from mlx_flash.compat.loaders import (
     Change,
     LoadModel,
     current_load_model,
-    replace_load_model,
     stock_sharded_load,
 )
 from mlx_flash.compat.weights import stop_watching, watch_weights
@@ -55,8 +54,7 @@ class _State:
     has_warned: bool = False
 
     config: FlashConfig | None = None
-    original: LoadModel | None = None
-    replacement: LoadModel | None = None
+    changes: tuple[Change, ...] = ()
 
 
 class FlashPatch:
@@ -106,35 +104,26 @@ def _put_in_force(config: FlashConfig | None) -> None:
         if config is None:
             _restore()
             return
-        if _State.replacement is None:
-            _State.original = current_load_model()
-            _State.replacement = _make_replacement(_State.original)
-            replace_load_model(_State.replacement)
+        if not _State.changes:
+            stock = current_load_model()
+            _State.changes = (Change("mlx_lm.utils", "load_model", stock, _make_replacement(stock)), *_CHANGES)
         patch_vlm(lambda: _State.config)
         watch_weights(_warn_once)
-        for change in _CHANGES:
+        for change in _State.changes:
             change.apply()
 
 
 def _restore() -> None:
     restore_vlm()
     stop_watching()
-    for change in _CHANGES:
+    for change in _State.changes:
         change.undo()
-    if _State.replacement is None or _State.original is None:
-        return
-    if current_load_model() is _State.replacement:
-        replace_load_model(_State.original)
-        _State.original = _State.replacement = None
-    else:  # ours is inside another one now, where it hands everything on
-        _log.warning(
-            "mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: left as it is", _found()
-        )
-
-
-def _found() -> str:
     found = current_load_model()
-    return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
+    if _State.changes and found is not _State.changes[0].stock:  # ours is inside another one, and hands everything on
+        name = f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
+        _log.warning("mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: it stays", name)
+    else:
+        _State.changes = ()
 
 
 def _make_replacement(original: LoadModel) -> LoadModel:

@@ -1,8 +1,8 @@
 """The state of running engines: one small file for each model, in a folder private to the user.
 
-A thread of the engine's process replaces the file a few times a second, and removes it when the model is closed or the
-process ends. The next look removes the file of a crashed process. No connection, no port: readers cost the engine
-nothing.
+A thread of the engine's process replaces the file a few times a second. It is in a folder of its own, which the process
+has locked, and which goes when the model is closed or the process ends. The next look removes that of a crashed
+process. No connection, no port: readers cost the engine nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import re
 import stat
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from mlx_flash.files import write_atomically
+from mlx_flash.files import read_regular, write_atomically
+from mlx_flash.sessions import SESSIONS, PrivateFolder, is_held, remove_orphans
 
 _LARGEST = 1e18
 """No number of bytes, tokens or seconds is this large; sums and products of smaller ones do not overflow."""
@@ -228,22 +228,10 @@ def ratio(part: float, whole: float, most: float = math.inf) -> float | None:
     return min(max(part, 0.0) / whole, most) if part == part and whole > _SHORTEST else None  # NaN is unknown
 
 
-class Metric(NamedTuple):
-    """A number for a monitoring system. A counter only grows; a gauge does not."""
-
-    name: str
-    unit: str
-    help: str
-    kind: str
-    value: float
-
-
-def metrics(state: Any) -> Iterator[Metric]:
-    """Yield the metrics of one engine. Numbers that it lacks, such as those of experts, are left out."""
+def metrics(state: Any) -> Iterator[tuple[Fact, float]]:
+    """Yield the metrics of one engine and their values. Those that it lacks, such as those of experts, are left out."""
     found = read(state)
-    for name, fact in FACTS.items():
-        if fact.metric and name in found:
-            yield Metric(fact.metric, fact.unit, fact.help, fact.kind, found[name])
+    yield from ((fact, found[name]) for name, fact in FACTS.items() if fact.metric and name in found)
 
 
 SCHEMA = 1
@@ -254,16 +242,14 @@ HEARTBEAT_SECONDS = 1.0
 """Interval at which a state that does not change is written again."""
 
 SILENT_SECONDS = 5.0
-"""Age of the file of an engine that stands still. A process that began at another time than its file says is another
-one, unless the file is newer than this: setting the clock changes the time at which processes seem to have begun."""
+"""Age of the file of an engine that stands still."""
 
 Json = dict[str, Any]
 
-_FILE_NAME = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,9})\.json(\.partial)?")
+_FILE_NAME = "state.json"
 _LARGEST_FILE = 16 << 20
 _TIMES = ("started", "written", "clock")
 _KINDS = {"pid": int, "number": int, "schema": int, **dict.fromkeys(_TIMES, float), "state": dict}
-_SAME_START_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -307,9 +293,7 @@ class Publisher:
         self.path: Path | None = None
         self._collect = collect
         self._interval = interval_seconds
-        self._pid = os.getpid()
-        self._number = next(_numbers)
-        self._lock = threading.RLock()
+        self._folder: PrivateFolder | None = None
         self._closed = False
         # The garbage collector may call close() in any thread at any point: this queue is made for that, an Event not.
         self._wake: SimpleQueue[None] = SimpleQueue()
@@ -317,23 +301,23 @@ class Publisher:
 
     def start(self) -> None:
         """Begin to publish. Without a private folder, log a warning and do nothing."""
+        base = folders()[0]
         try:
-            folder = _make_folder(folders()[0])
-            list(_look(folder))  # removes the files of dead processes
+            with contextlib.suppress(FileExistsError):
+                base.mkdir(mode=0o700)
+            _check_private(base)
+            self._folder = PrivateFolder(base, "the state of a model")
         except OSError as error:
             _logger.warning("flash-monitor will not see this model: %s", error)
             return
-        self._pid = os.getpid()
-        self.path = folder / f"{self._pid}-{self._number}.json"
+        self.path = self._folder.path / _FILE_NAME
         began = psutil.Process().create_time()
-        self._envelope = {"schema": SCHEMA, "pid": self._pid, "number": self._number, "started": began}
+        self._envelope = {"schema": SCHEMA, "pid": os.getpid(), "number": next(_numbers), "started": began}
         atexit.register(self.close)
         self._thread.start()
 
     def close(self) -> None:
-        """End publishing and remove the file. Any thread may call it, repeatedly; a forked child does nothing."""
-        if os.getpid() != self._pid or (self._closed and self.path is None):
-            return
+        """End publishing and remove the file. Any thread may call it, repeatedly; a forked child removes nothing."""
         self._closed = True
         self._wake.put(None)
         atexit.unregister(self.close)
@@ -346,7 +330,8 @@ class Publisher:
         try:
             self._publish()
         except OSError as error:
-            _logger.warning("flash-monitor does not see this model any more: %s", error)
+            if not self._closed:
+                _logger.warning("flash-monitor does not see this model any more: %s", error)
         finally:
             self._remove()
 
@@ -365,23 +350,17 @@ class Publisher:
     def _write(self, clock: float, state: Json) -> None:
         entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
         text = json.dumps(entry, allow_nan=False, separators=(",", ":"))
-        path = self.path
-        if path is None:
-            return
-        write_atomically(path, text)
-        if self.path is None:  # closing may have looked for the file before it was there
-            path.unlink(missing_ok=True)
+        if (path := self.path) is not None:
+            write_atomically(path, text)
 
     def _remove(self) -> None:
-        with self._lock:
-            path, self.path = self.path, None
-            if path is not None:
-                with contextlib.suppress(OSError):  # the next look removes the file of a process that ended
-                    path.unlink()
+        self.path = None
+        if self._folder is not None:
+            self._folder.close()
 
 
 def find() -> list[Published]:
-    """Return the last states of this user's engines, by process and number. Remove the files of dead processes.
+    """Return the last states of this user's engines, by process and number. Remove those of dead processes.
 
     Raises:
         PermissionError: a folder is not private to the user.
@@ -390,7 +369,10 @@ def find() -> list[Published]:
     for folder in folders():
         if os.path.lexists(folder):
             _check_private(folder)
-            found += _look(folder)
+            sessions = list(folder.glob(SESSIONS))
+            if not all(map(is_held, sessions)):  # else without its lock, which an engine that starts would wait for
+                remove_orphans(folder)
+            found += filter(None, (_read(session / _FILE_NAME) for session in sessions))
     return sorted(found, key=lambda published: (published.pid, published.number))
 
 
@@ -414,13 +396,6 @@ def _is_own(directory: str) -> bool:
         return False
 
 
-def _make_folder(folder: Path) -> Path:
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    _check_private(folder)
-    return folder
-
-
 def _check_private(folder: Path) -> None:
     """Refuse a folder that another user may have made."""
     status = folder.lstat()
@@ -435,42 +410,14 @@ def _check_private(folder: Path) -> None:
         raise PermissionError(f"{folder} {problem}. Hint: remove it.")
 
 
-def _look(folder: Path) -> Iterator[Published]:
-    """Yield the states in a folder, and remove the files of dead processes. Other files are left alone."""
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-    for name in names:
-        path, match = folder / name, _FILE_NAME.fullmatch(name)
-        if match is None:
-            continue
-        published = None if match[3] else _read(path, int(match[1]), int(match[2]))
-        if not _is_wanted(int(match[1]), published):
-            path.unlink(missing_ok=True)
-        elif published is not None:
-            yield published
-
-
-def _read(path: Path, pid: int, number: int) -> Published | None:
+def _read(path: Path) -> Published | None:
     """Return the state in a file; None when the file is gone or has another form."""
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file) if os.fstat(file.fileno()).st_size <= _LARGEST_FILE else None
+        found = json.loads(read_regular(path, _LARGEST_FILE))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in _KINDS.items()):
         return None
-    if (found["pid"], found["number"]) != (pid, number) or not all(math.isfinite(found[key]) for key in _TIMES):
+    if found["pid"] <= 0 or not all(math.isfinite(found[key]) for key in _TIMES):
         return None
     return Published(path, **{key: found[key] for key in _KINDS})
-
-
-def _is_wanted(pid: int, published: Published | None) -> bool:
-    """Return False for a file of a dead process."""
-    is_fresh = published is not None and abs(time.time() - published.written) < SILENT_SECONDS
-    try:
-        process = psutil.Process(pid)
-        is_running, began = process.status() != psutil.STATUS_ZOMBIE, process.create_time()
-    except psutil.NoSuchProcess:
-        return False
-    is_same = published is None or abs(began - published.started) < _SAME_START_SECONDS
-    return is_running and (is_same or is_fresh)

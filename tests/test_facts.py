@@ -63,12 +63,15 @@ def is_number(value: object) -> bool:
 
 
 def test_a_metric_has_the_published_value(states: list[Json]) -> None:
-    found = {metric.name: metric for metric in facts.metrics(states[1])}
-    assert found["generated_tokens_total"] == ("generated_tokens_total", "tokens", "Tokens generated", "counter", 1.0)
-    assert found["routed_experts_total"].value == states[1]["experts"]["num_routed"] > 0
-    assert "routed_experts_total" not in {metric.name for metric in facts.metrics(states[0])}
-    for metric in found.values():
-        assert metric.kind in ("gauge", "counter") and metric.name.endswith("_total") == (metric.kind == "counter")
+    found = {fact.metric: (fact, value) for fact, value in facts.metrics(states[1])}
+    assert found["generated_tokens_total"] == (
+        ("tokens", "counter", "Tokens generated", "generated_tokens_total"),
+        1.0,
+    )
+    assert found["routed_experts_total"][1] == states[1]["experts"]["num_routed"] > 0
+    assert "routed_experts_total" not in {fact.metric for fact, _ in facts.metrics(states[0])}
+    for name, (fact, _) in found.items():
+        assert fact.kind in ("gauge", "counter") and name.endswith("_total") == (fact.kind == "counter")
 
 
 JSON = st.recursive(

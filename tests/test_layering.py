@@ -16,8 +16,8 @@ PACKAGE = ROOT / "mlx_flash"
 FLOORS = [
     ["errors", "folders", "forks", "threadends", "version"],
     ["compat", "files"],
-    ["config", "enginethread", "memory", "sessions", "telemetry"],
-    ["storage"],
+    ["config", "enginethread", "memory", "sessions"],
+    ["storage", "telemetry"],
     ["layout"],
     ["convert", "kv", "ranks"],
     ["prefixes", "speculation", "streaming"],

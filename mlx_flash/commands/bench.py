@@ -15,10 +15,19 @@ from typing import Any, TextIO
 import mlx.core as mx
 from rich.console import Group
 
-from mlx_flash.commands.common import Status, emit, labelled, make_config, print_json, print_rich, tokenizer_if_any
-from mlx_flash.commands.plan import budget_rows, budgets_to_json, render_budgets
+from mlx_flash.commands.common import (
+    Status,
+    emit,
+    labelled,
+    make_config,
+    print_json,
+    print_rich,
+    tabled,
+    tokenizer_if_any,
+)
+from mlx_flash.commands.plan import BUDGETS, budgets_of
 from mlx_flash.commands.report import Json, Recorder, make_report, render_run, surroundings
-from mlx_flash.commands.vision import is_vision, prepare_model, sample_prompt, seeing, tokens_after
+from mlx_flash.commands.vision import is_vision, prepare_model, sampled, steps_after
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
@@ -65,13 +74,11 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
     with ExitStack() as stack:
         model: Any
         if sees:
-            model, processor = stack.enter_context(seeing(args, path))
-            picture = sample_prompt(model, processor, args.prompt_tokens)  # before the plan, which counts the process
+            model, picture = stack.enter_context(sampled(args, path))
             num_tokens, language = len(picture.tokens), model.language_model
-            model.expect(num_tokens + args.max_tokens, picture.keywords)
-            with Status("Loading", args.verbose) as status:
-                model.start(status.show_bytes)
-            tokens = tokens_after(model, picture, args.max_tokens)
+            steps: Iterator[tuple[int, Any]] = steps_after(
+                model, picture, args.max_tokens, model.plan.prefill_step_size
+            )
         else:
             with Status("Loading", args.verbose) as status:
                 # The text is noise: nothing is guessed from it.
@@ -80,10 +87,10 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
             num_tokens, language = args.prompt_tokens, model
             prompt = mx.array([1 + i % 97 for i in range(num_tokens)])
             options = {"max_tokens": args.max_tokens, "prefill_step_size": model.plan.prefill_step_size}
-            tokens = (token for token, _ in generate_step(prompt, model, **options))
+            steps = generate_step(prompt, model, **options)
         run = Recorder(language, num_tokens, time.perf_counter() - began)
         # Beyond max_tokens, mlx-lm computes one token ahead; it is not part of the measured time.
-        for token in tokens:
+        for token, _ in steps:
             run.add(SimpleNamespace(token=token, text="", finish_reason=None, generation_tokens=len(run.tokens) + 1))
         cold = _cold(model.engine)
     run.finish_reason = "length"
@@ -221,8 +228,8 @@ def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, ou
     del tokenizer
     report, plan, _ = measure(args, path, config)
     reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed
-    rows = budget_rows(replace(prepared, machine=prepared.machine.at_speed(reached)), config)
+    budgets = budgets_of(replace(prepared, machine=prepared.machine.at_speed(reached)), config)
     if not args.json:
         shown = {**report, "within_budget": None}  # the self-test is part of the process, but not of the plan
-        print_rich(Group("", render_run(shown, plan), render_budgets(rows)), out)
-    return {"run": report, "budgets": budgets_to_json(rows)}
+        print_rich(Group("", render_run(shown, plan), tabled(BUDGETS, budgets)), out)
+    return {"run": report, "budgets": budgets}

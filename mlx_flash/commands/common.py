@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
@@ -21,7 +22,7 @@ from mlx_flash.commands.arguments import SETTINGS, default_of
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import Modelfile, check_text
-from mlx_flash.monitor.words import size
+from mlx_flash.monitor.words import size, told
 from mlx_flash.telemetry import Json
 
 _SECONDS_BEFORE_CLOCK = 3
@@ -157,6 +158,22 @@ def labelled(lines: Iterable[tuple[str, str]]) -> Table:
     table.add_column(overflow="fold")  # a path is not cut
     for label, text in lines:
         table.add_row(f"{label}:", text)
+    return table
+
+
+def tabled(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **options: Any) -> Table:
+    """Return a table of facts.
+
+    Args:
+        columns: texts with places for facts, as :func:`told` takes them, by heading.
+        rows: the facts of each row.
+        options: of the table.
+    """
+    table = Table(box=box.SIMPLE_HEAD, **options)
+    for heading, template in columns.items():
+        table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")
+    for facts in rows:
+        table.add_row(*(told(template, facts) for template in columns.values()))
     return table
 
 

@@ -8,9 +8,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,11 +18,10 @@ from typing import Any, TextIO
 from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines
+from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines, tabled
 from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert import derived
@@ -38,7 +37,7 @@ from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.modelfile.parse import Modelfile, check_model_name, create_model, named_models, read_modelfile
-from mlx_flash.monitor.words import counted, filled, printable, rate, size, speed
+from mlx_flash.monitor.words import counted, filled, printable, size, told
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION
@@ -48,7 +47,7 @@ from mlx_flash.storage.probe import PROFILES, sample_in
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
 from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
 from mlx_flash.storage.shards import weight_files
-from mlx_flash.telemetry import Json
+from mlx_flash.telemetry import Json, ratio
 from mlx_flash.vision.detect import loads_with_vlm
 
 _SHARDS = "model*.safetensors"
@@ -78,6 +77,19 @@ def preview(repository: str, revision: str | None = None) -> Iterator[Path]:
         except _ERRORS as error:
             raise not_found(repository, error) from error
         yield path
+
+
+@contextmanager
+def headers_of(name: str) -> Iterator[tuple[Path, Path | None]]:
+    """Yield the folder of a model, and a file to probe its disk with: None takes the largest shard.
+
+    Of a repository that is not downloaded, headers are fetched, and the disk is that where it would be.
+    """
+    if not is_remote(name):
+        yield resolve(name), None
+        return
+    with preview(name) as path, sample_in(Path(constants.HF_HUB_CACHE)) as probe:
+        yield path, probe
 
 
 def _fetch(repository: str, revision: str | None, path: Path) -> None:
@@ -118,37 +130,55 @@ def _write_shard(path: Path, nbytes: int, header: Any) -> None:
 DAY = 24 * 3600
 
 
+CACHED = {
+    "copies": "packed copy of {source}",
+    "removed": "packed copy, removed",
+    "kept": "packed copy, kept: in use",
+    "prefixes": "{tokens} cached tokens",
+    "models": "downloaded, which clear keeps",
+}
+"""The lists of ``cache``, and what their entries are, in words."""
+
+
 def cache(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash cache list`` or ``clear``."""
-    copies, prefixes, disks = list_copies(), list_prefixes(prefix_directory()), sorted(PROFILES.load())
+    clears, copies, prefixes = args.action == "clear", list_copies(), list_prefixes(prefix_directory())
     places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
     places["disk_profiles"] = PROFILES.file
-    facts, words = (_clear if args.action == "clear" else _list)(copies, prefixes, len(disks))
-    emit(args, {**{name: str(path) for name, path in places.items()}, "disks": disks, **facts}, words, out)
+    disks, in_use, lists = sorted(PROFILES.load()), list[StoredModel](), Json()
+    if clears:
+        in_use, all_copies = clear_prefixes(prefix_directory()), copies
+        copies = [copy for copy in all_copies if derived.remove(copy)]
+        _remove_small_files()
+        lists |= {"removed": _to_json(copies), "kept": _to_json(c for c in all_copies if c not in copies)}
+        lists["prefixes"] = [asdict(model) for model in in_use]
+    else:
+        lists |= {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes]}
+        lists["models"] = list_models()
+    tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
+    nbytes, prefix_bytes = _total(copies), _total(prefixes) - _total(in_use)
+    words: list[RenderableType] = [_cached(lists)] if any(lists.values()) else []
+    words += [
+        f"{'removed ' if clears else ''}{counted(len(copies), 'packed copy', 'packed copies')} of {size(nbytes)}, "
+        f"{tokens} tokens in the prefix cache of {size(prefix_bytes)}, and {len(disks)} remembered disk profiles",
+        *(f"{name.replace('_', ' ')}: {path}" for name, path in places.items()),
+    ]
+    if (models := lists.get("models")) is not None:
+        total = size(sum(model["bytes"] for model in models))
+        words.append(f"{counted(len(models), 'model')} of {total} downloaded from Hugging Face")
+    facts = {"bytes": nbytes + prefix_bytes, "prefix_tokens": tokens, "disks": disks, **lists}
+    emit(args, {**{name: str(path) for name, path in places.items()}, **facts}, words, out)
     return 0
 
 
-def _list(copies: Sequence[Copy], prefixes: Sequence[StoredModel], num_disks: int) -> tuple[Json, list[RenderableType]]:
-    models = list_models()
-    tokens = sum(model.tokens for model in prefixes)
+def _cached(lists: Json) -> Table:
     table = Table.grid(padding=(0, 2))
-    for copy in copies:
-        when = _days_ago(copy.last_used) if copy.is_complete else "not complete"
-        table.add_row(copy.model or "(cannot be read)", size(copy.nbytes), when, f"packed copy of {copy.source}")
-    for model in prefixes:
-        table.add_row(model.title, size(model.nbytes), _days_ago(model.last_used), f"{model.tokens} cached tokens")
-    for found in models:
-        table.add_row(
-            found["model"], size(found["bytes"]), _days_ago(found["last_used"]), "downloaded, which clear keeps"
-        )
-    total = f"{counted(len(models), 'model')} of {size(sum(model['bytes'] for model in models))}"
-    words: list[RenderableType] = [
-        f"{_copies_in_words(copies)} in {derived_directory()}; {num_disks} remembered disk profiles",
-        f"{tokens} tokens in the prefix cache of {size(_total(prefixes))} in {prefix_directory()}",
-        f"{total} downloaded from Hugging Face",
-    ]
-    lists = {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes], "models": models}
-    return {"bytes": _total(copies) + _total(prefixes), **lists}, [*([table] if table.row_count else []), *words]
+    for kind, what in CACHED.items():
+        for each in lists.get(kind, ()):
+            name = each.get("model" if kind != "prefixes" else "title") or "(cannot be read)"
+            when = "not complete" if each.get("complete") is False else _days_ago(each["last_used"])
+            table.add_row(name, size(each.get("bytes", each.get("nbytes"))), when, told(what, each))
+    return table
 
 
 def list_models() -> list[Json]:
@@ -159,26 +189,6 @@ def list_models() -> list[Json]:
         if any(file.file_name.endswith(".safetensors") for revision in r.revisions for file in revision.files)
     ]
     return sorted(models, key=lambda model: -model["bytes"])
-
-
-def _clear(
-    copies: Sequence[Copy], prefixes: Sequence[StoredModel], num_disks: int
-) -> tuple[Json, list[RenderableType]]:
-    removed = [copy for copy in copies if derived.remove(copy)]
-    kept = [copy for copy in copies if copy not in removed]
-    in_use = clear_prefixes(prefix_directory())
-    _remove_small_files()
-    tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
-    nbytes = _total(prefixes) - _total(in_use)
-    words: list[RenderableType] = [
-        f"removed {size(copy.nbytes)} of {copy.model or '(cannot be read)'}: {copy.folder}" for copy in removed
-    ]
-    words += [f"kept {size(copy.nbytes)} of {copy.model}: in use, {copy.folder}" for copy in kept]
-    words += [f"kept {size(model.nbytes)} of the prefix cache of {model.title}: in use" for model in in_use]
-    cleared = f"{tokens} tokens in the prefix cache of {size(nbytes)}, and {num_disks} remembered disk profiles"
-    lists = {"removed": _to_json(removed), "kept": _to_json(kept), "prefixes": [asdict(model) for model in in_use]}
-    facts = {"bytes": _total(removed) + nbytes, "prefix_tokens": tokens, **lists}
-    return facts, [*words, f"removed {_copies_in_words(removed)}, {cleared}"]
 
 
 def _remove_small_files() -> None:
@@ -192,7 +202,7 @@ def _remove_small_files() -> None:
     remove_unheld(derived_directory().glob("*.lock"))
 
 
-def _to_json(copies: Sequence[Copy]) -> list[Json]:
+def _to_json(copies: Iterable[Copy]) -> list[Json]:
     names = {"nbytes": "bytes", "is_complete": "complete"}
     found = ({names.get(name, name): value for name, value in asdict(copy).items()} for copy in copies)
     return [{**entry, "folder": str(entry["folder"])} for entry in found]
@@ -207,10 +217,6 @@ def _days_ago(last_used: float) -> str:
     return "used today" if days < 1 else f"used {counted(days, 'day')} ago"
 
 
-def _copies_in_words(copies: Sequence[Copy]) -> str:
-    return f"{counted(len(copies), 'packed copy', 'packed copies')} of {size(_total(copies))}"
-
-
 _PLACES = ("config.json", "*/config.json", "*/*/config.json")
 """Patterns of models in a folder: itself, its folders, and theirs."""
 
@@ -218,90 +224,73 @@ _NOT_PLANNED = (FlashError, OSError, ValueError, KeyError, TypeError)
 """Errors of models that mlx-lm does not know, or whose settings it does not understand."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model on this machine.
-
-    Attributes:
-        name: repository or folder.
-        folder: of its files.
-        bytes: of its weights in files.
-        modelfile: the Modelfile with this name; None for a folder or repository.
-    """
-
-    name: str
-    folder: str
-    bytes: int
-    modelfile: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A forecast of how a model would run within the budget.
-
-    Attributes:
-        way: "in memory", "streamed", "too large" or "not supported".
-        tokens_per_second: as the plan expects them; None where it does not run.
-        budget_bytes: the budget, or the smallest that works where that is more; None without a plan.
-        read_bytes: read for each token.
-        why: the reason why it does not run; empty where it does.
-    """
-
-    way: str
-    tokens_per_second: float | None = None
-    budget_bytes: int | None = None
-    read_bytes: int | None = None
-    why: str = ""
-
-    def __str__(self) -> str:
-        if self.tokens_per_second is None:
-            return f"{self.way}: {self.why}"
-        read = f"{size(self.read_bytes)} read for each token" if self.read_bytes else "in memory"
-        return f"within {size(self.budget_bytes or 0)}: {read}, about {speed(self.tokens_per_second)}"
-
-
 def list_(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash list``."""
     config = make_config(args)
-    models = list(dict.fromkeys([*_downloaded(), *_in_folders(args.folders)]))
-    models += _named({model.name: model for model in models})
-    outcomes = []
+    found = [*_downloaded(), *_in_folders(args.folders)]
+    models = list({tuple(model.values()): model for model in found}.values())
+    models += _named({model["name"]: model for model in models})
     with Status("Planning", args.verbose) as status:
         for number, model in enumerate(models):
             status.show(number, len(models))
-            outcomes.append(_outcome(model, args, config))
-    entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]
+            model |= _outcome(model, args, config)
     nothing = "no models found in the cache of Hugging Face or the folders given"
-    emit(args, {"models": entries}, _table(models, outcomes) if models else nothing, out)
+    emit(args, {"models": models}, _table(models) if models else nothing, out)
     return 0
 
 
-def _outcome(model: Model, args: argparse.Namespace, config: FlashConfig) -> Outcome:
+def _outcome(model: Json, args: argparse.Namespace, config: FlashConfig) -> Json:
     """Plan for a model, with the settings of its Modelfile."""
-    if model.modelfile is None:
-        return expect(Path(model.folder), config)
-    if not model.folder:
-        return Outcome("not downloaded")
-    return expect(Path(model.folder), make_config(args, read_modelfile(model.modelfile).flash))
+    if model["modelfile"] is None:
+        return expect(Path(model["folder"]), config)
+    if not model["folder"]:
+        return {**_UNKNOWN, "way": "not downloaded"}
+    return expect(Path(model["folder"]), make_config(args, read_modelfile(model["modelfile"]).flash))
 
 
-def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outcome:
+_UNKNOWN = {"way": "", "tokens_per_second": None, "budget_bytes": None, "read_bytes": None, "why": ""}
+
+
+def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Json:
     """Plan for a model. Reads headers, no weights.
 
     Args:
         folder: the model.
         config: how to stream.
         probe: a file to probe the disk with; None takes the largest shard.
+
+    Returns:
+        How it would run: ``way``, which is "in memory", "streamed", "too large" or "not supported", and the reason
+        ``why`` it does not; ``tokens_per_second`` as the plan expects them; ``budget_bytes``, or the smallest budget
+        that works where that is more; ``read_bytes`` for each token.
     """
     try:
         with_vlm = loads_with_vlm(folder, None, prefers=False)
         plan = prepare_folder(folder, config, probe, with_vlm=with_vlm).plan
     except BudgetError as error:
-        return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
+        return {
+            **_UNKNOWN,
+            "way": "too large",
+            "budget_bytes": error.minimum_bytes,
+            "why": " ".join(str(error).split()),
+        }
     except _NOT_PLANNED as error:
-        return Outcome("not supported", why=" ".join(f"{type(error).__name__}: {error}".split()))
-    reached = 1 / plan.opening_seconds if plan.opening_seconds else None
-    return Outcome("streamed" if plan.read_bytes else "in memory", reached, plan.budget_bytes, plan.read_bytes)
+        return {**_UNKNOWN, "way": "not supported", "why": " ".join(f"{type(error).__name__}: {error}".split())}
+    return {
+        "way": "streamed" if plan.read_bytes else "in memory",
+        "tokens_per_second": ratio(1, plan.opening_seconds),
+        "budget_bytes": plan.budget_bytes,
+        "read_bytes": plan.read_bytes,
+        "why": "",
+    }
+
+
+def in_words(outcome: Json) -> str:
+    """Return a result of :func:`expect` in words."""
+    if outcome["tokens_per_second"] is None:
+        return f"{outcome['way']}: {outcome['why']}"
+    read = "{read_bytes:size} read for each token" if outcome["read_bytes"] else "in memory"
+    return told(f"within {{budget_bytes:size}}: {read}, about {{tokens_per_second:speed}}", outcome)
 
 
 def repositories() -> list[CachedRepoInfo]:
@@ -312,15 +301,15 @@ def repositories() -> list[CachedRepoInfo]:
         return []
 
 
-def _downloaded() -> Iterator[Model]:
+def _downloaded() -> Iterator[Json]:
     """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
     for repository in sorted(repositories(), key=lambda repository: str(repository.repo_id)):
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         if nbytes := _weight_bytes(newest.snapshot_path):
-            yield Model(repository.repo_id, str(newest.snapshot_path), nbytes)
+            yield _model(repository.repo_id, str(newest.snapshot_path), nbytes)
 
 
-def _named(downloaded: Mapping[str, Model]) -> Iterator[Model]:
+def _named(downloaded: Mapping[str, Json]) -> Iterator[Json]:
     """Yield the Modelfiles with names. One that cannot be read is left out, and reported."""
     for name, path in named_models().items():
         try:
@@ -329,13 +318,13 @@ def _named(downloaded: Mapping[str, Model]) -> Iterator[Model]:
             note(f"mlx-flash: {error}")
             continue
         if base in downloaded:
-            yield replace(downloaded[base], name=name, modelfile=str(path))
+            yield {**downloaded[base], "name": name, "modelfile": str(path)}
         else:
             is_folder = Path(base).is_dir()
-            yield Model(name, base if is_folder else "", _weight_bytes(Path(base)) if is_folder else 0, str(path))
+            yield _model(name, base if is_folder else "", _weight_bytes(Path(base)) if is_folder else 0, str(path))
 
 
-def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
+def _in_folders(folders: Sequence[Path]) -> Iterator[Json]:
     """Yield the models in folders.
 
     Raises:
@@ -346,24 +335,31 @@ def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
             raise NotADirectoryError(f"{folder} is not a folder. Hint: name folders that hold models.")
         for config in sorted(file for pattern in _PLACES for file in folder.glob(pattern)):
             if nbytes := _weight_bytes(config.parent):
-                yield Model(str(config.parent), str(config.parent.resolve()), nbytes)
+                yield _model(str(config.parent), str(config.parent.resolve()), nbytes)
+
+
+def _model(name: str, folder: str, nbytes: int, modelfile: str | None = None) -> Json:
+    """Return a model on this machine: the bytes of its weights in files, and the Modelfile with this name, if any."""
+    return {"name": name, "folder": folder, "bytes": nbytes, "modelfile": modelfile}
 
 
 def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in weight_files(folder))
 
 
-def _table(models: Sequence[Model], outcomes: Sequence[Outcome]) -> Table:
-    """Return a table in which the name of a repository has room on 80 columns."""
-    budgets = {size(outcome.budget_bytes or 0) for outcome in outcomes if outcome.tokens_per_second is not None}
+LISTED = {"model": "{short}", "size": "{bytes:size}", "runs": "{runs}", "tokens/s": "{tokens_per_second:rate}"}
+"""A table of models, in which the name of a repository has room on 80 columns."""
+
+
+def _table(models: Sequence[Json]) -> Table:
+    budgets = {size(model["budget_bytes"]) for model in models if model["tokens_per_second"] is not None}
     caption = f"planned with a budget of {budgets.pop()}" if len(budgets) == 1 else None
-    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-    for heading in ("model", "size", "runs", "tokens/s"):
-        table.add_column(heading, justify="left" if heading in ("model", "runs") else "right", overflow="fold")
-    for model, outcome in zip(models, outcomes, strict=True):
-        runs = f"needs {size(outcome.budget_bytes)}" if outcome.why and outcome.budget_bytes else outcome.way
-        table.add_row(printable(_short(model.name)), size(model.bytes), runs, rate(outcome.tokens_per_second))
-    return table
+
+    def runs(model: Json) -> str:
+        return told("needs {budget_bytes:size}" if model["why"] and model["budget_bytes"] else "{way}", model)
+
+    rows = ({**model, "short": printable(_short(model["name"])), "runs": runs(model)} for model in models)
+    return tabled(LISTED, rows, caption=caption, caption_justify="left")
 
 
 def _short(name: str) -> str:
@@ -416,36 +412,32 @@ def show(args: argparse.Namespace, out: TextIO) -> int:
     found = {"model": args.model, "modelfile": None if modelfile is None else _describe(modelfile)}
     found |= look_at(args.model if modelfile is None else modelfile.base, config)
     dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
-    outcome = Outcome(**{field.name: found[field.name] for field in fields(Outcome)})
-    described = {name: _in_words(value) for name, value in (found["modelfile"] or {}).items()}
-    more = {"modelfile": described, "dtypes": dtypes, "remote": found["folder"] is None, "plan": str(outcome)}
+    described = {name: _listed(value) for name, value in (found["modelfile"] or {}).items()}
+    more = {"modelfile": described, "dtypes": dtypes, "remote": found["folder"] is None, "plan": in_words(found)}
     lines = [*filled(SHOWN, {**found, **more}), *((key, str(value)) for key, value in found["config"].items())]
     emit(args, found, labelled(lines), out)
     return 0
 
 
-def _in_words(value: object) -> str:
+def _listed(value: object) -> str:
     return ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value or "")
 
 
 def look_at(name: str, config: FlashConfig) -> Json:
     """Return the facts about a folder or repository. Of one that is not downloaded, headers are fetched."""
-    with ExitStack() as stack:
-        remote = is_remote(name)
-        path = stack.enter_context(preview(name)) if remote else resolve(name)
-        shards = read_checkpoint(path).shards
-        dtypes: Counter[str] = Counter()
-        for tensor in read_checkpoint(path).tensors.values():
+    with headers_of(name) as (path, probe):
+        checkpoint, dtypes = read_checkpoint(path), Counter[str]()
+        for tensor in checkpoint.tensors.values():
             dtypes[tensor.dtype] += tensor.extent.nbytes
         entries = json.loads((path / "config.json").read_text(encoding="utf-8"))
         return {
             "base": name,
-            "folder": None if remote else str(path),
-            "shards": len(shards),
+            "folder": str(path) if probe is None else None,
+            "shards": len(checkpoint.shards),
             "bytes": sum(dtypes.values()),
             "bytes_by_dtype": dict(dtypes.most_common()),
             "config": {key: entries[key] for key in _ENTRIES if key in entries},
-            **asdict(expect(path, config)),
+            **expect(path, config, probe),
         }
 
 
@@ -513,21 +505,16 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
     if Path(name).is_dir():
         raise ConfigError(f"pull {name}: it is a folder on this machine, which needs no download")
     hub.check_name(name)
-    cache = Path(constants.HF_HUB_CACHE)
     disable_progress_bars()
+    cache = Path(constants.HF_HUB_CACHE)
     with Status(f"looking at {name}", is_shown=not args.quiet):
-        outcome = _foresee(name, args.revision, make_config(args), cache)
+        with preview(name, args.revision) as path, sample_in(cache) as probe:
+            outcome = expect(path, make_config(args), probe)
         nbytes = missing_bytes(name, args.revision)
-    note(f"{name}: {outcome}; {size(nbytes)} to download")
+    note(f"{name}: {in_words(outcome)}; {size(nbytes)} to download")
     if sys.stderr.isatty() and not args.quiet:
         enable_progress_bars()
     folder = str(download(name, args.revision))
-    facts = {"model": name, "folder": folder, "downloaded_bytes": nbytes, **asdict(outcome)}
+    facts = {"model": name, "folder": folder, "downloaded_bytes": nbytes, **outcome}
     emit(args, facts, f"{name} is in {folder}", out)
     return 0
-
-
-def _foresee(name: str, revision: str | None, config: FlashConfig, cache: Path) -> Outcome:
-    """Plan for a model that is not downloaded. Fetches the headers of its shards."""
-    with preview(name, revision) as path, sample_in(cache) as probe:
-        return expect(path, config, probe)

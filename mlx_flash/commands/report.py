@@ -26,7 +26,7 @@ from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
-from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, counted, duration, filled, rate, size
+from mlx_flash.monitor.words import counted, duration, filled, limit, rate, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
 from mlx_flash.telemetry import FACTS, Facts, Sample, ratio
@@ -164,7 +164,6 @@ def _disk_numbers(run: Recorder) -> Json:
     reading = ratio(end.since(start, "read.nbytes"), busy)
     cached = ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes"))
     waiting = ratio(last.waited(first), last.clock - first.clock, 1)
-    source = "page cache" if (cached or 0.0) >= ALL_CACHED else "disk"
     return {
         "budget_bytes": budget,
         "within_budget": peak_footprint() <= budget,
@@ -190,7 +189,7 @@ def _disk_numbers(run: Recorder) -> Json:
         "generation_wait_share": waiting,
         "generation_read_share": ratio(last.reading(first), last.clock - first.clock, 1),  # with a read in flight
         "generation_compute_share": None if waiting is None else 1 - waiting,
-        "limited_by": None if waiting is None else source if waiting >= DISK_LIMITS else "computing",
+        "limited_by": None if waiting is None else limit(waiting, cached)[0],
         "kv_bytes_read": last.since(start, "kv.read_bytes"),  # keys and values of prompt and generation, from disk
         "kv_bytes_written": last.since(start, "kv.written_bytes"),
     }

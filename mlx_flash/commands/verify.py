@@ -8,8 +8,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -20,13 +21,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.commands.common import Status, emit, labelled, make_config
 from mlx_flash.commands.report import Json, surroundings
-from mlx_flash.commands.vision import is_vision, sample_prompt, seeing
+from mlx_flash.commands.vision import is_vision, sampled, steps_after
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
-from mlx_flash.config import FlashConfig
 from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
+from mlx_flash.engine.status import plan_numbers
 from mlx_flash.errors import CheckpointError, FileChangedError, ReadError, WriteError
 from mlx_flash.files import write_atomically
 from mlx_flash.folders import cache_directory
@@ -37,7 +38,6 @@ from mlx_flash.layout.swap import own_class
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
 from mlx_flash.memory.pagecache import drop_cached
-from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
@@ -125,20 +125,10 @@ class ByteCheck:
         self.nbytes += len(memory)
 
 
-@contextmanager
-def checked_bytes(engine: Engine, layout: ModelLayout) -> Iterator[tuple[ByteCheck, Json]]:
-    """Compare the weights that a model computes with in a block. Yield the check, and what it counts, at the end."""
-    check, numbers = ByteCheck(), Json()
-    with check.watching(engine):
-        yield check, numbers
-    check.resident(engine, layout)
-    numbers["bytes_read"] = engine.reader.stats.nbytes
-    numbers["bytes_compared"] = check.nbytes
-    numbers["wrong_bytes"] = list(check.wrong.values())
+FORMAT = 2
 
-
-FORMAT = 1
-
+Computed = Iterator[tuple[list[int], mx.array | None]]
+"""The tokens of each call of a model, and its logits: none for a part of a prompt, which mlx-lm drops, too."""
 Notice = Callable[[nn.Module, Any], None]
 """Called with a module and the evaluated result of its call."""
 Report = Callable[[int, int], None]
@@ -151,7 +141,7 @@ class Call:
 
     Attributes:
         tokens: that the model was given.
-        logits: digest of its logits; empty for a part of a prompt, whose logits are dropped as mlx-lm drops them.
+        logits: digest of its logits; empty for a part of a prompt.
         layers: digest of each layer's output, by name.
     """
 
@@ -160,48 +150,123 @@ class Call:
     layers: dict[str, str]
 
 
-def call_of(
-    model: Any, tokens: list[int], cache: list[Any], layers: dict[str, nn.Module], then: Notice, *, is_prompt: bool
-) -> tuple[Call, int]:
-    """Call a model. Return the digests, and the most likely token after it; of a part of a prompt, 0.
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The way to compute the same with a streamed model and with the library's own.
 
-    Args:
-        model: what to call.
-        tokens: for the call.
-        cache: the prompt cache.
-        layers: modules whose outputs get a digest, by name.
-        then: called after each of them.
-        is_prompt: drop the logits.
+    Attributes:
+        library: the library whose model it is.
+        loader: returns the function that loads it.
+        units: the model's layers, with those of towers.
+        compute: computes a prompt and further tokens with a model.
+        num_calls: of that.
     """
-    with digests_of(layers, then) as digests:
-        digest, token = "", 0
-        if is_prompt:
-            model(mx.array([tokens]), cache=cache)  # whose logits nobody computes
-        else:
-            logits = model(mx.array([tokens]), cache=cache)
-            digest, token = digest_of(logits), cast(int, mx.argmax(logits[0, -1]).item())
-        mx.eval(arrays_in(cache))
-    return Call(tokens, digest, digests), token
+
+    library: str
+    loader: Callable[[], Callable[..., Any]]
+    units: Sequence[Unit]
+    compute: Callable[[Any], Computed]
+    num_calls: int
+
+    def stream(self, model: Any, report: Report) -> tuple[list[Call], Json]:
+        """Return the calls of a streamed model that was started, and what reading and comparing its weights counted."""
+        check = ByteCheck()
+        towers = model.towers.before_release(check.segments) if model.layout.towers else nullcontext()
+        with check.watching(model.engine), towers:
+            layers = {unit.name: unit.module for unit in self.units}
+            calls = self._trace(model, layers, keep, report)
+        check.resident(model.engine, model.layout)
+        numbers = {"bytes_read": model.engine.reader.stats.nbytes, "bytes_compared": check.nbytes}
+        return calls, {**numbers, "wrong_bytes": list(check.wrong.values())}
+
+    def repeat(self, path: Path, *, resident: bool, report: Report) -> list[Call]:
+        """Return the same calls of the library's own model, which reads the weights itself.
+
+        Args:
+            path: the model directory.
+            resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
+            report: progress.
+        """
+        reference = Reference(lambda lazy: self._load(path, lazy), self.units, resident)
+        return self._trace(reference.model, reference.layers, reference.then, report)
+
+    def _load(self, path: Path, lazy: bool) -> nn.Module:
+        found = self.loader()(path, lazy=lazy)
+        model: nn.Module = found[0] if isinstance(found, tuple) else found  # mlx-lm adds the config
+        return model
+
+    def _trace(self, model: nn.Module, layers: dict[str, nn.Module], then: Notice, report: Report) -> list[Call]:
+        """Compute with a model. Return the digests of its calls.
+
+        Args:
+            model: what to call.
+            layers: modules whose outputs get a digest, by name.
+            then: called after each of their calls.
+            report: progress.
+        """
+        names = {id(module): name for name, module in layers.items()}
+        digests: dict[str, str] = {}
+        calls: list[Call] = []
+
+        def note(module: nn.Module, result: Any) -> None:
+            name = names[id(module)]
+            digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
+            then(module, result)
+
+        with watching(list(layers.values()), note):
+            for tokens, logits in self.compute(model):
+                calls.append(Call(tokens, "" if logits is None else digest_of(logits), dict(digests)))
+                digests.clear()
+                report(len(calls), self.num_calls)
+        return calls
 
 
 @contextmanager
-def digests_of(layers: dict[str, nn.Module], then: Notice) -> Iterator[dict[str, str]]:
-    """Yield the digests of what layers compute in a block, by name. Each goes on from those of earlier calls.
+def opened(args: argparse.Namespace, path: Path) -> Iterator[tuple[Any, Subject]]:
+    """Yield a streamed model of mlx-lm, or of mlx-vlm if it sees. It has been started, so that its layers are final."""
+    if is_vision(args, path, prefers=True):
+        from mlx_flash.compat.vlm import current_vlm_load_model
 
-    Args:
-        layers: modules, by name.
-        then: called after each of their calls.
-    """
-    names = {id(module): name for name, module in layers.items()}
-    digests: dict[str, str] = {}
+        with sampled(args, path) as (seeing, prompt):
+            compute = partial(_seen, prompt=prompt, num_tokens=args.max_tokens, step=seeing.plan.prefill_step_size)
+            units = [*seeing.layout.towers, *seeing.layout.layers]
+            yield seeing, Subject("mlx-vlm", current_vlm_load_model, units, compute, args.max_tokens)
+        return
+    vocabulary = min(int(load_config(path).get("vocab_size", 98)), 98)
+    tokens = [1 + i * 7 % (vocabulary - 1) for i in range(args.prompt_tokens)]
+    with load_model(path, make_config(args))[0] as model:
+        model.start()
+        yield model, of_tokens(model.layout, tokens, args.max_tokens, model.plan.prefill_step_size)
 
-    def note(module: nn.Module, result: Any) -> None:
-        name = names[id(module)]
-        digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
-        then(module, result)
 
-    with watching(list(layers.values()), note):
-        yield digests
+def of_tokens(layout: ModelLayout, prompt: Sequence[int], num_tokens: int, step: int) -> Subject:
+    """Return a model of mlx-lm with a prompt of which all but the last token are computed in parts of ``step``."""
+    compute = partial(_read, prompt=prompt, num_tokens=num_tokens, step=step)
+    num_calls = -(-(len(prompt) - 1) // step) + num_tokens
+    return Subject("mlx-lm", current_load_model, layout.layers, compute, num_calls)
+
+
+def _read(model: Any, prompt: Sequence[int], num_tokens: int, step: int) -> Computed:
+    """Compute a prompt and the most likely tokens after it."""
+    cache, head, tokens = make_prompt_cache(model), prompt[:-1], [prompt[-1]]
+    for start in range(0, len(head), step):
+        part = list(head[start : start + step])
+        model(mx.array([part]), cache=cache)  # whose logits nobody computes
+        mx.eval(arrays_in(cache))
+        yield part, None
+    for _ in range(num_tokens):
+        logits = model(mx.array([tokens]), cache=cache)
+        mx.eval(logits, arrays_in(cache))
+        yield tokens, logits
+        tokens = [cast(int, mx.argmax(logits[0, -1]).item())]
+
+
+def _seen(model: Any, prompt: PicturePrompt, num_tokens: int, step: int) -> Computed:
+    """Compute a prompt with pictures by mlx-vlm's loop, which returns log probabilities in place of logits."""
+    tokens = prompt.tokens
+    for token, logprobs in steps_after(model, prompt, num_tokens, step):
+        yield tokens, logprobs
+        tokens = [token]
 
 
 @contextmanager
@@ -253,52 +318,6 @@ def digest_of(*arrays: mx.array, before: str = "") -> str:
     return found.hexdigest()[:32]
 
 
-def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, report: Report) -> list[Call]:
-    """Compute a prompt and further tokens, streamed.
-
-    Args:
-        model: the streamed model. It is started before, so that its layers are final.
-        prompt: its first tokens. All but the last are computed in parts of the plan's prefill step.
-        num_tokens: calls after these, of one token each; the first one has the last token of the prompt.
-        report: progress.
-    """
-    model.start()
-    layers = {unit.name: unit.module for unit in model.layout.layers}
-    step, head, token = model.plan.prefill_step_size, prompt[:-1], prompt[-1]
-    chunks = [list(head[i : i + step]) for i in range(0, len(head), step)]
-    cache, calls, total = make_prompt_cache(model), list[Call](), len(chunks) + num_tokens
-    for i in range(total):
-        is_prompt = i < len(chunks)
-        tokens = chunks[i] if is_prompt else [token]
-        call, following = call_of(model, tokens, cache, layers, keep, is_prompt=is_prompt)
-        token = token if is_prompt else following
-        calls.append(call)
-        report(i + 1, total)
-    return calls
-
-
-def reference_trace(
-    path: Path, layout: ModelLayout, calls: Sequence[Call], *, resident: bool, report: Report
-) -> list[Call]:
-    """Repeat calls by mlx-lm alone, which reads the weights itself.
-
-    Args:
-        path: the model directory.
-        layout: of the streamed model, for the names of its layers.
-        calls: to repeat, with their tokens.
-        resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
-        report: progress.
-    """
-    reference, found = Reference(lambda lazy: current_load_model()(path, lazy=lazy)[0], layout.layers, resident), []
-    cache = make_prompt_cache(reference.model)
-    for i, call in enumerate(calls):
-        is_prompt = not call.logits
-        again, _ = call_of(reference.model, call.tokens, cache, reference.layers, reference.then, is_prompt=is_prompt)
-        found.append(again)
-        report(i + 1, len(calls))
-    return found
-
-
 def keep(module: nn.Module, result: Any) -> None:
     """Leave a layer as it is."""
 
@@ -336,96 +355,16 @@ class Reference:
         mx.clear_cache()
 
 
-def stream_seeing(
-    args: argparse.Namespace, path: Path
-) -> tuple[ResidencyPlan, ModelLayout, list[Call], Json, PicturePrompt]:
-    """Return the plan, the layers, the streamed calls, what reading and comparing bytes counted, and the prompt."""
-    with (
-        seeing(args, path) as (model, processor),
-        Status("Streamed", args.verbose) as status,
-    ):
-        prompt = sample_prompt(model, processor, args.prompt_tokens)
-        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
-        model.start()
-        layers = {unit.name: unit.module for unit in _seen_layers(model.layout)}
-        with checked_bytes(model.engine, model.layout) as (check, numbers), model.towers.before_release(check.segments):
-            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, keep, status.show)
-        return model.plan, model.layout, calls, numbers, prompt
-
-
-def reference_seeing(
-    path: Path,
-    layout: ModelLayout,
-    prompt: PicturePrompt,
-    calls: Sequence[Call],
-    step: int,
-    *,
-    resident: bool,
-    report: Report,
-) -> list[Call]:
-    """Repeat calls by mlx-vlm alone, which reads the weights itself.
-
-    Args:
-        path: the model directory.
-        layout: of the streamed model, for the names of its layers.
-        prompt: of the calls.
-        calls: to repeat.
-        step: prompt tokens in a forward call.
-        resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
-        report: progress.
-    """
-    from mlx_flash.compat.vlm import current_vlm_load_model
-
-    reference = Reference(lambda lazy: current_vlm_load_model()(path, lazy=lazy), _seen_layers(layout), resident)
-    return _trace(reference.model, prompt, len(calls), step, reference.layers, reference.then, report)
-
-
-def _seen_layers(layout: ModelLayout) -> list[Unit]:
-    return [*layout.towers, *layout.layers]
-
-
-def _trace(
-    model: nn.Module,
-    prompt: PicturePrompt,
-    num_tokens: int,
-    step: int,
-    layers: dict[str, nn.Module],
-    then: Notice,
-    report: Report,
-) -> list[Call]:
-    """Generate tokens by mlx-vlm's loop. Return the calls with their digests, of log probabilities in place of logits.
-
-    Args:
-        model: what to call.
-        prompt: the prompt.
-        num_tokens: tokens to generate.
-        step: prompt tokens in a forward call.
-        layers: modules whose outputs get a digest, by name.
-        then: called after each of them.
-        report: progress.
-    """
-    from mlx_flash.vision.pictures import steps
-
-    calls: list[Call] = []
-    given = prompt.tokens
-    with digests_of(layers, then) as digests:
-        for token, logprobs in steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step):
-            calls.append(Call(given, digest_of(logprobs), dict(digests)))
-            given = [token]
-            report(len(calls), num_tokens)
-    return calls
-
-
 def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | None:
     """Return where two traces part, in words; None where they are equal."""
-    if [call.tokens for call in expected] != [call.tokens for call in found]:
-        return "the calls have other tokens"
+    if len(expected) != len(found):
+        return f"the number of calls, {len(expected)} and {len(found)},"
     for number, (one, other) in enumerate(zip(expected, found, strict=True), 1):
         layers = [name for name in one.layers if one.layers[name] != other.layers.get(name)]
-        if layers or one.layers.keys() != other.layers.keys():
-            return f"call {number} of {len(found)}: output of {layers[0] if layers else 'other layers'}"
-        if one.logits != other.logits:
-            return f"call {number} of {len(found)}: logits"
+        output = f"output of {layers[0] if layers else 'other layers'}"
+        parts = {"tokens": "tokens", "layers": output, "logits": "logits"}
+        if differs := [words for name, words in parts.items() if getattr(one, name) != getattr(other, name)]:
+            return f"call {number} of {len(found)}: {differs[0]}"
     return None
 
 
@@ -481,21 +420,15 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     began = time.perf_counter()
     with Status("Files", args.verbose) as status:
         digests = file_digests(files, status.show_bytes)
-    prompt = None
-    if is_vision(args, path, prefers=True):
-        plan, layout, calls, numbers, prompt = stream_seeing(args, path)
-    else:
-        plan, layout, calls, numbers = _stream(args, path, make_config(args))
+    with opened(args, path) as (model, subject), Status("Streamed", args.verbose) as status:
+        plan: ResidencyPlan = model.plan
+        calls, numbers = subject.stream(model, status.show)
+    del model  # it would take memory beside the reference
     resident = args.reference == "resident"
     if args.reference is None:
         resident = plan.model_bytes <= RESIDENT_SHARE * available_memory()
-    library = "mlx-lm" if prompt is None else "mlx-vlm"
-    with _stock_copy(path) as stock, Status(library, args.verbose) as status:
-        again: dict[str, Any] = {"resident": resident, "report": status.show}
-        if prompt is None:
-            expected = reference_trace(stock, layout, calls, **again)
-        else:
-            expected = reference_seeing(stock, layout, prompt, calls, plan.prefill_step_size, **again)
+    with _stock_copy(path) as stock, Status(subject.library, args.verbose) as status:
+        expected = subject.repeat(stock, resident=resident, report=status.show)
     if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
         raise FileChangedError(f"{changed[0]} was written to while it was verified. Hint: verify again.")
     receipt: Json = {
@@ -504,12 +437,12 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "is_exact": expected == calls and not numbers["wrong_bytes"],
         "difference": first_difference(expected, calls),
         **numbers,
-        "library": library,
+        "library": subject.library,
         "reference": "resident" if resident else "layers",
         "seconds": time.perf_counter() - began,
         "files": digests,
         "calls": [asdict(call) for call in calls],
-        "plan": _plan(plan),
+        "plan": {"model_bytes": plan.model_bytes, **plan_numbers(plan)},
         "way_of_reading": way_of_reading(),
         **surroundings(),
     }
@@ -526,20 +459,6 @@ def _stock_copy(path: Path) -> Iterator[Path]:
         return
     with closing(PrivateFolder(cache_directory() / "verify", "an uncompressed copy")) as private:
         yield pack(path, private.path / path.name).target
-
-
-def _stream(
-    args: argparse.Namespace, path: Path, config: FlashConfig
-) -> tuple[ResidencyPlan, ModelLayout, list[Call], Json]:
-    """Return the plan, the layers, the streamed calls, and what reading and comparing bytes counted."""
-    vocabulary = int(load_config(path).get("vocab_size", 98))
-    prompt = [1 + i * 7 % (min(vocabulary, 98) - 1) for i in range(args.prompt_tokens)]
-    model, _ = load_model(path, config)
-    with model, Status("Streamed", args.verbose) as status:
-        assert model.engine is not None
-        with checked_bytes(model.engine, model.layout) as (_, numbers):
-            found = streamed_trace(model, prompt, args.max_tokens, status.show)
-        return model.plan, model.layout, found, numbers
 
 
 def differences(earlier: Json, receipt: Json, calls: Sequence[Call]) -> list[str]:
@@ -573,18 +492,6 @@ def read_receipt(path: Path) -> Json:
     except (TypeError, ValueError, RecursionError):
         pass  # said below
     raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")
-
-
-def _plan(plan: ResidencyPlan) -> Json:
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "model_bytes": plan.model_bytes,
-        "pinned_bytes": plan.pinned_bytes,
-        "read_bytes_per_pass": plan.read_bytes,
-        "num_slots": plan.streaming.num_slots,
-        "num_expert_slots": plan.pool.num_slots if plan.pool else 0,
-        "prefill_step_size": plan.prefill_step_size,
-    }
 
 
 def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out: TextIO) -> None:

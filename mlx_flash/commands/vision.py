@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text
@@ -125,21 +126,30 @@ def seeing_talk(
         yield model, processor
 
 
-def sample_prompt(model: nn.Module, processor: Any, num_words: int) -> PicturePrompt:
-    """Return a prompt of so many words and a picture, the same in every run."""
+@contextlib.contextmanager
+def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, PicturePrompt]]:
+    """Yield a model that sees, started, and a prompt of some words and a picture, the same in every run.
+
+    Args:
+        args: of the command, with the number of words, and of tokens to generate.
+        path: the model's folder.
+    """
     from mlx_flash.vision.pictures import make_prompt, sample_picture
 
-    words = ("What", "is", "in", "this", "picture", "?")
-    return make_prompt(model, processor, " ".join(islice(cycle(words), num_words)), [sample_picture()])
+    words = " ".join(islice(cycle(("What", "is", "in", "this", "picture", "?")), args.prompt_tokens))
+    with seeing(args, path) as (model, processor):
+        prompt = make_prompt(model, processor, words, [sample_picture()])  # before the plan, which counts the process
+        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
+        with Status("Loading", args.verbose) as status:
+            model.start(status.show_bytes)
+        yield model, prompt
 
 
-def tokens_after(model: FlashVLM, prompt: PicturePrompt, num_tokens: int) -> Iterator[int]:
-    """Yield the most likely tokens after a prompt."""
+def steps_after(model: nn.Module, prompt: PicturePrompt, num_tokens: int, step: int) -> Iterator[tuple[int, mx.array]]:
+    """Yield the most likely tokens after a prompt, and log probabilities."""
     from mlx_flash.vision.pictures import steps
 
-    step = model.plan.prefill_step_size
-    found = steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)
-    return (token for token, _ in found)
+    return steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)
 
 
 class SeeingConversation(Conversation):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -17,15 +16,7 @@ from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.stream import UnitState, unit_states
-
-Json = dict[str, Any]
-
-PLAN_NUMBERS = (
-    *("budget_bytes", "base_bytes", "resident_bytes", "pinned_bytes", "slots_bytes", "pool_bytes", "kv_bytes"),
-    *("activation_bytes", "spare_bytes", "bounce_bytes", "cache_limit", "context_length", "prefill_step_size"),
-    "disk_bytes_per_second",
-)
-"""Attributes of a plan that are published under their names."""
+from mlx_flash.telemetry import FACTS, Json
 
 LONGEST_GAP_SECONDS = 60.0
 """A longer time between two calls is idle time, not the evaluation of what a call left lazy."""
@@ -166,7 +157,7 @@ class Status:
         trunk = layout if plan.pool is None else trunk_of(layout)
         self._parts = _parts(trunk, plan, engine.units)
         self._model = {"name": name, "bytes": plan.model_bytes}
-        self._told_plan = _plan_to_json(plan)
+        self._told_plan = plan_numbers(plan)
         self._others: dict[str, Callable[[], Json]] = {}
 
     def tell(self, section: str, collect: Callable[[], Json]) -> None:
@@ -273,11 +264,13 @@ def _part(unit: Unit, kind: str, units: Sequence[Unit], streamed: set[str]) -> _
     return _Part(unit.name, kind, unit.nbytes, nbytes, range(numbers[0], numbers[-1] + 1))
 
 
-def _plan_to_json(plan: ResidencyPlan) -> Json:
-    return {
-        **{name: getattr(plan, name) for name in PLAN_NUMBERS},
+def plan_numbers(plan: ResidencyPlan) -> Json:
+    """Return the facts about a plan: its attributes of the same names, and a few others."""
+    others = {
         "num_slots": plan.streaming.num_slots,
         "kv_disk_bytes": plan.kv.disk_bytes,
         "read_bytes_per_pass": plan.read_bytes,
         "predicted_seconds_per_pass": plan.opening_seconds,
     }
+    names = [name.removeprefix("plan.") for name in FACTS if name.startswith("plan.")]
+    return {name: others[name] if name in others else getattr(plan, name) for name in names}

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.text import Text
 
-from mlx_flash.monitor.rates import ExpertRates, History, Shares, SystemMemory
+from mlx_flash.monitor.rates import History, SystemMemory
 from mlx_flash.monitor.words import (
-    ALL_CACHED,
-    DISK_LIMITS,
     STATES,
     Unit,
-    amount,
     duration,
     entries,
     layer_runs,
+    limit,
     model_name,
-    percent,
     printable,
     rate,
     section,
     size,
     speed,
+    told,
     units,
 )
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Facts, Json, budget_of, checked
@@ -87,22 +86,17 @@ def choose_glyphs(encoding: str) -> Glyphs:
     return UNICODE if encoding.lower().replace("-", "").replace("_", "") in {"utf8", "utf8sig"} else ASCII
 
 
-def sparkline(values: Sequence[float | None], top: float, glyphs: Glyphs) -> str:
-    """Return one character for each value. Values are clamped to 0 and ``top``."""
-    last = len(glyphs.levels) - 1
-    scale = last / top if top > 0 else 0.0
-    levels = (None if value is None else min(last, max(0, round(value * scale))) for value in values)
-    return "".join(glyphs.gap if level is None else glyphs.levels[level] for level in levels)
-
-
 def chart(values: Sequence[float | None], top: float, num_rows: int, glyphs: Glyphs) -> list[str]:
-    """Return a bar chart of several rows, the highest first; of one row, a sparkline."""
-    scale, rows = num_rows / top if top > 0 else 0.0, []
-    for row in reversed(range(num_rows)):
-        heights = (None if value is None else value * scale - row for value in values)
-        shown = [None if height is None or (row and height <= 0) else height for height in heights]
-        rows.append(sparkline(shown, 1.0, glyphs))
-    return rows
+    """Return a bar chart of several rows, the highest first. Values are clamped to 0 and ``top``."""
+    scale, last = num_rows / top if top > 0 else 0.0, len(glyphs.levels) - 1
+
+    def cell(value: float | None, row: int) -> str:
+        height = 0.0 if value is None else value * scale - row
+        if value is None or (row and height <= 0):
+            return glyphs.gap
+        return glyphs.levels[min(last, max(0, round(height * last)))]
+
+    return ["".join(cell(value, row) for value in values) for row in reversed(range(num_rows))]
 
 
 def bar(parts: Sequence[float], whole: float, width: int) -> list[int]:
@@ -138,9 +132,6 @@ def strip(units: Sequence[Unit], width: int, max_rows: int) -> list[list[str]]:
     return [cells[i : i + in_row] for i in range(0, len(cells), in_row)] if cells else []
 
 
-Line = tuple[str | tuple[str, str], ...]
-"""A label, then parts: words, or words and their style."""
-
 SHORT_SHARE = 0.05
 """Calls that took a smaller share of the time say little."""
 
@@ -148,24 +139,41 @@ MAX_RUNS = 2
 MAX_RANKS = 8
 MAX_LAYERS = 10_000
 
+LINES = {
+    "KV cache": "{kv.memory_bytes:size} in memory, {kv.disk_bytes:size} on disk; read {kv.read_bytes:size}, "
+    "written {kv.written_bytes:size}",
+    "prompts": "{prefixes.num_restored:whole} tokens restored ({prefixes.restored_bytes:size}), "
+    "{prefixes.num_computed:whole} computed; {prefixes.stored:whole} pages stored",
+    "MLX": "active {memory.active:size}, cache {memory.cache:size}, peak {memory.peak:size}",
+    "cached": "{read.cached_file_bytes:size} of the files in free memory; {cached_share:percent} of reads now",
+    "pool": "{experts.num_resident:whole} of {experts.num_experts:whole} experts in {pool_bytes:size}; "
+    "hits {hit_rate:percent}, predicted right {predicted_right:percent}",
+    "experts": "per token {read_per_token:amount} read ({read_bytes_per_token:size}), "
+    "{reused_per_token:amount} reused; waited {wait_share:percent} of the time",
+}
+"""The lines that are words alone."""
 
-def model_lines(history: History) -> Iterator[Line]:
+
+def model_lines(history: History) -> Iterator[Text]:
     """Yield the model, what its engine does, and its ranks."""
     published, facts = history.latest, history.facts
-    yield "model", (model_name(published.state), "bold")
+    yield _line("model", (model_name(published.state), "bold"))
     silent = time.time() - published.written
     total, streamed = facts["model.bytes"], sum(unit.streamed_bytes for unit in units(published.state))
     share = f", {streamed / total:.0%} streamed" if total else ""
     given, made = facts["passes.num_tokens_in"], facts["passes.num_tokens_out"]
     words = f"pid {published.pid}, {size(total)}{share}; tokens: {max(0.0, given - made):.0f} in, {made:.0f} out"
     if history.ended is not None:
-        yield "engine", f"{words}; ", (f"ended {duration(time.time() - history.ended)} ago", "bold magenta")
+        yield _line("engine", f"{words}; ", (f"ended {duration(time.time() - history.ended)} ago", "bold magenta"))
     elif silent > SILENT_SECONDS:
-        yield "engine", (f"silent for {duration(silent)}: stopped?", "bold red"), f"; {words}"
+        yield _line("engine", (f"silent for {duration(silent)}: stopped?", "bold red"), f"; {words}")
     else:
-        yield "engine", f"{words}; ", ("idle", "dim") if history.is_idle() else ("running", "bold green")
+        yield _line("engine", f"{words}; ", ("idle", "dim") if history.is_idle() else ("running", "bold green"))
     for i, words in enumerate(_ranks(published.state)):
-        yield "" if i else "ranks", words
+        yield _line("" if i else "ranks", words)
+    if published.is_newer:
+        words = f"A newer mlx-flash runs there (schema {published.schema}, known here: {SCHEMA}): update."
+        yield Text(words, "bold red")
 
 
 def _ranks(state: Json) -> Iterator[str]:
@@ -180,13 +188,9 @@ def _ranks(state: Json) -> Iterator[str]:
 def _runs(runs: object) -> str:
     """Return the first runs of layers, as first and last one."""
     pairs = [run for run in runs if isinstance(run, list) and len(run) == 2] if isinstance(runs, list) else []
-    found = [(a, b) for a, b in pairs if _is_layer(a) and _is_layer(b)]
+    found = [run for run in pairs if all(isinstance(layer, int) and 0 <= layer < MAX_LAYERS for layer in run)]
     words, total = layer_runs(found[:MAX_RUNS]), sum(b - a for a, b in found)
     return f"{words}, ... ({total})" if len(found) > MAX_RUNS else words or "-"
-
-
-def _is_layer(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < MAX_LAYERS
 
 
 def pass_words(facts: Facts, clock: float, tokens_per_second: float | None, units: Sequence[Unit]) -> str:
@@ -208,110 +212,46 @@ def pass_words(facts: Facts, clock: float, tokens_per_second: float | None, unit
     return f"{head}{tokens}{guesses}; {done} streamed layers done"
 
 
-def token_words(history: History) -> str:
-    """Return the numbers beside the chart of tokens/s."""
-    rates = history.rates
-    words = f"{rate(rates.tokens_per_second)} now, mean {rate(rates.mean_tokens_per_second)}"
-    return f"{words}, prompt {rate(rates.mean_prompt_tokens_per_second)}"
-
-
-def read_words(history: History) -> str:
-    """Return the numbers beside the chart of read speeds."""
-    disk, rates = history.facts["plan.disk_bytes_per_second"], history.rates
-    speed, reading = rates.read_bytes_per_second, rates.reading_bytes_per_second
-    words = f"{'-' if speed is None else f'{speed / 1e9:.2f}'} of {disk / 1e9:.2f} probed"
-    words += f" ({speed / disk:.0%})" if speed is not None and disk > 0 else ""
-    return words + ("" if reading is None else f", {reading / 1e9:.2f} busy")
-
-
-def limit_line(history: History, shares: Shares) -> Iterator[Line]:
-    """Yield what limits the speed now; nothing while the engine is idle."""
-    rates, in_calls = history.rates, 1 - shares.between
-    if rates.reading_share is None or in_calls < SHORT_SHARE:
-        return
-    source = "page cache" if (rates.cached_share or 0.0) >= ALL_CACHED else "disk"
-    limit = source if shares.disk >= DISK_LIMITS * in_calls else "computing"
-    yield "limit", f"{limit}; the {source} is busy {rates.reading_share:.0%} of the time"
-
-
-def expert_lines(facts: Facts, rates: ExpertRates) -> Iterator[Line]:
-    """Yield what the pool of experts holds, and what it does for a token."""
-    slots, each = facts.get("experts.num_slots"), facts.get("experts.slot_bytes")
-    nbytes = None if slots is None or each is None else slots * each
-    experts = f"{_whole(facts.get('experts.num_resident'))} of {_whole(facts.get('experts.num_experts'))} experts"
-    hits, right = percent(rates.hit_rate), percent(rates.predicted_right)
-    yield "pool", f"{experts} in {_size(nbytes)}; hits {hits}, predicted right {right}"
-    words = f"per token {amount(rates.read_per_token)} read ({_size(rates.read_bytes_per_token)}), "
-    words += f"{amount(rates.reused_per_token)} reused; waited {percent(rates.wait_share)} of the time"
-    yield "experts", words
-
-
-def budget_words(facts: Facts) -> str:
-    """Return the numbers beside the chart of memory."""
-    budget, used = budget_of(facts), facts["memory.footprint"]
-    share = f" ({used / budget:.0%})" if budget > 0 else ""
-    return f"{size(used)} of {size(budget)}{share}, peak {size(facts['memory.peak_footprint'])}"
-
-
-def memory_lines(history: History, system: SystemMemory) -> Iterator[Line]:
+def memory_lines(history: History, system: SystemMemory) -> Iterator[Text]:
     """Yield the last change of the budget, what is on disk, and the memory of MLX and of the machine."""
     facts = history.facts
-    yield from budget_change(history.latest.state)
-    yield from _kv(facts)
-    yield from _prompts(facts)
+    if changed := budget_change(history.latest.state):
+        yield _line("", changed)
+    if facts["kv.disk_bytes"] or facts["kv.written_bytes"]:
+        yield _told("KV cache", facts)
+    if "prefixes.num_restored" in facts and "prefixes.num_computed" in facts:
+        yield _told("prompts", facts)
     yield from _writes(facts)
-    active, cache, peak = (size(facts[f"memory.{key}"]) for key in ("active", "cache", "peak"))
-    yield "MLX", f"active {active}, cache {cache}, peak {peak}"
-    if cached := facts["read.cached_file_bytes"]:
-        share = percent(history.rates.cached_share)
-        yield "cached", f"{size(cached)} of the files in free memory; {share} of reads now"
+    yield _told("MLX", facts)
+    if facts["read.cached_file_bytes"]:
+        yield _told("cached", {**facts, "cached_share": history.rates.cached_share})
     used = system.total - system.available
     words = f"{used / 1e9:.1f} of {system.total / 1e9:.1f} GB used ({used / system.total:.0%})"
     words += f", swap {size(system.swap_used)}" if system.swap_total else ", no swap"
-    yield "system", words + (f", pressure {system.pressure}" if system.pressure is not None else "")
+    yield _line("system", words + (f", pressure {system.pressure:.0%}" if system.pressure else ""))
 
 
-def budget_change(state: Json) -> Iterator[Line]:
-    """Yield the last change of the budget and its reason, if there was one."""
+def budget_change(state: Json) -> str:
+    """Return the last change of the budget and its reason; an empty string if there was none."""
     changes = section(state, "budget").get("changes")
-    if isinstance(changes, list) and changes and isinstance(last := changes[-1], dict):
-        at, before, after = (checked(last.get(key)) or 0.0 for key in ("at", "before", "after"))
-        words = f"{size(before)} to {size(after)} {duration(max(0.0, time.time() - at))} ago"
-        yield "", f"{words}: {printable(str(last.get('reason')))}"
+    if not isinstance(changes, list) or not changes or not isinstance(last := changes[-1], dict):
+        return ""
+    at, before, after = (checked(last.get(key)) or 0.0 for key in ("at", "before", "after"))
+    words = f"{size(before)} to {size(after)} {duration(max(0.0, time.time() - at))} ago"
+    return f"{words}: {printable(str(last.get('reason')))}"
 
 
-def _kv(facts: Facts) -> Iterator[Line]:
-    """Yield a line about keys and values when some are or were on disk."""
-    if facts["kv.disk_bytes"] or facts["kv.written_bytes"]:
-        memory, disk, read, written = (size(facts[f"kv.{key}_bytes"]) for key in ("memory", "disk", "read", "written"))
-        yield "KV cache", f"{memory} in memory, {disk} on disk; read {read}, written {written}"
-
-
-def _prompts(facts: Facts) -> Iterator[Line]:
-    """Yield the line of the prefix cache, when the engine has one."""
-    restored, computed = facts.get("prefixes.num_restored"), facts.get("prefixes.num_computed")
-    if restored is not None and computed is not None:
-        nbytes, stored = _size(facts.get("prefixes.restored_bytes")), _whole(facts.get("prefixes.stored"))
-        yield "prompts", f"{restored:.0f} tokens restored ({nbytes}), {computed:.0f} computed; {stored} pages stored"
-
-
-def _writes(facts: Facts) -> Iterator[Line]:
+def _writes(facts: Facts) -> Iterator[Text]:
     """Yield a line about writes when something was written, or nothing may be."""
-    session, day, total, cap = (facts.get(f"writes.{key}_bytes") for key in ("session", "day", "total", "day_limit"))
+    day, cap = facts["writes.day_bytes"], facts.get("writes.day_limit_bytes")
     if cap == 0:
-        yield "written", "nothing: zero-write mode"
-    elif session is not None and (session or day):
-        limit = "" if cap is None else f" of {size(cap)}"
-        over = "bold red" if cap is not None and day is not None and day >= cap else ""
-        yield "written", f"{size(session)} now, ", (f"{_size(day)} today{limit}", over), f", {_size(total)} ever"
-
-
-def _whole(number: float | None) -> str:
-    return "-" if number is None else f"{number:.0f}"
-
-
-def _size(nbytes: float | None) -> str:
-    return "-" if nbytes is None else size(nbytes)
+        yield _line("written", "nothing: zero-write mode")
+    elif facts["writes.session_bytes"] or day:
+        limit, over = ("", "") if cap is None else (f" of {size(cap)}", "bold red" if day >= cap else "")
+        ever = told(", {writes.total_bytes:size} ever", facts)
+        yield _line(
+            "written", f"{size(facts['writes.session_bytes'])} now, ", (f"{size(day)} today{limit}", over), ever
+        )
 
 
 LABEL = 11
@@ -377,12 +317,13 @@ def frame(histories: Sequence[History], chosen: int, system: SystemMemory, canva
 
 def _frame(histories: Sequence[History], chosen: int, system: SystemMemory, canvas: Canvas) -> list[Text]:
     history = histories[chosen]
+    tokens, read, budget = (_chart(*numbers, history, canvas) for numbers in _numbers(history))
     keys = "q quits" + ", Tab shows the next engine" * (sum(each.ended is None for each in histories) > 1)
     sections = [
-        [*_engines(histories, chosen, canvas), *_model(history)],
-        list(_layers(history, canvas)),
-        list(_speeds(history, canvas)),
-        list(_memory(history, system, canvas)),
+        [*_engines(histories, chosen, canvas), *model_lines(history)],
+        [*_layers(history, canvas)],
+        [*tokens, *read, *_times(history, canvas)],
+        [*budget, *_parts(history, canvas), *memory_lines(history, system)],
         [] if canvas.height is None else [Text(keys, "dim")],
     ]
     lines = [line for section in sections if section for line in [*section, Text()]][:-1]
@@ -391,12 +332,10 @@ def _frame(histories: Sequence[History], chosen: int, system: SystemMemory, canv
 
 def _low(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[Text]:
     """Yield the lines of a frame for a low terminal: the model, the numbers that change, then all else but charts."""
-    facts = history.facts
-    model, *others = _model(history)
-    yield from (model, _text(("tokens/s", token_words(history))), _text(("read GB/s", read_words(history))))
-    yield _text(("budget", (budget_words(facts), _over(facts))))
+    model, *others = model_lines(history)
+    yield from (model, *(_line(label, words) for label, words, _ in _numbers(history)))
     yield from (*others, *_layers(history, canvas), *_times(history, canvas), *_parts(history, canvas))
-    yield from map(_text, memory_lines(history, system))
+    yield from memory_lines(history, system)
 
 
 def message(words: str, hint: str, canvas: Canvas) -> list[Text]:
@@ -420,9 +359,13 @@ def _fit(line: Text, canvas: Canvas) -> Iterator[Text]:
     yield rest
 
 
-def _text(line: Line) -> Text:
-    label, *parts = line
+def _line(label: str, *parts: str | tuple[str, str]) -> Text:
+    """Return a label, then words, or words and their style."""
     return Text.assemble((f"{label:<{LABEL}}", "bold"), *parts)
+
+
+def _told(label: str, facts: Mapping[str, Any]) -> Text:
+    return _line(label, told(LINES[label], facts))
 
 
 def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Iterator[Text]:
@@ -440,82 +383,76 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
         yield Text(f"  {len(histories)} engines", "dim")
 
 
-def _model(history: History) -> Iterator[Text]:
-    yield from map(_text, model_lines(history))
-    if history.latest.is_newer:
-        words = f"A newer mlx-flash runs there (schema {history.latest.schema}, known here: {SCHEMA}): update."
-        yield Text(words, "bold red")
-
-
 def _layers(history: History, canvas: Canvas) -> Iterator[Text]:
     """Yield the pass under way, and where the weights of each layer are."""
     found, failed = units(history.latest.state), history.facts["passes.num_failed"]
     words = pass_words(history.facts, history.latest.clock, history.rates.tokens_per_second, found)
-    yield _text(("pass", words, (f"; {failed:.0f} failed" if failed else "", "bold red")))
+    yield _line("pass", words, (f"; {failed:.0f} failed" if failed else "", "bold red"))
     rows = strip(found, canvas.columns, MAX_STRIP_ROWS)
     repeat = max(1, min(3, canvas.columns // len(rows[0]))) if len(rows) == 1 else 1
     for i, row in enumerate(rows):
         label = f"{sum(unit.kind == 'layer' for unit in found)} layers" if i == 0 else ""
-        yield _text((label, *((canvas.glyphs.states[state] * repeat, STYLES[state]) for state in row)))
+        yield _line(label, *((canvas.glyphs.states[state] * repeat, STYLES[state]) for state in row))
     yield from _legend([(f"{canvas.glyphs.states[s]} {WORDS.get(s, s)}", STYLES[s]) for s in STATES], canvas)
 
 
-def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
-    disk = history.facts["plan.disk_bytes_per_second"]
-    yield from _chart("tokens/s", history, ("tokens", 0.0, "green"), canvas, token_words(history))
-    yield from _chart("read GB/s", history, ("read", disk, "yellow"), canvas, read_words(history))
-    yield from _times(history, canvas)
+Series = tuple[str, float, str]
+"""A series of the last minute: its name, the top of its scale, its style."""
 
 
-def _times(history: History, canvas: Canvas) -> Iterator[Text]:
-    """Yield the shares of the time, the limit of the speed, and the rates of the expert pool."""
-    shares, experts = history.rates.shares, history.rates.experts
-    if shares is not None:
-        yield from _time(shares, canvas)
-        yield from map(_text, limit_line(history, shares))
-    if experts is not None:
-        yield from map(_text, expert_lines(history.facts, experts))
+def _numbers(history: History) -> Iterator[tuple[str, tuple[str, str], Series]]:
+    """Yield a label, its numbers and their style, and the series of the chart beside them."""
+    facts, rates, disk = history.facts, history.rates, history.facts["plan.disk_bytes_per_second"]
+    words = f"{rate(rates.tokens_per_second)} now, mean {rate(rates.mean_tokens_per_second)}"
+    words += f", prompt {rate(rates.mean_prompt_tokens_per_second)}"
+    yield "tokens/s", (words, ""), ("tokens", 0.0, "green")
+    now, reading = rates.read_bytes_per_second, rates.reading_bytes_per_second
+    words = f"{'-' if now is None else f'{now / 1e9:.2f}'} of {disk / 1e9:.2f} probed"
+    words += f" ({now / disk:.0%})" if now is not None and disk > 0 else ""
+    words += "" if reading is None else f", {reading / 1e9:.2f} busy"
+    yield "read GB/s", (words, ""), ("read", disk, "yellow")
+    budget, used = budget_of(facts), facts["memory.footprint"]
+    share = f" ({used / budget:.0%})" if budget > 0 else ""
+    words = f"{size(used)} of {size(budget)}{share}, peak {size(facts['memory.peak_footprint'])}"
+    yield "budget", (words, "bold red" if used > budget else ""), ("memory.footprint", budget, "magenta")
 
 
-def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[Text]:
-    facts, budget = history.facts, budget_of(history.facts)
-    yield from _chart("budget", history, ("footprint", budget, "magenta"), canvas, budget_words(facts), _over(facts))
-    yield from _parts(history, canvas)
-    yield from map(_text, memory_lines(history, system))
-
-
-def _over(facts: Facts) -> str:
-    """Return the style of a budget that is broken."""
-    return "bold red" if facts["memory.footprint"] > budget_of(facts) else ""
-
-
-def _chart(
-    label: str, history: History, series: tuple[str, float, str], canvas: Canvas, words: str, style: str = ""
-) -> Iterator[Text]:
-    """Yield the chart of a series (its name, the top of its scale, its style) with numbers beside the first line.
-
-    Empty lines at its top are left out.
-    """
+def _chart(label: str, words: tuple[str, str], series: Series, history: History, canvas: Canvas) -> Iterator[Text]:
+    """Yield the chart of a series with numbers beside the first line. Empty lines at its top are left out."""
     name, top, colour = series
     values = history.series(name, max(1, canvas.columns - CHART_WORDS))
     highest = max([top, *(value for value in values if value is not None)])
     rows = chart(values, highest, canvas.chart_rows, canvas.glyphs)
     first, *others = rows[next((i for i, row in enumerate(rows) if row.strip()), -1) :]
-    yield _text((label, (first, colour), (f" {words}", style)))
-    yield from (_text(("", (row, colour))) for row in others)
+    yield _line(label, (first, colour), " ", words)
+    yield from (_line("", (row, colour)) for row in others)
 
 
-def _time(shares: Shares, canvas: Canvas) -> Iterator[Text]:
-    """Yield the time as a bar of its shares, and these in per cent."""
-    parts = canvas.glyphs.parts
-    shown = [
-        (parts[0], "disk wait", shares.disk, "yellow"),
-        (parts[1], "compute", shares.compute, "green"),
-        (parts[2], "other", shares.calls, "cyan"),
-        (canvas.glyphs.rest, "between calls", shares.between, "dim"),
-    ]
-    yield _bar("time", [(glyph, value, style) for glyph, _, value, style in shown], 1.0, canvas)
-    yield from _legend([(f"{glyph} {name} {value:.0%}", style) for glyph, name, value, style in shown], canvas)
+def _times(history: History, canvas: Canvas) -> Iterator[Text]:
+    """Yield the shares of the time, the limit of the speed, and the rates of the expert pool."""
+    rates, shares = history.rates, history.rates.shares
+    if shares is not None:
+        parts = canvas.glyphs.parts
+        yield from _bar(
+            "time",
+            [
+                (parts[0], "disk wait", shares.disk, "yellow", f"{shares.disk:.0%}"),
+                (parts[1], "compute", shares.compute, "green", f"{shares.compute:.0%}"),
+                (parts[2], "other", shares.calls, "cyan", f"{shares.calls:.0%}"),
+                (canvas.glyphs.rest, "between calls", shares.between, "dim", f"{shares.between:.0%}"),
+            ],
+            1.0,
+            canvas,
+        )
+        in_calls = 1 - shares.between
+        if rates.reading_share is not None and in_calls >= SHORT_SHARE:
+            limited, source = limit(shares.disk / in_calls, rates.cached_share)
+            yield _line("limit", f"{limited}; the {source} is busy {rates.reading_share:.0%} of the time")
+    if rates.experts is not None:
+        slots, each = (history.facts.get(f"experts.{name}") for name in ("num_slots", "slot_bytes"))
+        nbytes = None if slots is None or each is None else slots * each
+        for label in ("pool", "experts"):
+            yield _told(label, {**history.facts, **asdict(rates.experts), "pool_bytes": nbytes})
 
 
 def _parts(history: History, canvas: Canvas) -> Iterator[Text]:
@@ -523,35 +460,44 @@ def _parts(history: History, canvas: Canvas) -> Iterator[Text]:
     facts, parts = history.facts, canvas.glyphs.parts
     budget, (used, cache, lent) = budget_of(facts), (facts[f"memory.{key}"] for key in ("footprint", "cache", "lent"))
     pinned = facts["plan.pinned_bytes"] + facts["plan.resident_bytes"] + lent
-    reserved = sum(facts[f"plan.{part}_bytes"] for part in ("kv", "activation", "spare"))
+    slots, reserved = facts["plan.slots_bytes"], sum(facts[f"plan.{part}_bytes"] for part in RESERVED)
     pool, tokens, others = (facts[f"memory.{key}"] for key in ("pool", "kv_and_activations", "others"))
+    base, free = max(0.0, used - facts["memory.active"] - cache), max(0.0, budget - used)
     shown = [
-        (parts[0], "base", max(0.0, used - facts["memory.active"] - cache), "magenta", ""),
+        (parts[0], "base", base, "magenta", ""),
         (parts[1], "pinned", pinned, "blue", f" ({size(lent)} lent)" if lent else ""),
-        (parts[2], "slots", facts["plan.slots_bytes"], "cyan", ""),
+        (parts[2], "slots", slots, "cyan", ""),
         *([(parts[5], "experts", pool, "bright_magenta", "")] if pool else []),
         (parts[3], "MLX cache", cache, "yellow", ""),
         (parts[4], "KV + activations", tokens, "green", f" of {size(reserved)}"),
         *([(parts[6], "other models", others, "red", "")] if others else []),
-        (canvas.glyphs.rest, "free", max(0.0, budget - used), "dim", ""),
+        (canvas.glyphs.rest, "free", free, "dim", ""),
     ]
     whole = max(budget, sum(value for _, _, value, _, _ in shown))
-    yield _bar("", [(glyph, value, style) for glyph, _, value, style, _ in shown], whole, canvas)
-    words = [(f"{glyph} {name} {size(value)}{more}", style) for glyph, name, value, style, more in shown]
-    yield from _legend(words, canvas)
+    named = [(glyph, name, value, style, f"{size(value)}{more}") for glyph, name, value, style, more in shown]
+    yield from _bar("", named, whole, canvas)
 
 
-def _bar(label: str, parts: Sequence[tuple[str, float, str]], whole: float, canvas: Canvas) -> Text:
-    columns = bar([value for _, value, _ in parts], whole, canvas.columns)
-    return _text((label, *((glyph * n, style) for (glyph, _, style), n in zip(parts, columns, strict=True))))
+RESERVED = ("kv", "activation", "spare")
+"""Parts of a plan that are reserved for tokens."""
+
+Part = tuple[str, str, float, str, str]
+"""A part of a bar: glyph, name, value, style, and its value in words."""
+
+
+def _bar(label: str, parts: Sequence[Part], whole: float, canvas: Canvas) -> Iterator[Text]:
+    """Yield a bar of parts, and their values in words."""
+    columns = bar([value for _, _, value, _, _ in parts], whole, canvas.columns)
+    yield _line(label, *((part[0] * n, part[3]) for part, n in zip(parts, columns, strict=True)))
+    yield from _legend([(f"{glyph} {name} {words}", style) for glyph, name, _, style, words in parts], canvas)
 
 
 def _legend(parts: Sequence[tuple[str, str]], canvas: Canvas) -> Iterator[Text]:
     """Yield lines of as many parts as fit."""
-    line = _text(("",))
+    line = _line("")
     for words, style in parts:
         if len(line) > LABEL and len(line) + len(words) > canvas.width:
             yield line
-            line = _text(("",))
+            line = _line("")
         line.append(f"{words}  ", style)
     yield line

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import psutil
 
+from mlx_flash.memory.kernel import pressure
 from mlx_flash.telemetry import Facts, Json, Published, Sample, find, growth, ratio, read
-
-_PRESSURE = Path("/proc/pressure/memory")
-_DARWIN_LEVELS = {1: "normal", 2: "warning", 4: "critical"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,47 +20,20 @@ class SystemMemory:
     Attributes:
         total, available: main memory.
         swap_total, swap_used: swap space.
-        pressure: in words; None where the system reports none.
+        pressure: share of the last ten seconds in which tasks waited for memory.
     """
 
     total: int
     available: int
     swap_total: int
     swap_used: int
-    pressure: str | None
+    pressure: float
 
 
 def system_memory() -> SystemMemory:
     """Return the memory now."""
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     return SystemMemory(int(memory.total), int(memory.available), int(swap.total), int(swap.used), pressure())
-
-
-def pressure() -> str | None:
-    """Return the kernel's level on macOS; on Linux the shares of ten seconds that some, and all, tasks waited."""
-    if sys.platform == "darwin":
-        return _darwin_pressure()
-    return _linux_pressure() if sys.platform == "linux" else None
-
-
-def _linux_pressure() -> str | None:
-    try:
-        lines = _PRESSURE.read_text().splitlines()
-    except OSError:  # the kernel has no such counters, or they are switched off
-        return None
-    shares = []
-    for line in lines:
-        kind, *fields = line.split()
-        shares.append(f"{kind} {float(dict(field.split('=') for field in fields)['avg10']):.0f}%")
-    return " ".join(shares)
-
-
-def _darwin_pressure() -> str | None:
-    level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    name = b"kern.memorystatus_vm_pressure_level"
-    if ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, 0) != 0:
-        return None
-    return _DARWIN_LEVELS.get(level.value)
 
 
 Key = tuple[int, int, float]
@@ -226,7 +194,6 @@ class History:
     facts: Facts = field(default_factory=Facts)
     rates: Rates = field(default_factory=Rates)
     _samples: deque[Sample] = field(default_factory=deque)
-    _values: deque[tuple[float, dict[str, float | None]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.add(self.latest)
@@ -243,14 +210,8 @@ class History:
         while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
             self._samples.popleft()
         self.rates = self._rates_now()
-        values = {
-            "tokens": self.rates.tokens_per_second,
-            "read": self.rates.read_bytes_per_second,
-            "footprint": self.facts.get("memory.footprint"),
-        }
-        self._values.append((sample.clock, values))
-        while sample.clock - self._values[0][0] > MINUTE:
-            self._values.popleft()
+        speeds = {"tokens": self.rates.tokens_per_second, "read": self.rates.read_bytes_per_second}
+        sample.facts.update({name: speed for name, speed in speeds.items() if speed is not None})
 
     def is_idle(self) -> bool:
         """Return True when no call is under way, and none is likely to follow soon."""
@@ -263,13 +224,13 @@ class History:
         """Return means over equal parts of the last minute, the oldest first; None where no sample lies.
 
         Args:
-            name: ``"tokens"``, ``"read"`` or ``"footprint"``.
+            name: of a fact; or ``"tokens"`` or ``"read"``, the speeds.
             num_cells: number of parts.
         """
         found: list[list[float]] = [[] for _ in range(num_cells)]
         now = self._samples[-1].clock
-        for clock, values in self._values:
-            if (value := values[name]) is not None:
+        for clock, facts in self._samples:
+            if now - clock <= MINUTE and (value := facts.get(name)) is not None:
                 found[max(0, num_cells - 1 - int((now - clock) / MINUTE * num_cells))].append(value)
         return [sum(cell) / len(cell) if cell else None for cell in found]
 

@@ -103,21 +103,18 @@ def seconds_of(value: float | str) -> float:
     return -seconds if text.startswith("-") else seconds
 
 
-def percent(part: float | None) -> str:
-    """Return a share in per cent."""
-    return "-" if part is None else f"{part:.0%}"
-
-
-def amount(number: float | None) -> str:
-    """Return a mean number of things."""
-    return "-" if number is None else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
-
-
 DISK_LIMITS = 0.2
 """Share of the time spent waiting for the disk from which on the disk is said to limit the speed."""
 
 ALL_CACHED = 0.95
 """Share of reads through the page cache from which on reads are said to come from there."""
+
+
+def limit(waiting: float, cached: float | None) -> tuple[str, str]:
+    """Return what limits the speed, and what is read from, by the shares of waiting and of cached reads."""
+    source = "page cache" if (cached or 0.0) >= ALL_CACHED else "disk"
+    return source if waiting >= DISK_LIMITS else "computing", source
+
 
 SLOW = 0.1
 """Speeds in tokens per second below this are shown as seconds for a token."""
@@ -151,12 +148,16 @@ def layer_runs(runs: Iterable[Sequence[int]]) -> str:
 
 UNITS: dict[str, Callable[[Any], str]] = {
     "size": size,
+    "read": lambda nbytes: size(nbytes) if nbytes else "nothing",
     "GB": lambda nbytes: f"{nbytes / 1e9:.3f} GB",
+    "billions": lambda nbytes: f"{nbytes / 1e9:.3f}",
     "GB/s": lambda per_second: f"{per_second / 1e9:.2f} GB/s",
     "duration": duration,
     "speed": speed,
     "rate": rate,
-    "percent": percent,
+    "percent": "{:.0%}".format,
+    "whole": "{:.0f}".format,
+    "amount": lambda number: f"{number:.1f}" if number < 99.95 else f"{number:.0f}",
 }
 """The words of a fact by its unit."""
 
@@ -174,7 +175,9 @@ class _Places(Formatter):
         return self.get_value(field_name, args, kwargs), field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return a fact in words."""
+        """Return a fact in words; a dash where it is unknown."""
+        if value is None:
+            return "-"
         if not format_spec or value is True:
             return format_spec or str(value)
         if unit := UNITS.get(format_spec):
@@ -187,6 +190,11 @@ class _Places(Formatter):
 
 
 _places = _Places()
+
+
+def told(template: str, facts: Mapping[str, Any]) -> str:
+    """Return a text in which facts have their places, as in :func:`filled`. Unknown facts are dashes."""
+    return _places.vformat(template, (), facts)
 
 
 def filled(template: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

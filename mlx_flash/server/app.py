@@ -97,11 +97,11 @@ def _families(num_requests: int, ignored: Mapping[str, int]) -> Iterator[Metric]
         yield counts
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for engine in find():
-        for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():
-            kind = CounterMetricFamily if found.kind == "counter" else GaugeMetricFamily
-            name = f"mlx_flash_{found.name}"
-            family = families.setdefault(name, kind(name, found.help, labels=["model", "number"]))
-            family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], found.value)
+        for fact, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
+            kind = CounterMetricFamily if fact.kind == "counter" else GaugeMetricFamily
+            name = f"mlx_flash_{fact.metric}"
+            family = families.setdefault(name, kind(name, fact.help, labels=["model", "number"]))
+            family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], value)
     yield from families.values()
 
 

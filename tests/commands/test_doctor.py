@@ -33,7 +33,7 @@ from models import LLAMA, save
 DISK = Disk("/dev/disk3", "/", "apfs", 10**12, 4 * 10**11, False, False, True)
 FOUND = Findings(
     device="Apple M4 (gpu)",
-    memory=SystemMemory(16 * GB, 9 * GB, 0, 0, None),
+    memory=SystemMemory(16 * GB, 9 * GB, 0, 0, 0.0),
     wired_limit=None,
     disk=DISK,
     profile=DiskProfile(5e9, 2 << 20, 8, True),
@@ -60,7 +60,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"disk": replace(DISK, free_bytes=10**10)}, "/ has 10.0 GB of 1000.0 GB free"),
         ({"profile": DiskProfile(4e8, 1, 1, True)}, "0.40 GB/s"),
         ({"profile": DiskProfile(5e9, 1, 1, False)}, "no direct reads"),
-        ({"memory": SystemMemory(16 * GB, 9 * GB, 8 * GB, 2 * GB, None)}, "2.00 GB are swapped out"),
+        ({"memory": SystemMemory(16 * GB, 9 * GB, 8 * GB, 2 * GB, 0.0)}, "2.00 GB are swapped out"),
         ({"selftest": SelfTest("bounced", 480, {"in place": 88}, 1.0)}, "lost 88 of 480 blocks, so they are bounced"),
         ({"wired_limit": 11 * GB}, "at most 11.0 GB wired"),
         ({"versions": OLD}, "tested with mlx-lm 0.32.0 to"),

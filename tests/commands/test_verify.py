@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_flash import CheckpointError, FileChangedError, ReadError, WriteError
+from mlx_flash import CheckpointError, FileChangedError, FlashConfig, ReadError, WriteError
 from mlx_flash.commands import verify as command
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.verify import EXIT_DIFFERS, Call, file_digests, reference_trace, verify, watching
+from mlx_flash.commands.verify import EXIT_DIFFERS, Subject, file_digests, of_tokens, verify, watching
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.storage import ranges
@@ -78,12 +78,11 @@ def test_watching_changes_no_bits_and_leaves_no_trace(folder: Callable[[str], Pa
 
 def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:
     directory = save(tmp_path / "model", {**LLAMA, "num_hidden_layers": 16})
-    layout = prepare(directory, command.FlashConfig(ram_budget_gb="min")).layout
-    calls = [Call([1, 2, 3], "", {}), Call([4], "logits", {})]
+    layout = prepare(directory, FlashConfig(ram_budget_gb="min")).layout
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    reference_trace(directory, layout, calls, resident=False, report=lambda *_: None)
+    of_tokens(layout, [1, 2, 3, 4], 1, 3).repeat(directory, resident=False, report=lambda *_: None)
     assert mx.get_peak_memory() - before < layout.nbytes / 3
 
 
@@ -183,15 +182,16 @@ def test_a_file_that_changes_in_between_is_an_error(tmp_path: Path, monkeypatch:
 
     def touched(*args: Any, **keywords: Any) -> Any:
         (directory / "model.safetensors").touch()
-        return reference_trace(*args, **keywords)
+        return repeat(*args, **keywords)
 
-    monkeypatch.setattr(command, "reference_trace", touched)
+    repeat = Subject.repeat
+    monkeypatch.setattr(Subject, "repeat", touched)
     with pytest.raises(FileChangedError, match="written to while it was verified"):
         verified(directory)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 99}', '{"format": 1, "calls": [{"a": 1}]}', '{"format": 1, "calls": []}']
+    "text", ["", "[]", '{"format": 99}', '{"format": 2, "calls": [{"a": 1}]}', '{"format": 2, "calls": []}']
 )
 def test_what_is_no_receipt_is_refused(folder: Callable[[str], Path], tmp_path: Path, text: str) -> None:
     (tmp_path / "receipt").write_text(text)

@@ -565,7 +565,7 @@ def test_the_command_lists_and_clears(directory: Path, capsys: pytest.CaptureFix
     assert same_bits(logits(loaded.model), logits(stock(directory)))
     del loaded
     text = command("clear", capsys=capsys)
-    assert re.search(r"removed \d+ kB of model", text) and "removed 1 packed copy" in text
+    assert re.search(r"model +\d+ kB +used today +packed copy, removed", text) and "removed 1 packed copy" in text
     assert not list_copies()
     assert "removed 0 packed copies" in command("clear", capsys=capsys)
 

@@ -18,7 +18,8 @@ from mlx_flash import telemetry as facts
 from mlx_flash.engine.modelmanager import ModelManager, Watcher
 from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
 from mlx_flash.memory import footprint as footprint_module
-from mlx_flash.memory.pressure import MemoryReading, darwin_reading, linux_pressure, read_memory
+from mlx_flash.memory.kernel import linux_pressure
+from mlx_flash.memory.pressure import MemoryReading, darwin_reading, read_memory
 from mlx_flash.monitor.frames import budget_change
 from mlx_flash.telemetry import budget_of
 from models import LLAMA, same_bits, save
@@ -171,7 +172,7 @@ def test_the_limit_of_a_container_is_the_machine(tmp_path: Path, monkeypatch: py
     (group / "memory.stat").write_text("anon 1000000\ntotal_rss 1000000\n")
     monkeypatch.setattr(footprint_module, "_PROC", proc)
     monkeypatch.setattr(footprint_module, "_CGROUPS", groups)
-    monkeypatch.setattr("mlx_flash.memory.pressure._PRESSURE", tmp_path / "none")
+    monkeypatch.setattr("mlx_flash.memory.pressure.PRESSURE", tmp_path / "none")
     if version == 2:
         (group / "memory.pressure").write_text("some avg10=20.00 avg60=0.00 avg300=0.00 total=1\n")
     assert read_memory() == MemoryReading(3_000_000, 2_000_000, 0.2 if version == 2 else 0.0)
@@ -200,10 +201,10 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
 def test_the_monitor_shows_the_last_change() -> None:
     change = {"at": time.time() - 12, "before": 4e9, "after": 3.1e9, "reason": "others need\x1b memory"}
     state = {"plan": {"budget_bytes": 4e9}, "budget": {"bytes": 3.1e9, "changes": [{}, change]}}
-    assert list(budget_change(state)) == [("", "4.00 GB to 3.10 GB 12.0 s ago: others need? memory")]
+    assert budget_change(state) == "4.00 GB to 3.10 GB 12.0 s ago: others need? memory"
     assert budget_of(facts.read(state)) == 3.1e9
     for broken in ({}, {"budget": 3}, {"budget": {"changes": [7]}}, {"budget": {"changes": []}}):
-        assert not list(budget_change({**state, "budget": {}, **broken}))
+        assert not budget_change({**state, "budget": {}, **broken})
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ from mlx_flash.monitor.frames import UNICODE, Canvas, Glyphs, frame
 from mlx_flash.monitor.rates import History, SystemMemory
 from mlx_flash.telemetry import SCHEMA, Json, Published
 
-MACHINE = SystemMemory(25_000_000_000, 5_000_000_000, 1_000_000_000, 500_000_000, "some 3% full 1%")
+MACHINE = SystemMemory(25_000_000_000, 5_000_000_000, 1_000_000_000, 500_000_000, 0.03)
 
 
 @pytest.fixture(autouse=True)

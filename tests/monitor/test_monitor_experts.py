@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from mlx_flash.monitor import app
 from mlx_flash.monitor.frames import ASCII, UNICODE, Glyphs
 from mlx_flash.monitor.rates import MINUTE, History
+from mlx_flash.sessions import PrivateFolder
 from mlx_flash.telemetry import SCHEMA, Json
 from monitored import JSON, canvas, published, runtime, state, text_of
 
@@ -373,15 +373,15 @@ def test_no_state_makes_it_crash(data: st.DataObject) -> None:
 def test_json_of_a_file_with_numbers_that_json_has_not(
     runtime: Path, number: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process: a file whose process began at another time, by a clock that was set, is gone after 5 seconds."""
     me = psutil.Process()
     told_state = {**state(experts=pool(num_hits="HERE"))}
     envelope = {"pid": me.pid, "number": 0, "schema": SCHEMA, "started": me.create_time(), "written": time.time()}
     text = json.dumps({**envelope, "clock": 100.0, "state": told_state}).replace('"HERE"', number)
-    (runtime / "mlx-flash").mkdir(mode=0o700)
-    (runtime / "mlx-flash" / f"{os.getpid()}-0.json").write_text(text)
+    folder = PrivateFolder(runtime / "mlx-flash")
+    (folder.path / "state.json").write_text(text)
     assert app.main(["--once", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["experts"]["num_hits"] is None and found["experts"]["num_experts"] == 3072
     assert app.main(["--once"]) == 0
     assert "412 of 3072 experts in 2.10 GB; hits -, predicted right -" in capfd.readouterr().out
+    folder.close()

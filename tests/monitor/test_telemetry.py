@@ -21,18 +21,24 @@ import pytest
 
 from children import ROOT
 from mlx_flash import telemetry
-from mlx_flash.telemetry import HEARTBEAT_SECONDS, SCHEMA, SILENT_SECONDS, Publisher, find, folders
+from mlx_flash.sessions import PrivateFolder
+from mlx_flash.telemetry import HEARTBEAT_SECONDS, SCHEMA, Publisher, find, folders
+
+HELD: list[PrivateFolder] = []
+"""Folders of files that :func:`write` made."""
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder of its own, and another folder for temporary files."""
     for name in ("run", "tmp"):
         (tmp_path / name).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    return tmp_path / "run"
+    yield tmp_path / "run"
+    while HELD:
+        HELD.pop().close()
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
@@ -60,11 +66,12 @@ def publish() -> Iterator[Callable[..., Publisher]]:
         publisher.close()
 
 
-def write(name: str, text: str) -> Path:
-    folder = folders()[0]
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / name).write_text(text)
-    return folder / name
+def write(text: str) -> Path:
+    """Write a state as a running engine does."""
+    HELD.append(PrivateFolder(folders()[0]))
+    path = HELD[-1].path / "state.json"
+    path.write_text(text)
+    return path
 
 
 def envelope(pid: int | None = None, **changes: Any) -> str:
@@ -116,7 +123,7 @@ def test_closing_removes_the_file_and_ends_the_thread(publish: Any) -> None:
     assert publisher.path is None and not found.path.exists()
     assert not any(thread.name == "mlx-flash-telemetry" for thread in threading.enumerate())
     publisher.close()
-    assert list(found.path.parent.iterdir()) == []
+    assert not found.path.parent.exists()
 
 
 def test_closing_in_its_own_thread_does_not_wait_for_itself() -> None:
@@ -232,7 +239,7 @@ def test_an_engine_started_without_a_runtime_folder_is_found(
 
 
 def test_a_newer_schema_is_told() -> None:
-    write(f"{os.getpid()}-0.json", envelope(schema=SCHEMA + 1, more="things"))
+    write(envelope(schema=SCHEMA + 1, more="things"))
     (found,) = find()
     assert found.is_newer and found.schema == SCHEMA + 1
 
@@ -247,8 +254,8 @@ def test_a_newer_schema_is_told() -> None:
         "[" * 100_000,
         '{"pid": 1}',
         envelope(state=[]),
-        envelope(pid=1),
-        envelope(number=7),
+        envelope(pid=-1),
+        envelope(number="7"),
         envelope(schema=True),
         envelope(clock="1"),
         envelope(clock=float("nan")),
@@ -258,40 +265,25 @@ def test_a_newer_schema_is_told() -> None:
     ids=range(14),
 )
 def test_what_is_not_ours_is_left_alone(text: str) -> None:
-    path = write(f"{os.getpid()}-0.json", "")
+    path = write("")
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert find() == []
     assert path.exists()
 
 
 def test_other_names_and_kinds_of_files_are_left_alone() -> None:
-    names = [
-        "README",
-        "-0.json",
-        "0-0.json",
-        "1.json",
-        f"{os.getpid()}-0.json.partial",
-        "99999999999-0.json",
-        "x1-0.json",
-    ]
-    paths = [write(name, envelope()) for name in names]
-    folder = paths[0].parent
-    os.mkfifo(folder / f"{os.getpid()}-1.json")
-    (folder / f"{os.getpid()}-2.json").mkdir()
-    (folder / f"{os.getpid()}-3.json").symlink_to(paths[0])
+    fifo, folder, link = (write("") for _ in range(3))
+    base = fifo.parent.parent
+    for path in (fifo, folder, link):
+        path.unlink()
+    os.mkfifo(fifo)
+    folder.mkdir()
+    link.symlink_to(base)
+    (base / "README").write_text(envelope())
+    (base / "other").mkdir()
+    (base / "other" / "state.json").write_text(envelope())
     assert find() == []
-    assert len(list(folder.iterdir())) == len(names) + 3
-
-
-def test_a_number_given_to_another_process_is_noticed() -> None:
-    path = write(f"{os.getpid()}-0.json", envelope(started=1e9, written=time.time() - 2 * SILENT_SECONDS))
-    assert find() == []
-    assert not path.exists()
-
-
-def test_a_clock_that_was_set_does_not_make_a_living_engine_dead() -> None:
-    write(f"{os.getpid()}-0.json", envelope(started=psutil.Process().create_time() - 3600))
-    assert len(find()) == 1
+    assert len(list(base.iterdir())) == 5
 
 
 PROGRAM = """
@@ -307,7 +299,8 @@ print(publisher.path, flush=True)
 
 def start(program: str) -> tuple[subprocess.Popen[str], Path]:
     command = [sys.executable, "-c", PROGRAM + program]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
@@ -316,8 +309,7 @@ def start(program: str) -> tuple[subprocess.Popen[str], Path]:
 def test_a_process_that_ends_removes_its_file(ending: str) -> None:
     process, path = start(ending)
     process.communicate(timeout=60)
-    assert path.name.startswith(f"{process.pid}-")
-    assert not path.exists()
+    assert not path.parent.exists()
 
 
 def test_a_killed_process_leaves_a_file_that_the_next_look_removes() -> None:
@@ -328,7 +320,7 @@ def test_a_killed_process_leaves_a_file_that_the_next_look_removes() -> None:
     eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
     assert path.exists()
     assert find() == []  # a zombie: nobody has asked for its exit status yet
-    assert list(path.parent.iterdir()) == []
+    assert list(path.parent.parent.iterdir()) == []
     process.communicate()
 
 
@@ -356,6 +348,22 @@ print(os.path.exists(publisher.path), len(find()), flush=True)
     out, error = process.communicate(timeout=60)
     assert out.split() == ["True", "1"], error
     assert not path.exists()
+
+
+def test_a_forked_process_does_not_keep_its_parents_file_after_the_parents_end() -> None:
+    program = """
+import warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child == 0:
+    sys.stdin.read()
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+    process, path = start(program)
+    assert process.wait(timeout=60) == -signal.SIGKILL and path.exists()
+    assert find() == [] and not path.parent.exists()
+    process.communicate("")
 
 
 def test_it_needs_no_mlx() -> None:

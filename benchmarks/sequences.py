@@ -35,8 +35,7 @@ from rich.table import Table
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.loading import load_model
-from mlx_flash.server.batchoptions import BatchOptions, make_rows
-from mlx_flash.server.job import Jobs
+from mlx_flash.server.rows import BatchOptions, ServedRows
 from mlx_flash.server.sampling import greedy
 
 Prompts = list[list[int]]
@@ -55,7 +54,7 @@ class Round:
 
 def served(model: FlashLLM, prompts: Prompts, num_tokens: int) -> Round:
     """Decode as the server does."""
-    rows: Any = make_rows(model, None, BatchOptions(), Jobs(), is_shared=False)
+    rows: Any = ServedRows(model, BatchOptions(), {})
     rows.admit(model.plan, [len(prompt) + num_tokens for prompt in prompts])
     return _run(rows, prompts, num_tokens)
 

@@ -34,7 +34,7 @@ for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "c
 # Of the compiled code: inspect.getsource() would parse the module for each of them, 0.15 s in all.
 _set = {each.argval for each in dis.get_instructions(StockBatchGenerator.__init__) if each.opname == "STORE_ATTR"}
 _wanted = "_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"
-for _attribute in (*_wanted, "_prompt_batch", "_generation_batch", "_old_wired_limit"):
+for _attribute in (*_wanted, "_uid_count", "_prompt_batch", "_generation_batch", "_old_wired_limit"):
     require_that(_attribute in _set, f"BatchGenerator sets no {_attribute}")
 
 
@@ -104,6 +104,17 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
     def waiting(self) -> list[Waiting]:
         """The sequences that were inserted and not taken."""
         return [Waiting(*sequence) for sequence in self._unprocessed_sequences]
+
+    def insert_as(self, uid: int, segments: list[list[int]], *options: Any) -> None:
+        """Insert a sequence with a number of the caller's.
+
+        Args:
+            uid: its number.
+            segments: the parts of its prompt.
+            options: the others of ``insert_segments``, for this sequence.
+        """
+        self._uid_count = uid
+        self.insert_segments([segments], *([each] for each in options))
 
     def forget(self, uids: set[int]) -> None:
         """Let go of sequences that wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,18 +20,17 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.boundary import ends_alone, refusal_of, refused
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
 from mlx_flash.server.grammar import Grammars
-from mlx_flash.server.job import Job, Jobs
+from mlx_flash.server.job import Job
 from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks
-from mlx_flash.server.readings import detail_of, echo_of, read_all, reading_for
+from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import Kept
+from mlx_flash.server.rows import BatchOptions, Kept, ServedRows
 from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, check_tools
 
@@ -125,7 +125,7 @@ class LoadedModel:
 
     Attributes:
         source, model, tokenizer, draft: as given.
-        jobs: the requests that were admitted.
+        jobs: the requests that were admitted, by number. Some wait for another one that computes the same prompt.
         vocab_size: tokens that the model knows: the length of its logits.
         kept: prompt caches of earlier requests.
         keep_alive: seconds that it stays in memory after its last request; None or a negative number for ever.
@@ -144,7 +144,7 @@ class LoadedModel:
     ) -> None:
         self.source, self.model, self.tokenizer, self.draft = source, model, tokenizer, draft
         complete(tokenizer)
-        self.jobs = Jobs()
+        self.jobs: dict[int, Job] = {}
         self.vocab_size = model.plan.activations.logits_per_token // 4
         self.kept = PromptCaches(model, options.prompt_cache_size, options.prompt_cache_bytes, ranks)
         self.expires: float | None = None
@@ -154,7 +154,8 @@ class LoadedModel:
         self._sight = sight
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
-        self._new_rows = partial(make_rows, model, draft, options, self.jobs, is_shared=ranks is not None, sight=sight)
+        shared = {"draft": draft, "sight": sight, "is_shared": ranks is not None}
+        self._new_rows = partial(ServedRows, model, options, self.jobs, **shared)
         self._rows = self._new_rows()
         # The last token of a copy is computed once more, so it must be possible to take it out.
         self._shares_prompts = self._rows.loop is None and can_trim_prompt_cache(make_prompt_cache(model))
@@ -211,25 +212,20 @@ class LoadedModel:
         Raises:
             RefusedError: there is no room for an answer of :data:`LEAST_ANSWER` tokens.
         """
-        most, has_room = job.max_tokens, partial(self._has_room, job, num_prompt)
-        if has_room(most):
-            return
-        least = min(LEAST_ANSWER, most)
-        if not has_room(least):
-            job.max_tokens = most
-            self._decide(job, [], num_prompt)
-        while most - least >= LEAST_ANSWER:
-            middle = (least + most) // 2
-            least, most = (middle, most) if has_room(middle) else (least, middle)
-        job.max_tokens = least
 
-    def _has_room(self, job: Job, num_prompt: int, num_answer: int) -> bool:
-        job.max_tokens = num_answer
-        try:
-            self._decide(job, [], num_prompt)
-        except RefusedError:
+        def lacks_room(num_answer: int) -> bool:
+            try:
+                self._decide(job, [], num_prompt, num_answer)
+            except RefusedError:
+                return True
             return False
-        return True
+
+        if lacks_room(job.max_tokens):
+            shorter = range(min(LEAST_ANSWER, job.max_tokens), job.max_tokens, LEAST_ANSWER)
+            num_fitting = bisect_left(shorter, True, key=lacks_room)
+            if not num_fitting:
+                self._decide(job, [], num_prompt, job.max_tokens)
+            job.max_tokens = shorter[num_fitting - 1]
 
     def _reading(self, job: Job) -> Reading:
         if self._rows.loop is not None or self._ranks is not None:
@@ -244,7 +240,7 @@ class LoadedModel:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""
         assert job.prompt is not None
         running = [other.length for other in self.jobs.values()]
-        decision = self._decide(job, running, len(job.prompt.tokens))
+        decision = self._decide(job, running, len(job.prompt.tokens), job.max_tokens)
         if decision == "wait":
             return False
         plan, lengths = self._plan_for(job), [*running, job.length]
@@ -257,9 +253,11 @@ class LoadedModel:
     def begin(self, job: Job) -> None:
         """Add a request to the batch, or let it wait for another one that computes the same prompt now."""
         assert job.prompt is not None
-        job.leader = None if job.reading is not None else self.jobs.leader_of(job)
+        computed = [other for other in self.jobs.values() if other.is_computed and not other.is_prompt_done]
+        same = (other for other in computed if other.prompt is not None and other.prompt.tokens == job.prompt.tokens)
+        job.leader = None if job.reading is not None else next(same, None)
+        self.jobs[job.number] = job
         if job.leader is not None and self._shares_prompts:
-            self.jobs[job.number] = job
             job.send(Progress("prompt", 0, len(job.prompt.tokens)))
         else:
             self._compute(job)
@@ -279,19 +277,19 @@ class LoadedModel:
             cache = None
             pictures = self._sight.inputs(_opened(self.source, request), defaults.template_options or {})
             job.inputs = {"inputs": pictures}
-        (uid,) = self._rows.insert_segments(
-            segments=[job.prompt.after(job.num_cached)],
-            max_tokens=[job.max_tokens],
-            caches=[cache or self._rows.make_cache()],
-            all_tokens=[job.prompt.tokens[: job.num_cached]],
-            samplers=[sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)],
-            logits_processors=[self._processors(job)],
-            stop_sequences=[self._stops],
+        self._rows.insert_as(
+            job.number,
+            job.prompt.after(job.num_cached),
+            job.max_tokens,
+            cache or self._rows.make_cache(),
+            job.prompt.tokens[: job.num_cached],
+            sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size),
+            self._processors(job),
+            self._stops,
         )
         del cache
         limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
         self.kept.trim_to(n_bytes=limit)
-        self.jobs.note_computed(job, uid)
         job.begin()
         job.send(Begun(len(job.prompt.tokens), job.num_cached))
         if request.echo and job.reading is None:
@@ -299,13 +297,14 @@ class LoadedModel:
 
     def advance(self) -> None:
         """Compute a part of each request, and send what is new."""
-        for job in self.jobs.ready():
-            with ends_alone(partial(self.drop, job)):
-                self._compute(job)
+        for job in [job for job in self.jobs.values() if not job.is_computed]:
+            if job.leader is None or job.leader.is_prompt_done or job.leader.number not in self.jobs:
+                with ends_alone(partial(self.drop, job)):
+                    self._compute(job)
         prompts, answers = self._rows.next()
         read: list[tuple[Job, list[mx.array]]] = []
         for response in prompts:
-            if (found := self.jobs.computed(response.uid)) is not None:
+            if (found := self._computed(response.uid)) is not None:
                 with ends_alone(partial(self.drop, found)):
                     self._take_prompt(found, response)
                 if found.reading is not None and response.end_of_prompt:
@@ -314,25 +313,30 @@ class LoadedModel:
             with ends_alone(partial(self.drop, job)):
                 self._take_reading(job, event)
         for response in answers:
-            if (found := self.jobs.computed(response.uid)) is not None:
+            if (found := self._computed(response.uid)) is not None:
                 with ends_alone(partial(self.drop, found)):
                     self._take_token(found, response)
-        for uid, error in self._rows.take_errors().items():
-            if (found := self.jobs.computed(uid)) is not None:
-                self.jobs.forget(found)
+        for number, error in self._rows.take_errors().items():
+            if (found := self._computed(number)) is not None:
+                del self.jobs[number]
                 self._fail(found, error)
+
+    def _computed(self, number: int) -> Job | None:
+        """Return the request with a number; None if it is gone, or begins once more."""
+        job = self.jobs.get(number)
+        return job if job is not None and job.is_computed else None
 
     def drop(self, job: Job, error: RefusedError | None = None) -> None:
         """End a request: with an error, or because its client left."""
-        uid = self.jobs.forget(job)
-        if uid is not None:
-            self._rows.remove([uid])
+        if self.jobs.pop(job.number, None) is not None and job.is_computed:
+            self._rows.remove([job.number])
         if error is not None:
             job.fail(error)
 
     def drop_all(self, error: RefusedError) -> None:
         """End all requests with an error, after a pass that failed for all."""
-        jobs = self.jobs.take_all()
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
         self._rows.close()
         self._rows = self._new_rows()
         for job in jobs:
@@ -350,9 +354,8 @@ class LoadedModel:
         """End a request that could not be computed. If memory was short, kept caches leave, and it begins once more."""
         if isinstance(error.__cause__, BudgetError) and len(self.kept) and not job.tokens:
             self.kept.trim_to(n_sequences=0)
-            job.uid, job.is_prompt_done = None, False
-            with ends_alone(job.fail):
-                self.begin(job)
+            job.is_computed = job.is_prompt_done = False
+            self.jobs[job.number] = job
         else:
             job.fail(error)
 
@@ -367,8 +370,8 @@ class LoadedModel:
         nbytes = self._grammars.needed_bytes if job.request.has_form else self._grammars.nbytes
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
-    def _decide(self, job: Job, running: Sequence[int], num_prompt: int) -> Decision:
-        """Return where a request with so many tokens in its prompt is answered beside others with so many tokens.
+    def _decide(self, job: Job, running: Sequence[int], num_prompt: int, num_answer: int) -> Decision:
+        """Return where a request with so many tokens is answered beside others with so many tokens.
 
         Raises:
             RefusedError: the budget has no room for it even when nothing else runs.
@@ -377,7 +380,7 @@ class LoadedModel:
             decide,
             self._plan_for(job),
             num_prompt,
-            job.max_tokens,
+            num_answer,
             running,
             may_batch=self._rows.loop is None,
             batching=self._rows.batching,
@@ -391,11 +394,11 @@ class LoadedModel:
         job.send(Progress("prompt", done, total))
         is_last = done >= len(job.prompt.tokens) - 1  # the cache at the end of the answer has it
         is_segment = response.end_of_segment and not is_last and job.reading is None
-        is_shared = response.end_of_prompt and self.jobs.is_awaited(job)
+        is_awaited = any(other.leader is job and not other.is_computed for other in self.jobs.values())
         job.is_prompt_done = response.end_of_prompt
         if response.end_of_prompt:
             job.num_cached += self._rows.num_restored(response.uid)
-        if is_segment or is_shared:
+        if is_segment or (response.end_of_prompt and is_awaited):
             kind = job.prompt.kind_at(done) if is_segment else "user"
             for cache, tokens in self._rows.extract_cache([response.uid]).values():
                 self.kept.keep(cache, tokens, kind)
@@ -408,8 +411,8 @@ class LoadedModel:
             return
         job.send(event)
         if job.request.work == "embed":
-            self.jobs.forget(job)
-            job.end("stop")
+            self.jobs.pop(job.number)
+            job.end()
 
     def _take_token(self, job: Job, response: Any) -> None:
         """Send what a token completes, and end the answer with its last one."""
@@ -424,7 +427,7 @@ class LoadedModel:
             parts += job.text.end()
         details = job.request.top_logprobs
         if details is not None and reason != "stop":
-            detail = detail_of(response.token, response.logprobs, details, self.tokenizer)
+            (detail,) = details_of(*with_likeliest([response.token], details, response.logprobs[None]), self.tokenizer)
             first = next((part for part in parts if isinstance(part, Piece)), None)
             detailed = Piece("", tokens=(detail,)) if first is None else replace(first, tokens=(detail,))
             parts = [detailed, *(part for part in parts if part is not first)]
@@ -443,7 +446,7 @@ class LoadedModel:
 
     def _end(self, job: Job, reason: Reason, kept: Kept | None) -> None:
         """End an answer, and keep its cache. Prompts that were read do not come again."""
-        self.jobs.forget(job)
+        self.jobs.pop(job.number, None)
         if kept is not None and job.reading is None:
             self.kept.keep(*kept)
         del kept

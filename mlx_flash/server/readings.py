@@ -19,25 +19,6 @@ from mlx_flash.server.events import Piece, TokenChance, TokenDetail, Vector
 from mlx_flash.server.job import Job
 
 
-def detail_of(token: int, logprobs: mx.array, num_likeliest: int, tokenizer: Any) -> TokenDetail:
-    """Return a token and the likeliest ones with the logarithms of their probabilities.
-
-    Args:
-        token: the token that was chosen.
-        logprobs: of all tokens, ``(vocabulary,)``.
-        num_likeliest: how many of the likeliest tokens.
-        tokenizer: mlx-lm's wrapper.
-    """
-    num_likeliest = min(num_likeliest, logprobs.size)
-    likeliest: list[int] = []
-    if num_likeliest:
-        found = mx.argpartition(-logprobs, kth=num_likeliest - 1)[:num_likeliest]
-        likeliest = cast(list[int], found[mx.argsort(-logprobs[found])].tolist())
-    tokens = mx.array([[token, *likeliest]])
-    (detail,) = details_of(tokens, logprobs[tokens], tokenizer)
-    return detail
-
-
 def details_of(tokens: mx.array, logprobs: mx.array, tokenizer: Any) -> list[TokenDetail]:
     """Return tokens, each with the likeliest ones in its place.
 
@@ -140,14 +121,28 @@ def _likeliest(targets: list[int], number: int, logits: mx.array) -> tuple[mx.ar
     tokens, values = list[mx.array](), list[mx.array]()
     for start in range(0, len(targets), _NUM_ROWS):
         logprobs = nn.log_softmax(logits[0, start : start + _NUM_ROWS].astype(mx.float32))
-        chosen = mx.array(targets[start : start + _NUM_ROWS])[:, None]
-        best = mx.argpartition(-logprobs, kth=max(0, number - 1), axis=-1)[:, :number]
+        found = with_likeliest(targets[start : start + _NUM_ROWS], number, logprobs)
+        tokens.append(found[0])
+        values.append(found[1])
+        mx.eval(*found)
+    return mx.concatenate(tokens), mx.concatenate(values)
+
+
+def with_likeliest(chosen: list[int], number: int, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+    """Return tokens, each with the likeliest ones in its place, ``(length, 1 + number)``, and their log probabilities.
+
+    Args:
+        chosen: the tokens.
+        number: how many of the likeliest ones.
+        logprobs: of all tokens in each place, ``(length, vocabulary)``.
+    """
+    tokens = mx.array(chosen)[:, None]
+    if number := min(number, logprobs.shape[-1]):
+        best = mx.argpartition(-logprobs, kth=number - 1, axis=-1)[:, :number]
         order = mx.argsort(-mx.take_along_axis(logprobs, best, axis=-1), axis=-1)
         best = mx.take_along_axis(best, order, axis=-1)
-        tokens.append(mx.concatenate([chosen, best.astype(chosen.dtype)], axis=-1))
-        values.append(mx.take_along_axis(logprobs, tokens[-1], axis=-1))
-        mx.eval(tokens[-1], values[-1])
-    return mx.concatenate(tokens), mx.concatenate(values)
+        tokens = mx.concatenate([tokens, best.astype(tokens.dtype)], axis=-1)
+    return tokens, mx.take_along_axis(logprobs, tokens, axis=-1)
 
 
 def echo_of(job: Job, tokenizer: Any, details: Sequence[TokenDetail] | None = None) -> Piece:

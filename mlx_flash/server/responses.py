@@ -74,25 +74,17 @@ class KeptResponses:
             del self._kept[oldest]
             self._num_bytes -= nbytes
 
-    def conversation(self, name: str) -> list[dict[str, Any]]:
-        """Return the conversation that a response ends. Raises: RefusedError: it is not kept, or not any more."""
-        found: list[dict[str, Any]] = self._find(name, list, "previous_response_id")
-        return found
-
-    def item(self, name: str, field: str) -> dict[str, Any]:
-        """Return an item of an earlier response.
+    def find(self, name: str, kind: type, field: str) -> Any:
+        """Return the conversation that a response ends, or an item of an earlier one.
 
         Args:
             name: its number.
+            kind: a list for a conversation, a dictionary for an item.
             field: of the request, to name in an error.
 
         Raises:
             RefusedError: it is not kept, or not any more.
         """
-        found: dict[str, Any] = self._find(name, dict, field)
-        return found
-
-    def _find(self, name: str, kind: type, field: str) -> Any:
         used, value, nbytes = self._kept.get(name, (-math.inf, None, 0))
         if used < time.monotonic() - KEPT_SECONDS or not isinstance(value, kind):
             raise RefusedError(
@@ -454,7 +446,9 @@ def functions_of(body: ResponseRequest) -> Functions:
 
 def _messages(body: ResponseRequest, kept: KeptResponses) -> list[dict[str, Any]]:
     """Return the conversation as chat templates take it, without instructions."""
-    earlier = [] if body.previous_response_id is None else kept.conversation(body.previous_response_id)
+    earlier = (
+        [] if body.previous_response_id is None else kept.find(body.previous_response_id, list, "previous_response_id")
+    )
     messages = _Messages(body, kept, earlier)
     if isinstance(body.input, str):
         messages.found.append({"role": "user", "content": body.input})
@@ -490,7 +484,7 @@ class _Messages:
             RefusedError: a part of it is missing, or cannot be used.
         """
         if item.type == "item_reference":
-            item = InputItem.model_validate(self._kept.item(item.id or "", f"{field}.id"))
+            item = InputItem.model_validate(self._kept.find(item.id or "", dict, f"{field}.id"))
         if item.type == "message":
             if item.role is None:
                 raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")

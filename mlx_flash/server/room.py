@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.boundary import ends_alone
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Answer, Failed, Progress
@@ -22,6 +21,7 @@ from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
 from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.rows import BatchOptions
 from mlx_flash.threadends import wait_for_end_of_thread
 
 _SEED_BITS = 63
@@ -229,7 +229,7 @@ class EngineRoom:
             if job.request.work == "unload":
                 if (found := self.models.get(job.source)) is not None:  # after its other requests
                     self.models.note_use(found, 0.0)
-                job.end_without_answer()
+                job.end()
                 return True
             model = self.models.get(job.source) or self._load(job)
             if model is None:
@@ -239,7 +239,7 @@ class EngineRoom:
                     model.prepare(job)
                 if job.request.work not in ("answer", "embed"):
                     self.models.note_use(model, job.request.keep_alive)
-                    job.end_without_answer()
+                    job.end()
                     return True
                 is_settled = model.admits(job)
                 if is_settled:

@@ -1,40 +1,191 @@
-"""Requests that are computed together: as rows, or in batches of mlx-lm's. One that fails gets its error alone."""
+"""The requests of a model while they are computed: as rows, in batches of mlx-lm's, or one after another by a loop.
+
+One that fails gets its error alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.compat.batchgenerator import Group, Waiting
+from mlx_flash.compat.batchgenerator import Group, Response, Waiting
+from mlx_flash.compat.batchgenerator import Progress as PromptProgress
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.generation.batches import RowGenerator, may_batch
-from mlx_flash.generation.member import Member
+from mlx_flash.generation.member import Member, Reading
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
 from mlx_flash.server.boundary import ends_alone, refusal_of
-from mlx_flash.server.lone import LoneRequest, Loop
+from mlx_flash.server.events import Progress
+from mlx_flash.server.job import Job
 from mlx_flash.server.sampling import Sampler, greedy
+
+if TYPE_CHECKING:  # an extra
+    from mlx_flash.server.seeing import Sight
 
 Kept = tuple[list[Any], list[int]]
 """A prompt cache that is not computed with any more, and its tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Limits of a model's batches, with mlx-lm's values.
+
+    Attributes:
+        prefill_step_size: prompt tokens in one forward call.
+        decode_concurrency, prompt_concurrency: the most answers, and prompts, that are computed together.
+        prompt_cache_size: the most prompt caches that are kept.
+        prompt_cache_bytes: the most bytes of these; None takes half of what the plan reserves.
+        num_draft_tokens: the most tokens that are guessed at a time with a draft model; None for as many as pay.
+        kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
+    """
+
+    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
+    decode_concurrency: int = 32
+    prompt_concurrency: int = 8
+    prompt_cache_size: int = 10
+    prompt_cache_bytes: int | None = None
+    num_draft_tokens: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A generation loop: with a draft model, with quantized keys and values, or with pictures.
+
+    Attributes:
+        steps: the loop. It takes the prompt, and the options of mlx-lm's.
+        make_cache: makes the prompt cache of a request.
+        keeps_caches: hand out caches at the end of requests.
+    """
+
+    steps: Callable[..., Iterator[Any]]
+    make_cache: Callable[[], list[Any]]
+    keeps_caches: bool = True
+
+
+def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | None) -> Loop | None:
+    """Return the loop that answers requests one after another; None where they are computed together."""
+    quantized: dict[str, Any] = {"kv_bits": options.kv_bits, "kv_group_size": options.kv_group_size}
+    quantized |= {"quantized_kv_start": options.quantized_kv_start}
+    if sight is not None:  # the same tokens may stand for other pictures, so caches are not kept
+        return Loop(partial(sight.steps, **quantized), sight.make_cache, keeps_caches=False)
+    if draft is not None:
+        drafted = {"model": model, "draft_model": draft}
+        if options.num_draft_tokens is not None:
+            drafted["num_draft_tokens"] = options.num_draft_tokens
+        caches = [partial(make_prompt_cache, each) for each in (model, draft)]
+        return Loop(partial(speculative_generate_step, **drafted), lambda: [e for make in caches for e in make()])
+    if options.kv_bits is not None:
+        return Loop(partial(generate_step, model=model, **quantized), partial(make_prompt_cache, model))
+    return None
+
+
+class LoneRequest:
+    """A request that a loop answers, in the place of a group of mlx-lm's.
+
+    Args:
+        loop: the loop.
+        asked: the request as it was inserted.
+        step: prompt tokens in one forward call.
+        inputs: further options of the loop.
+        fail: takes the error of the request, which has ended.
+
+    Attributes:
+        uids: its number.
+        num_restored: tokens that came from the prefix cache.
+    """
+
+    def __init__(
+        self, loop: Loop, asked: Waiting, step: int, inputs: dict[str, Any], fail: Callable[[RefusedError], None]
+    ) -> None:
+        self.uids, self.num_restored = [asked.uid], 0
+        self._loop, self._cache, self._tokens, self._fail = loop, asked.cache, list(asked.tokens), fail
+        self._prompt = [token for segment in asked.segments for token in segment]
+        self._matcher = asked.stop_sequences.matcher()
+        self._num_left, self._progress = asked.max_tokens, list[Any]()
+        self._steps: Any = loop.steps(
+            mx.array(self._prompt),
+            max_tokens=asked.max_tokens,
+            sampler=asked.sampler,
+            logits_processors=list(asked.processors),
+            prompt_cache=asked.cache,
+            prefill_step_size=step,
+            prompt_progress_callback=self._report,
+            **inputs,
+        )
+
+    def __len__(self) -> int:
+        return int(self._steps is not None)
+
+    @property
+    def num_prompts(self) -> int:
+        """1 while its prompt is not computed."""
+        return len(self) if self._prompt else 0
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        """Compute its next token. Return the progress of its prompt, and the token."""
+        answers: list[Any] = []
+        with ends_alone(self._end_with):
+            answers.append(self._advance())
+        progress, self._progress = self._progress, []
+        return progress, answers
+
+    def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        """End the loop, which puts its cache right. Return the cache and the tokens in it; none if they are unknown."""
+        if self._steps is None or self.uids[0] not in uids:
+            return {}
+        self._steps.close()
+        cache = self._cache if self._loop.keeps_caches else []
+        offsets = {getattr(entry, "offset", None) for entry in cache}
+        num_tokens = offsets.pop() if len(offsets) == 1 else None
+        is_known = num_tokens is not None and num_tokens <= len(self._tokens)
+        return {self.uids[0]: (cache, self._tokens[:num_tokens] if is_known else [])}
+
+    def remove(self, uids: Iterable[int]) -> None:
+        """Let go of it."""
+        if self.uids[0] in uids:
+            self._steps = None
+
+    def _report(self, done: int, total: int) -> None:
+        self._progress.append(PromptProgress(self.uids[0], (done, total), done == total, done == total))
+
+    def _end_with(self, error: RefusedError) -> None:
+        self._steps = None
+        self._fail(error)
+
+    def _advance(self) -> Any:
+        number, logprobs, *_ = next(self._steps)
+        uid, token = self.uids[0], int(number)
+        self._tokens += [*self._prompt, token]
+        self._prompt, self._num_left = [], self._num_left - 1
+        reason = "length" if self._num_left <= 0 else None
+        reason = "stop" if self._matcher.advance(token) else reason
+        kept = self.extract_cache(self.uids)[uid] if reason else (None, None)
+        self._steps = None if reason else self._steps
+        return Response(uid, token, logprobs, reason, *kept)
 
 
 class LeftError(Exception):
     """The client of a request has left while its prompt was computed.
 
     Attributes:
-        uid: number of the request.
+        number: of the request.
     """
 
-    def __init__(self, uid: int) -> None:
-        super().__init__(f"the client of request {uid} has left")
-        self.uid = uid
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the client of request {number} has left")
+        self.number = number
 
 
 def padded_length(num_tokens: int) -> int:
@@ -56,34 +207,70 @@ class ServedRows(RowGenerator):
 
     Args:
         model: the streamed model.
+        options: limits.
+        jobs: the requests by number. Those that are inserted are among them.
+        draft: a model that guesses tokens; None for none.
+        sight: of a model that sees.
         is_shared: other ranks compute the same requests.
-        is_apart: returns whether the request with a number is computed alone.
-        loop: the generation loop that answers requests; None where they are computed together.
-        inputs_of: returns further options of the loop for the request with a number.
-        options: as of `RowGenerator`.
 
     Attributes:
-        loop: as given.
+        loop: the generation loop that answers requests; None where they are computed together.
     """
 
     def __init__(
         self,
         model: FlashLLM,
+        options: BatchOptions,
+        jobs: Mapping[int, Job],
         *,
+        draft: Any = None,
+        sight: Sight | None = None,
         is_shared: bool = False,
-        is_apart: Callable[[int], bool] = lambda uid: False,
-        loop: Loop | None = None,
-        inputs_of: Callable[[int], dict[str, Any]] = lambda uid: {},
-        **options: Any,
     ) -> None:
-        super().__init__(model, on_error=self._note, **options)
+        self.loop = _loop(model, draft, options, sight)
+        super().__init__(
+            model,
+            on_error=self._note,
+            on_prompt=self.note_prompt,
+            reading_of=self._reading,
+            takes_turns=True,
+            takes_turns_alone=not is_shared and not model.plan.read_bytes,  # nothing is read for another pass
+            completion_batch_size=options.decode_concurrency if self.loop is None else 1,
+            prefill_batch_size=options.prompt_concurrency if self.loop is None else 1,
+            prefill_step_size=min(options.prefill_step_size, model.plan.prefill_step_size),
+            stream=mx.default_stream(mx.default_device()),
+        )
+        self._jobs, self._is_shared = jobs, is_shared
         self._errors: dict[int, RefusedError] = {}
-        self._is_shared, self._is_apart, self.loop, self._inputs_of = is_shared, is_apart, loop, inputs_of
         self._fatal: Exception | None = None
         self._restored: dict[int, int] = {}
         self._hidden: dict[int, list[mx.array]] = {}
         self._groups: list[Group | LoneRequest] = []  # the first ones have the answers, those after them prompts
         self._may_batch = False
+
+    def note_prompt(self, number: int, done: int, total: int) -> None:
+        """Note how far a prompt is in the pass under way. All ranks compute a pass to its end.
+
+        Args:
+            number: of the request.
+            done, total: tokens of what the pass computes.
+
+        Raises:
+            LeftError: the client has left, so that the pass is in vain.
+        """
+        job = self._jobs.get(number)
+        if job is None or job.prompt is None or self._is_shared:
+            return
+        if job.answer is not None and job.answer.is_over:
+            raise LeftError(number)
+        if total == len(job.prompt.tokens) - job.num_cached:
+            job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
+
+    def _reading(self, number: int) -> Reading | None:
+        return self._jobs[number].reading if number in self._jobs else None
+
+    def _is_apart(self, number: int) -> bool:
+        return number in self._jobs and self._jobs[number].is_apart and not self._is_shared
 
     def make_cache(self) -> list[Any]:
         """Return an empty prompt cache."""
@@ -117,7 +304,7 @@ class ServedRows(RowGenerator):
         try:
             read, computed = super().advance()
         except LeftError as error:  # rows of others are as they were before their next pass
-            self.remove([error.uid])
+            self.remove([error.number])
             read, computed = [], []
         if self._fatal is not None:
             raise self._fatal
@@ -202,7 +389,7 @@ class ServedRows(RowGenerator):
     def _begin_groups(self) -> None:
         """Give prompts that wait to mlx-lm, those together that are about equally long and have room in a step."""
         may_batch = self._may_batch or self.loop is not None
-        waiting = [each for each in self.waiting if may_batch and self._reading_of(each.uid) is None]
+        waiting = [each for each in self.waiting if may_batch and self._reading(each.uid) is None]
         self.forget({each.uid for each in waiting})
         alike: dict[tuple[int, ...], list[Waiting]] = {}
         for each in waiting:
@@ -220,7 +407,7 @@ class ServedRows(RowGenerator):
         step = self.prefill_step_size
         if self.loop is not None:
             (asked,) = sequences
-            inputs, fail = self._inputs_of(asked.uid), partial(self._refuse, asked.uid)
+            inputs, fail = self._jobs[asked.uid].inputs, partial(self._refuse, asked.uid)
             self._groups.append(LoneRequest(self.loop, asked, step, inputs, fail))
             return
         limits = {"completion_batch_size": self.completion_batch_size, "prefill_batch_size": self.prefill_batch_size}

@@ -25,11 +25,9 @@ from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.server import loaded, rows
-from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
-from mlx_flash.server.job import Jobs
 from mlx_flash.server.request import GenerationRequest, Sampling
-from mlx_flash.server.rows import ServedRows
+from mlx_flash.server.rows import BatchOptions, ServedRows
 from models import make_random_model
 from served import Served, every, serving, text_of
 from zoo import configuration
@@ -166,8 +164,8 @@ def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> No
 def made(model: str) -> Iterator[ServedRows]:
     with load_model(model, FlashConfig(ram_budget_gb=1.0, telemetry=False))[0] as loaded_model:
         loaded_model.start()
-        found = make_rows(loaded_model, None, BatchOptions(prompt_concurrency=2), Jobs(), is_shared=False)
-        assert isinstance(found, ServedRows) and found.admit(loaded_model.plan, [200] * 8) == "stock"
+        found = ServedRows(loaded_model, BatchOptions(prompt_concurrency=2), {})
+        assert found.admit(loaded_model.plan, [200] * 8) == "stock"
         yield found
         found.close()
 

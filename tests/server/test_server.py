@@ -471,7 +471,7 @@ def test_any_exception_ends_one_request_alone(server: Live, monkeypatch: pytest.
         raise OddError("odd")
 
     expected = server.say("Hi")
-    for name in ("make_prompt", "TextStream", "detail_of", "_taken"):
+    for name in ("make_prompt", "TextStream", "details_of", "_taken"):
         with monkeypatch.context() as patch:
             patch.setattr(loaded, name, fail)
             body = {"messages": messages("Hi"), "max_tokens": 3, "logprobs": True}
@@ -504,7 +504,7 @@ def test_a_stream_that_fails_ends_with_an_error(server: Live, monkeypatch: pytes
     import openai
 
     calls = []
-    detail = loaded.detail_of
+    detail = loaded.details_of
 
     def later(*given: Any) -> Any:
         calls.append(given)
@@ -512,7 +512,7 @@ def test_a_stream_that_fails_ends_with_an_error(server: Live, monkeypatch: pytes
             raise ArithmeticError("late")
         return detail(*given)
 
-    monkeypatch.setattr(loaded, "detail_of", later)
+    monkeypatch.setattr(loaded, "details_of", later)
     stream = server.client().chat.completions.create(
         model="default_model", messages=messages(), stream=True, logprobs=True, max_tokens=9
     )

@@ -399,18 +399,18 @@ def test_responses_are_kept_for_some_time_and_bytes(monkeypatch: pytest.MonkeyPa
     kept.keep("resp_1", [{"role": "user", "content": "x" * 300}])
     kept.keep("msg_1", {"type": "message", "text": "x" * 300})
     now[0] = responses.KEPT_SECONDS - 1
-    kept.conversation("resp_1")
+    kept.find("resp_1", list, "previous_response_id")
     kept.keep("msg_2", {"text": "x" * 500})  # for which the least recently used leaves
     with pytest.raises(RefusedError, match="'msg_1' is not kept"):
-        kept.item("msg_1", "input.0.id")
+        kept.find("msg_1", dict, "input.0.id")
     now[0] += responses.KEPT_SECONDS - 1
-    assert kept.conversation("resp_1") and kept.item("msg_2", "")
+    assert kept.find("resp_1", list, "previous_response_id") and kept.find("msg_2", dict, "")
     now[0] += responses.KEPT_SECONDS + 1
     with pytest.raises(RefusedError):
-        kept.conversation("resp_1")
+        kept.find("resp_1", list, "previous_response_id")
     kept.keep("msg_3", {"text": "x" * 2000})
     with pytest.raises(RefusedError):
-        kept.item("msg_3", "")
+        kept.find("msg_3", dict, "")
 
 
 ITEMS = [

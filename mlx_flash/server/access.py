@@ -42,21 +42,29 @@ class Access:
     origins: Sequence[str] = ()
     is_open: bool = False
 
-    def check_origin(self, origin: str | None, host: str | None) -> None:
+    def check(self, path: str, method: str, headers: Headers) -> None:
         """Check that a request comes from a program, from the server's own page, or from a page that may ask.
 
-        Args:
-            origin: the header of a web page; programs send none.
-            host: the header of the request.
+        All programs on its way have to see its end at the same place. Web pages send their origin, programs send none.
 
         Raises:
-            RefusedError: it comes from another web page.
+            RefusedError: it comes from another web page, its key is missing or wrong, or it has two lengths: a proxy
+                may take the one, and the server the other.
         """
-        if origin is not None and not {"*", origin} & set(self.origins) and not _is_own_page(origin, host):
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise RefusedError("a request has Content-Length or Transfer-Encoding, not both.", 400)
+        origin = headers.get("origin")
+        if (
+            origin is not None
+            and not {"*", origin} & set(self.origins)
+            and not _is_own_page(origin, headers.get("host"))
+        ):
             raise RefusedError(
                 "this server answers no web pages of this origin. Hint: name it with --allowed-origins at the start.",
                 403,
             )
+        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER) and method != "OPTIONS":
+            self.check_key(headers.get("authorization"), headers.get("x-api-key"))
 
     def check_key(self, authorization: str | None, key_header: str | None = None) -> None:
         """Check the key of a request.
@@ -93,28 +101,13 @@ class AccessMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
             try:
-                _check_framing(headers)
-                self._access.check_origin(headers.get("origin"), headers.get("host"))
-                is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
-                if not is_open and scope["method"] != "OPTIONS":
-                    self._access.check_key(headers.get("authorization"), headers.get("x-api-key"))
+                self._access.check(scope["path"], scope["method"], Headers(scope=scope))
             except RefusedError as error:
                 response = error_reply(scope["path"], error, {"Connection": "close"})
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _check_framing(headers: Headers) -> None:
-    """Check that all programs on the way of a request see its end at the same place.
-
-    Raises:
-        RefusedError: it has two lengths: a proxy may take the one, and the server the other.
-    """
-    if "content-length" in headers and "transfer-encoding" in headers:
-        raise RefusedError("a request has Content-Length or Transfer-Encoding, not both.", 400)
 
 
 def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_open: bool) -> Access:

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_flash.errors import RefusedError
 from mlx_flash.generation.member import Reading
 from mlx_flash.server.catalog import Source
@@ -35,6 +37,8 @@ class Job:
         leader: the request for whose prompt it waits, or waited; None for none.
         text: the text so far. There from the beginning of the computation.
         num_cached: tokens of the prompt that a kept cache had; once it is done, and those that the prefix cache had.
+        num_restored: tokens of the prompt that the prefix cache had.
+        hidden: what is kept of the hidden states of its prompt, once it is computed.
         tokens: of the answer so far.
         is_over: nothing is sent any more.
     """
@@ -53,6 +57,8 @@ class Job:
     leader: Job | None = None
     text: TextStream | None = None
     num_cached: int = 0
+    num_restored: int = 0
+    hidden: list[mx.array] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     is_over: bool = False
     load_seconds: float = 0.0

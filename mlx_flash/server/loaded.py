@@ -302,14 +302,14 @@ class LoadedModel:
                 with ends_alone(partial(self.drop, job)):
                     self._compute(job)
         prompts, answers = self._rows.next()
-        read: list[tuple[Job, list[mx.array]]] = []
+        read: list[Job] = []
         for response in prompts:
             if (found := self._computed(response.uid)) is not None:
                 with ends_alone(partial(self.drop, found)):
                     self._take_prompt(found, response)
                 if found.reading is not None and response.end_of_prompt:
-                    read.append((found, self._rows.take_hidden(response.uid)))
-        for (job, _), event in zip(read, read_all(self.model, self.tokenizer, read), strict=True):
+                    read.append(found)
+        for job, event in zip(read, read_all(self.model, self.tokenizer, read), strict=True):
             with ends_alone(partial(self.drop, job)):
                 self._take_reading(job, event)
         for response in answers:
@@ -397,7 +397,7 @@ class LoadedModel:
         is_awaited = any(other.leader is job and not other.is_computed for other in self.jobs.values())
         job.is_prompt_done = response.end_of_prompt
         if response.end_of_prompt:
-            job.num_cached += self._rows.num_restored(response.uid)
+            job.num_cached += job.num_restored
         if is_segment or (response.end_of_prompt and is_awaited):
             kind = job.prompt.kind_at(done) if is_segment else "user"
             for cache, tokens in self._rows.extract_cache([response.uid]).values():

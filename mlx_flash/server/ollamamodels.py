@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -49,7 +49,7 @@ from mlx_flash.server.openai import Name
 from mlx_flash.server.replies import Stream, collect, error_reply, line, while_connected
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.service import Service
+from mlx_flash.server.service import Answerer, Service
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.vision.detect import is_installed, loads_with_vlm
 
@@ -216,9 +216,6 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-MAX_DOWNLOADS = 4
-"""The most downloads at the same time. The others wait."""
-
 _HUGGING_FACE = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
 _SUCCESS = {"status": "success"}
 
@@ -276,83 +273,74 @@ class CopyRequest(Lenient):
     destination: Name
 
 
-class Management:
-    """The models of this machine, as requests change them.
+async def pull(service: Service, request: Request, body: NamedRequest) -> Response:
+    """Download a model that is not on this machine."""
+    modelfile = await asyncio.to_thread(_settings_of, service.catalog, body.asked)
+    return await _reply(request, body, _downloaded(modelfile.base, service))
 
-    Args:
-        service: the server.
+
+async def create(service: Service, request: Request, body: CreateRequest) -> Response:
+    """Write a Modelfile with a name. Its model is downloaded first where it is missing."""
+    name = _free_name(body.asked, service.catalog)
+    modelfile = await asyncio.to_thread(_wished, service.catalog, body)
+
+    async def progress() -> AsyncIterator[Status]:
+        async for status in _downloaded(modelfile.base, service):
+            yield status
+        yield {"status": "writing manifest"}
+        create_model(name, modelfile)
+        for note in modelfile.notes:
+            yield {"status": f"line {note.line}: {note.text}"}
+
+    return await _reply(request, body, progress())
+
+
+async def copy(service: Service, request: Request, body: CopyRequest) -> Response:
+    """Write a Modelfile with the settings of a model."""
+    name = _free_name(body.destination, service.catalog)
+    source = await asyncio.to_thread(service.catalog.find, body.source)
+    create_model(name, _settings_of(service.catalog, source.name))
+    return Response()
+
+
+async def delete(service: Service, request: Request, body: NamedRequest) -> Response:
+    """Delete the Modelfile of a name."""
+    created, name = named_models(), _free_name(body.asked, service.catalog)
+    if name not in created:
+        await asyncio.to_thread(service.catalog.find, name)
+        raise RefusedError(f"create did not give the name {name}, and weights stay. Hint: mlx-flash rm", 403, "model")
+    with contextlib.suppress(RefusedError):  # the Modelfile has an error
+        (answer,) = service.submit(GenerationRequest(model=name, work="unload"))
+        await collect(answer)
+    created[name].unlink(missing_ok=True)
+    return Response()
+
+
+def _free_name(name: str, catalog: Catalog) -> str:
+    """Return a name without its tag ``latest`` if requests may change what it means.
+
+    Raises:
+        RefusedError: the server was started with it.
     """
+    name = name.removesuffix(LATEST)
+    if catalog.is_given(name):
+        raise RefusedError(f"{name} is a name of the server's command line. Hint: take another one.", 403, "model")
+    return name
 
-    def __init__(self, service: Service) -> None:
-        self._catalog, self._room = service.catalog, service.room
-        self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
 
-    async def pull(self, service: Service, request: Request, body: NamedRequest) -> Response:
-        """Download a model that is not on this machine."""
-        modelfile = await asyncio.to_thread(_settings_of, self._catalog, body.asked)
-        return await _reply(request, body, self._downloaded(modelfile.base))
+async def _downloaded(repository: str, service: Service) -> AsyncIterator[Status]:
+    """Download a model in a process of its own, which ends when the client leaves. Yield nothing if it is here.
 
-    async def create(self, service: Service, request: Request, body: CreateRequest) -> Response:
-        """Write a Modelfile with a name. Its model is downloaded first where it is missing."""
-        name = self._free_name(body.asked)
-        modelfile = await asyncio.to_thread(_wished, self._catalog, body)
-
-        async def progress() -> AsyncIterator[Status]:
-            async for status in self._downloaded(modelfile.base):
-                yield status
-            yield {"status": "writing manifest"}
-            create_model(name, modelfile)
-            for note in modelfile.notes:
-                yield {"status": f"line {note.line}: {note.text}"}
-
-        return await _reply(request, body, progress())
-
-    async def copy(self, service: Service, request: Request, body: CopyRequest) -> Response:
-        """Write a Modelfile with the settings of a model."""
-        name = self._free_name(body.destination)
-        source = await asyncio.to_thread(self._catalog.find, body.source)
-        create_model(name, _settings_of(self._catalog, source.name))
-        return Response()
-
-    async def delete(self, service: Service, request: Request, body: NamedRequest) -> Response:
-        """Delete the Modelfile of a name."""
-        created = named_models()
-        name = self._free_name(body.asked)
-        if name not in created:
-            await asyncio.to_thread(self._catalog.find, name)
-            raise RefusedError(
-                f"create did not give the name {name}, and weights stay. Hint: mlx-flash rm", 403, "model"
-            )
-        with contextlib.suppress(RefusedError):  # the Modelfile has an error
-            (answer,) = service.submit(GenerationRequest(model=name, work="unload"))
-            await collect(answer)
-        created[name].unlink(missing_ok=True)
-        return Response()
-
-    def _free_name(self, name: str) -> str:
-        """Return a name without its tag ``latest`` if requests may change what it means.
-
-        Raises:
-            RefusedError: the server was started with it.
-        """
-        name = name.removesuffix(LATEST)
-        if self._catalog.is_given(name):
-            raise RefusedError(f"{name} is a name of the server's command line. Hint: take another one.", 403, "model")
-        return name
-
-    async def _downloaded(self, repository: str) -> AsyncIterator[Status]:
-        """Download a model in a process of its own, which ends when the client leaves. Yield nothing if it is here.
-
-        Raises:
-            RefusedError: it cannot be downloaded.
-        """
-        if Path(repository).is_dir() or await asyncio.to_thread(is_downloaded, repository):
-            return
-        yield {"status": "pulling manifest"}
-        async with self._downloads:
-            async for status in _told_by_download(repository, self._room):
-                yield status
-        yield {"status": "verifying sha256 digest"}
+    Raises:
+        RefusedError: it cannot be downloaded.
+    """
+    if Path(repository).is_dir() or await asyncio.to_thread(is_downloaded, repository):
+        return
+    yield {"status": "pulling manifest"}
+    async with service.downloads:
+        async for status in _told_by_download(repository, service.room):
+            yield status
+    yield {"status": "verifying sha256 digest"}
 
 
 async def _told_by_download(repository: str, room: EngineRoom) -> AsyncIterator[Status]:
@@ -488,27 +476,21 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
             error = RefusedError("there are no blobs here.", 404)
         return error_reply(request.url.path, error)
 
-    def managed(
-        path: str,
-        kind: type[Checked],
-        answer: Callable[[Service, Request, Checked], Awaitable[Response]],
-        method: str = "POST",
-    ) -> Route:
-        async def refused(service: Service, request: Request, body: Checked) -> Response:
-            raise RefusedError("models are not managed with --no-auth. Hint: give the server an API key.", 403)
+    async def refuse(service: Service, request: Request, body: Any) -> Response:
+        raise RefusedError("models are not managed with --no-auth. Hint: give the server an API key.", 403)
 
-        return service.post(path, kind, answer if may_manage else refused, method)
+    def managed(path: str, kind: type[Checked], answer: Answerer[Checked], method: str = "POST") -> Route:
+        return service.post(path, kind, answer if may_manage else refuse, method)
 
-    models = Management(service)
     return [
         service.post("/api/chat", ChatRequest, chat),
         service.post("/api/generate", GenerateRequest, generate),
         *(service.post(path, OllamaRequest, embed_ollama) for path in ("/api/embed", "/api/embeddings")),
         service.post("/api/show", NamedRequest, show),
-        managed("/api/pull", NamedRequest, models.pull),
-        managed("/api/create", CreateRequest, models.create),
-        managed("/api/copy", CopyRequest, models.copy),
-        managed("/api/delete", NamedRequest, models.delete, "DELETE"),
+        managed("/api/pull", NamedRequest, pull),
+        managed("/api/create", CreateRequest, create),
+        managed("/api/copy", CopyRequest, copy),
+        managed("/api/delete", NamedRequest, delete, "DELETE"),
         Route("/api/tags", tags),
         Route("/api/ps", ps),
         Route("/api/version", version),

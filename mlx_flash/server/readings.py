@@ -68,21 +68,20 @@ def reading_for(job: Job, model: FlashLLM, step: int) -> Reading:
     return found
 
 
-def read_all(
-    model: FlashLLM, tokenizer: Any, jobs: Sequence[tuple[Job, list[mx.array]]]
-) -> list[Piece | Vector | Exception]:
+def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece | Vector | Exception]:
     """Return what some requests want, or why it cannot be computed.
 
     Args:
         model: their model.
         tokenizer: mlx-lm's wrapper.
-        jobs: requests, each with what is kept of the hidden states of its prompt's parts.
+        jobs: requests, which give up what is kept of the hidden states of their prompts.
     """
-    wanted = [_of_head(job, states, tokenizer) for job, states in jobs]
+    wanted = [_of_head(job, tokenizer) for job in jobs]
     heads = [each for own in wanted for each in own]
     outputs = iter(model.apply_head(heads) if heads else [])
     found: list[Piece | Vector | Exception] = []
-    for (job, states), own in zip(jobs, wanted, strict=True):
+    for job, own in zip(jobs, wanted, strict=True):
+        states, job.hidden = job.hidden, []
         results = [next(outputs) for _ in own]
         error = next((result for result in results if isinstance(result, Exception)), None)
         if error is not None:
@@ -96,10 +95,10 @@ def read_all(
     return found
 
 
-def _of_head(job: Job, states: Sequence[mx.array], tokenizer: Any) -> list[tuple[mx.array, Callable[[mx.array], Any]]]:
+def _of_head(job: Job, tokenizer: Any) -> list[tuple[mx.array, Callable[[mx.array], Any]]]:
     """Return the hidden states of a request whose logits are wanted, each with what makes something of these."""
     assert job.prompt is not None
-    request, tokens = job.request, job.prompt.tokens
+    request, tokens, states = job.request, job.prompt.tokens, job.hidden
     if request.work == "embed":
         choices = [*map(tokenizer.convert_tokens_to_ids, request.choices)]
         return [(states[-1], partial(_among, choices))] if choices else []

@@ -252,7 +252,7 @@ class Stream(Response):
         parts: the parts.
         answers: what they are made from; left when the stream ends in any way.
         media_type: of the whole.
-        beat: returns a part to send when there was none for :data:`BEAT_SECONDS`; None sends none.
+        beat: returns a part to send when there was none for :data:`BEAT_SECONDS`.
         began: since when the client waits, by ``time.monotonic()``.
     """
 
@@ -261,8 +261,8 @@ class Stream(Response):
         parts: AsyncIterator[bytes],
         answers: Sequence[Answer],
         media_type: str,
-        beat: Callable[[], bytes] | None = None,
-        began: float = 0.0,
+        beat: Callable[[], bytes],
+        began: float,
     ) -> None:
         super().__init__(status_code=200, media_type=media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -298,7 +298,7 @@ class Stream(Response):
 
     async def _send_beats(self, send: Send) -> None:
         """Send a part whenever the last one was sent long ago, by the clock: a pass may take minutes."""
-        while self._beat is not None:
+        while True:
             left = self._sent_at + BEAT_SECONDS - time.monotonic()
             if left > 0:
                 await asyncio.sleep(left)

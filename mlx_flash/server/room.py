@@ -215,7 +215,7 @@ class EngineRoom:
     def _take_in(self, number: int, request: GenerationRequest) -> None:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
         answer = self._answers.get(number)  # None on other ranks than 0, or if the client is gone
-        with ends_alone(partial(_refuse, answer)):
+        with ends_alone(lambda error: None if answer is None else answer.put(Failed(error))):
             job = Job(number, request, self.catalog.find(request.model, request.adapter), answer)
             model = self.models.get(job.source)
             if model is not None and request.has_prompt:
@@ -284,8 +284,3 @@ class EngineRoom:
         model.drop_all(error)
         if self._ranks is not None and not isinstance(error.__cause__, BudgetError | RefusedError):
             raise PeerError(f"a pass failed on this rank: {error}") from error
-
-
-def _refuse(answer: Answer | None, error: RefusedError) -> None:
-    if answer is not None:
-        answer.put(Failed(error))

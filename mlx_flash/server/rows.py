@@ -243,8 +243,6 @@ class ServedRows(RowGenerator):
         self._jobs, self._is_shared = jobs, is_shared
         self._errors: dict[int, RefusedError] = {}
         self._fatal: Exception | None = None
-        self._restored: dict[int, int] = {}
-        self._hidden: dict[int, list[mx.array]] = {}
         self._groups: list[Group | LoneRequest] = []  # the first ones have the answers, those after them prompts
         self._may_batch = False
 
@@ -296,7 +294,6 @@ class ServedRows(RowGenerator):
         Raises:
             FlashError: a request failed on this rank, and not on others.
         """
-        self._restored, self._hidden = {}, {}
         self._begin_groups()
         batched = [self._next_of(group) for group in self._groups_at_once()]
         self._join_groups()
@@ -315,14 +312,6 @@ class ServedRows(RowGenerator):
         """Return the errors of requests since the last call, by number. The requests are gone."""
         errors, self._errors = self._errors, {}
         return errors
-
-    def num_restored(self, uid: int) -> int:
-        """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had."""
-        return self._restored.get(uid, 0)
-
-    def take_hidden(self, uid: int) -> list[mx.array]:
-        """Return what is kept of the hidden states of a prompt that the last call has computed to its end."""
-        return self._hidden.pop(uid, [])
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
@@ -355,9 +344,10 @@ class ServedRows(RowGenerator):
 
     def _choose(self, member: Member, prompts: list[Any]) -> None:
         super()._choose(member, prompts)
-        self._restored[member.uid] = member.num_restored
-        if member.hidden and not member.num_left:
-            self._hidden[member.uid], member.hidden = member.hidden, []
+        if (job := self._jobs.get(member.uid)) is not None:
+            job.num_restored = member.num_restored
+            if member.hidden and not member.num_left:
+                job.hidden, member.hidden = member.hidden, []
 
     def _guarded(self, waiting: Waiting) -> Waiting:
         """Return a request whose sampler and processors note what they raise: it ends alone after the call.
@@ -448,7 +438,8 @@ class ServedRows(RowGenerator):
                     self._note(group.uids[0], error)
                 break
             group.num_restored += self._num_restored - before
-            self._restored |= {response.uid: group.num_restored for response in prompts}
+            for job in filter(None, (self._jobs.get(response.uid) for response in prompts)):
+                job.num_restored = group.num_restored
             for response in answers:
                 if response.finish_reason is not None:  # a later token failed, which nobody wants
                     self._errors.pop(response.uid, None)

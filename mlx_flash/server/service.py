@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -30,6 +31,9 @@ MAX_HELD_BYTES = 64 << 20
 MAX_TEXT_CHARACTERS = 4_000_000
 """The most text of a request, about a million tokens. The tokenizer works through it before its length is known."""
 
+MAX_DOWNLOADS = 4
+"""The most downloads of models at the same time. The others wait."""
+
 MAX_IGNORED_NAMES = 256
 """The most names of fields without effect that are counted apart."""
 
@@ -37,6 +41,10 @@ IGNORED_HEADER = "x-mlx-flash-ignored"
 """The header of a reply that lists the fields of its request that had no effect."""
 
 _log = logging.getLogger("mlx_flash")
+
+
+Answerer: TypeAlias = Callable[["Service", Request, Checked], Awaitable[Response]]
+"""Makes the reply to a checked body."""
 
 
 class Service:
@@ -51,11 +59,12 @@ class Service:
         catalog: the models that requests can name.
         num_requests: requests that are answered or wait.
         ignored: requests by names of fields that had no effect on their answers.
+        downloads: of models, that may run.
     """
 
     def __init__(self, room: EngineRoom, *, is_strict: bool = False) -> None:
         self.room, self.catalog = room, room.catalog
-        self.num_requests = 0
+        self.num_requests, self.downloads = 0, asyncio.Semaphore(MAX_DOWNLOADS)
         self.ignored: Counter[str] = Counter()
         self._is_strict = is_strict
         self._num_bytes = 0
@@ -77,19 +86,13 @@ class Service:
             )
         return self.room.submit(*found)
 
-    def post(
-        self,
-        path: str,
-        kind: type[Checked],
-        answer: Callable[[Service, Request, Checked], Awaitable[Response]],
-        method: str = "POST",
-    ) -> Route:
+    def post(self, path: str, kind: type[Checked], answer: Answerer[Checked], method: str = "POST") -> Route:
         """Return the route of requests with a body.
 
         Args:
             path: of their URL.
             kind: of their bodies.
-            answer: makes the reply to a checked body.
+            answer: of them.
             method: of HTTP.
         """
 

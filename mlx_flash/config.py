@@ -10,7 +10,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -164,11 +164,9 @@ PrefixMode = Literal["off", "exact", "longest"]
 
 _BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
-_BOUNDS = {"queue_depth": (1, 64), "kv_keep": (0, math.inf)}
-"""The least and the greatest count. All other counts are at least 1."""
-
 _KIND_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-_MAY_BE_ZERO = {"expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"}
+_OR_ZERO = {"least": 0}
+"""Bounds of a field: without ``least`` a count is at least 1, and another number is above 0; ``most`` is of counts."""
 
 VARIABLE_PREFIX = "MLX_FLASH_"
 OTHER_VARIABLES = frozenset({"MLX_FLASH_API_KEY", "MLX_FLASH_TRACEBACK"})
@@ -245,23 +243,23 @@ class FlashConfig:
     kv_cache: KVMode | None = None
     kv_ram_gb: float | None = None
     kv_max_tokens: int | None = None
-    kv_keep: int = 0
+    kv_keep: int = field(default=0, metadata=_OR_ZERO)
     kv_step: int = 256
     kv_directory: Path | str | None = None
     kv_prefixes: PrefixMode | None = None
     kv_prefix_tenant: str | None = None
-    kv_prefix_gb: float | None = None
-    ssd_write_gb_per_day: float | None = None
+    kv_prefix_gb: float | None = field(default=None, metadata=_OR_ZERO)
+    ssd_write_gb_per_day: float | None = field(default=None, metadata=_OR_ZERO)
     batching: Batching = "auto"
     lend_reserves: bool = True
     speculation: bool = True
     num_slots: int | None = None
-    expert_pool_gb: float | None = None
+    expert_pool_gb: float | None = field(default=None, metadata=_OR_ZERO)
     expert_lookahead: bool = True
     io: IOMode = "auto"
     read_size_mb: float | None = None
-    queue_depth: int | None = None
-    derived_cache_gb: float | None = None
+    queue_depth: int | None = field(default=None, metadata={"most": 64})
+    derived_cache_gb: float | None = field(default=None, metadata=_OR_ZERO)
     telemetry: bool = True
     poison_released_slots: bool = False
 
@@ -272,8 +270,8 @@ class FlashConfig:
                 + did_you_mean(self.ram_budget_gb, _BUDGET_WORDS)
             )
         parse_budget(self.ram_budget_gb)
-        for field in fields(self):
-            _check(field.name, getattr(self, field.name))
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name), each.metadata)
 
     @property
     def writes_nothing(self) -> bool:
@@ -417,7 +415,7 @@ def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
     return values
 
 
-def _check(name: str, value: object) -> None:
+def _check(name: str, value: object, bounds: Mapping[str, int]) -> None:
     """Refuse a value that the field's type does not allow. The budget has its own check."""
     kinds = setting_kinds(name)
     kind = kinds[0]
@@ -426,19 +424,16 @@ def _check(name: str, value: object) -> None:
     if get_origin(kind) is Literal:
         words = get_args(kind)
         is_right, wanted = value in words, f"one of {', '.join(map(repr, words))}{did_you_mean(value, words)}"
-    elif kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool):
-        is_right, wanted = _in_bounds(name, kind, value)
+    elif kind not in (int, float):
+        is_right, wanted = isinstance(value, kinds), _KIND_WORDS[kind]
+    elif isinstance(value, bool) or not isinstance(value, (int, kind)):
+        is_right, wanted = False, _KIND_WORDS[kind]
+    elif kind is float:
+        is_right = 0 <= value <= sys.float_info.max / GB and (value > 0 or "least" in bounds)
+        wanted = f"a finite number {'not below 0' if 'least' in bounds else 'above 0'}"
     else:
-        is_right = kind not in (int, float) and isinstance(value, kinds)
-        wanted = _KIND_WORDS[kind]
+        least, most = bounds.get("least", 1), bounds.get("most", math.inf)
+        is_right = least <= value <= most
+        wanted = f"at least {least}" if most == math.inf else f"between {least} and {most}"
     if not is_right:
         raise ConfigError(f"{name} is {value!r}: it must be {wanted}")
-
-
-def _in_bounds(name: str, kind: type, value: float) -> tuple[bool, str]:
-    """Return True for a number within the bounds of its field, and the bounds in words."""
-    if kind is float:
-        is_right = 0 <= value <= sys.float_info.max / GB and (value > 0 or name in _MAY_BE_ZERO)
-        return is_right, f"a finite number {'not below 0' if name in _MAY_BE_ZERO else 'above 0'}"
-    least, most = _BOUNDS.get(name, (1, math.inf))
-    return least <= value <= most, f"at least {least}" if most == math.inf else f"between {least} and {most}"

@@ -9,7 +9,7 @@ parameter: they can be read from the files at any time. Everything else was comp
 from __future__ import annotations
 
 import json
-import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from mlx_flash.errors import (
     FlashError,
     IndexFileError,
     ReadError,
-    TruncatedFileError,
 )
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
+from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord, absent_shards
 
 CONFIG_NAMES = {"config.json", "generation_config.json"}
@@ -276,25 +276,14 @@ def reads_explained(
             raise
         streams.fail()
         direct = {record.name for records in sources.values() for record in records}
+        buffer = memoryview(bytearray(_READ_BYTES))
         for record in checkpoint.tensors.values():
             if record.name not in direct and record.extent.path.suffix != COMPRESSED_SUFFIX:
-                _check_readable(record, again)
+                try:
+                    deque(read_pieces(record, buffer), maxlen=0)
+                except ReadError as found:
+                    raise type(found)(f"{str(found).partition('. Hint:')[0]}. {again}") from error
         raise ReadError(f"MLX cannot read a file of {folder}, or of an adapter: {error}. {again}") from error
-
-
-def _check_readable(record: TensorRecord, hint: str) -> None:
-    """Raise a ReadError if a tensor cannot be read."""
-    start, stop = record.extent.offset, record.extent.end
-    where = f"'{record.name}' ({record.nbytes} bytes at offset {start}) in {record.extent.path}"
-    with record.extent.path.open("rb", buffering=0) as file:
-        for offset in range(start, stop, _READ_BYTES):
-            wanted = min(_READ_BYTES, stop - offset)
-            try:
-                got = len(os.pread(file.fileno(), wanted, offset))
-            except OSError as error:
-                raise ReadError(f"cannot read {where}: {error.strerror} at offset {offset}. {hint}") from error
-            if got < wanted:
-                raise TruncatedFileError(f"cannot read {where}: the file is truncated. Hint: download it again.")
 
 
 def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.Module]:

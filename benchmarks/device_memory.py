@@ -12,21 +12,19 @@ adds the host's pages of the same moment.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import runs
-from harness import Run, describe, describe_cold, describe_model, last_json, make_cold, run_command, write_json
+from harness import Run, describe, describe_cold, describe_model, make_cold, write_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from runs import Job, run_job
 
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.storage.shards import weight_files
@@ -105,9 +103,9 @@ def measure(options: argparse.Namespace, budget: str, before: int, context: int)
     """Decode at a budget, and watch."""
     make_cold(weight_files(options.model), drop_caches=True)
     settings = {"io": options.io, "telemetry": False}
-    job = runs.Job(str(options.model), options.tokens, 16, parse_budget(budget), settings=settings, own=True)
+    job = Job(str(options.model), options.tokens, 16, parse_budget(budget), settings=settings, own=True)
     with Watcher() as watcher:
-        run = last_json(run_command([sys.executable, runs.__file__, json.dumps(asdict(job))], label=f"budget {budget}"))
+        run = run_job(job)
     device = [sample.device - before - context for sample in watcher.samples]
     both = [on + sample.resident - sample.managed for on, sample in zip(device, watcher.samples, strict=True)]
     highest = both.index(max(both))

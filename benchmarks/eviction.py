@@ -1,55 +1,51 @@
-"""Comparison of eviction policies for an expert pool, on recorded routing.
+"""Hits of an expert pool of other sizes, on recorded routing: the engine's policy, least recently used, the optimum.
 
+    mlx-flash generate --model DIR --prompt Hi --routing-trace trace.jsonl
     python benchmarks/eviction.py trace.jsonl --pools 0.1 0.25 0.5 0.75 --json out.json
-
-A trace has one JSON value a line. The first describes the model:
-
-    {"format": 1, "model": str, "top_k": int, "layers": [{"name": str, "num_experts": int, "expert_bytes": int}, ...]}
-
-Each other line is a call of a layer of experts, in the order of calls, with the tokens that chose each expert:
-
-    [pass, tokens, layer, [[expert, count], ...]]
 
 All layers share one pool, whose slots are a share of all experts. A call of few tokens needs all its experts at once:
 those in the pool are hits, the others are inserted, and none evicts another of the same call. Hit rates are of these
 calls. A call of a prompt, or of more experts than the pool has slots, reads its experts elsewhere. After it the experts
 that most tokens chose are inserted, as many as one layer's part of the pool holds, and nothing is counted.
 
-*optimum* knows the future: it evicts the expert that is needed last, and no policy does better. The time is that of the
-whole replay, with its own bookkeeping, for each hit, insertion and eviction.
+*least used* is ``mlx_flash/experts/eviction.py``. *optimum* knows the future: it evicts the expert that is needed last,
+and no policy does better.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import describe, describe_cold, write_json
-from policies import OPTIMUM, POLICIES, Key, Optimum, Policy, Step
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from mlx_flash.experts.eviction import Uses
+from mlx_flash.experts.routingtrace import FORMAT
+
 PROMPT_TOKENS = 16
 """A call of this many tokens or more is one of a prompt."""
 
+Key = tuple[int, int]
+"""Number of the layer, number of the expert in it."""
+
 
 class TraceError(Exception):
-    """A trace that cannot be replayed."""
-
-
-# --- traces ----------------------------------------------------------------------------------------------------------
+    """A file that is not a routing trace."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer; its experts in the trace's order."""
+    """One call of a layer, with the tokens that chose each expert."""
 
     num_tokens: int
     layer: int
@@ -58,14 +54,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
+    """The calls of a model, and the number of experts of each layer."""
+
     name: str
-    model: str
     layers: list[int]
     calls: list[Call]
-
-    @property
-    def num_experts(self) -> int:
-        return sum(self.layers)
 
 
 def read_trace(path: Path) -> Trace:
@@ -74,220 +67,184 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: the file is not a trace; names the line.
     """
+    layers: list[int] = []
     calls: list[Call] = []
-    header: dict[str, Any] = {}
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 value = json.loads(line)
                 if number == 1:
-                    header = _read_header(value)
+                    layers = [layer["num_experts"] for layer in value["layers"]]
+                    is_right = value["format"] == FORMAT
                 else:
-                    calls.append(_read_call(value, header["layers"]))
-            except ValueError as error:
-                raise TraceError(f"{path}, line {number}: {error}. It begins {line[:60].rstrip()!r}") from None
+                    _, num_tokens, layer, pairs = value
+                    calls.append(Call(num_tokens, layer, dict(pairs)))
+                    is_right = layer < len(layers) and bool(pairs) and max(calls[-1].counts) < layers[layer]
+            except (ValueError, TypeError, LookupError):
+                is_right = False
+            if not is_right:
+                wanted = "[pass, tokens, layer, [[expert, count], ...]]" if number > 1 else "a description of the model"
+                raise TraceError(f"{path}, line {number}: {wanted} was expected. It begins {line[:60].rstrip()!r}")
     if not calls:
-        raise TraceError(f"{path} has no calls: a line that describes the model, then one a call, were expected")
-    return Trace(path.stem, header["model"], header["layers"], calls)
+        raise TraceError(f"{path} has no calls. Hint: write it with mlx-flash generate --routing-trace.")
+    return Trace(path.stem, layers, calls)
 
 
-def _read_header(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.get("format") != 1:
-        raise ValueError('an object with "format": 1 was expected')
-    layers = value.get("layers")
-    if not isinstance(layers, list) or not layers or not isinstance(value.get("model"), str):
-        raise ValueError('"model" must be a string, "layers" a list that is not empty')
-    sizes = [layer.get("num_experts") if isinstance(layer, dict) else None for layer in layers]
-    if not all(_is_count(size, 1) for size in sizes):
-        raise ValueError('every layer needs a positive "num_experts"')
-    return {"model": value["model"], "layers": sizes}
+# --- policies --------------------------------------------------------------------------------------------------------
 
 
-def _read_call(value: Any, layers: Sequence[int]) -> Call:
-    if not isinstance(value, list) or len(value) != 4 or not all(_is_count(v, 0) for v in value[:3]):
-        raise ValueError("[pass, tokens, layer, [[expert, count], ...]] was expected")
-    _, num_tokens, layer, chosen = value
-    if layer >= len(layers):
-        raise ValueError(f"layer {layer} of {len(layers)}")
-    if not isinstance(chosen, list) or not chosen or not all(_is_choice(pair) for pair in chosen):
-        raise ValueError("[[expert, count], ...] was expected in the fourth place, with counts from 1")
-    counts = dict(chosen)
-    if len(counts) != len(chosen):
-        raise ValueError("an expert is listed twice")
-    if max(counts) >= layers[layer]:
-        raise ValueError(f"expert {max(counts)} of a layer with {layers[layer]}")
-    return Call(num_tokens, layer, counts)
+@dataclass(frozen=True)
+class Step:
+    """A call, and the experts that are in the pool after it; ``is_counted`` if it computes with the pool."""
+
+    call: Call
+    keys: list[Key]
+    is_counted: bool
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_choice(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and _is_count(pair[0], 0) and _is_count(pair[1], 1)
-
-
-def make_steps(trace: Trace, slots: int) -> list[Step]:
+def make_steps(trace: Trace, num_slots: int) -> list[Step]:
     """Return the experts that each call needs in a pool of this many slots."""
-    quota = max(1, slots // len(trace.layers))
+    quota = max(1, num_slots // len(trace.layers))
     steps = []
     for call in trace.calls:
-        is_counted = call.num_tokens < PROMPT_TOKENS and len(call.counts) <= slots
+        is_counted = call.num_tokens < PROMPT_TOKENS and len(call.counts) <= num_slots
         hottest = sorted(call.counts, key=lambda expert: (-call.counts[expert], expert))
         experts = hottest if is_counted else hottest[:quota]
-        steps.append(Step(call.layer, [(call.layer, expert) for expert in experts], is_counted))
+        steps.append(Step(call, [(call.layer, expert) for expert in experts], is_counted))
     return steps
 
 
-# --- replay ----------------------------------------------------------------------------------------------------------
+class LeastRecentlyUsed:
+    """The expert in the pool whose last use is longest ago gives way. ``self.pool`` has the experts in the pool."""
+
+    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
+        self.pool: dict[Key, float] = {}
+        self._steps = steps
+
+    def use(self, number: int) -> None:
+        """Note that a step begins."""
+        for key in self._steps[number].keys:
+            if key in self.pool:
+                self.enter(key, number)
+
+    def enter(self, key: Key, number: int) -> None:
+        """Put an expert into the pool, or note that it is used."""
+        self.pool[key] = number
+
+    def evict(self, pinned: Sequence[Key]) -> None:
+        """Let an expert that is not pinned leave the pool."""
+        del self.pool[min((key for key in self.pool if key not in pinned), key=lambda key: self.pool[key])]
 
 
-@dataclass
-class Outcome:
-    """The counts of one policy on one trace.
+class Optimum(LeastRecentlyUsed):
+    """Belady's optimum: the expert whose next use is last. Uses by calls that are not counted do not matter."""
 
-    Attributes:
-        num_routed: experts that counted calls needed.
-        num_hits: those that were in the pool.
-        num_evicted: by all calls.
-        num_operations: hits, insertions and evictions by all calls.
-        seconds: of the replay.
-    """
+    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
+        super().__init__(trace, steps)
+        self._next: list[dict[Key, float]] = []
+        following: dict[Key, float] = {}
+        for number, step in reversed(list(enumerate(steps))):
+            self._next.append({key: following.get(key, math.inf) for key in step.keys})
+            following.update(dict.fromkeys(step.keys, number if step.is_counted else math.inf))
+        self._next.reverse()
 
-    num_routed: int = 0
-    num_hits: int = 0
-    num_evicted: int = 0
-    num_operations: int = 0
-    seconds: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.num_hits / self.num_routed if self.num_routed else 0.0
+    def enter(self, key: Key, number: int) -> None:
+        """Put an expert into the pool, or note that it is used."""
+        self.pool[key] = -self._next[number][key]
 
 
-def replay(steps: Sequence[Step], policy: Policy) -> Outcome:
-    """Replay calls with a policy and its number of slots."""
-    outcome, resident = Outcome(), set[Key]()
-    began = time.perf_counter()
-    for step in steps:
-        policy.begin(step.layer)
-        pinned = set(step.keys)
-        missing = []
-        for key in step.keys:
-            if key in resident:
-                policy.hit(key)
-            else:
-                missing.append(key)
+class LeastUsed(LeastRecentlyUsed):
+    """The engine's policy, with a slot number for each expert."""
+
+    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
+        super().__init__(trace, steps)
+        self._first = np.cumsum([0, *trace.layers])
+        self._uses = Uses(trace.layers, int(self._first[-1]))
+
+    def use(self, number: int) -> None:
+        """Note that a step begins."""
+        call = self._steps[number].call
+        experts, counts = np.array([*call.counts]), np.array([*call.counts.values()])
+        slots = [self._slot((call.layer, n)) if (call.layer, n) in self.pool else -1 for n in call.counts]
+        self._uses.add(call.layer, experts, counts, call.num_tokens, np.array(slots))
+
+    def enter(self, key: Key, number: int) -> None:
+        """Put an expert into the pool."""
+        self.pool[key] = number
+        self._uses.enter(self._slot(key), key)
+
+    def evict(self, pinned: Sequence[Key]) -> None:
+        """Let an expert that is not pinned leave the pool."""
+        spared = np.zeros(int(self._first[-1]), bool)
+        spared[[self._slot(key) for key in pinned]] = True
+        key = self._uses.least(spared)
+        assert key is not None
+        self._uses.leave(self._slot(key))
+        del self.pool[key]
+
+    def _slot(self, key: Key) -> int:
+        return int(self._first[key[0]]) + key[1]
+
+
+POLICIES = {"least used": LeastUsed, "least recently used": LeastRecentlyUsed, "optimum": Optimum}
+
+
+def replay(trace: Trace, num_slots: int, policy: str) -> tuple[int, int]:
+    """Replay a trace. Return the experts that counted calls needed, and those of them that were in the pool."""
+    steps = make_steps(trace, num_slots)
+    state = POLICIES[policy](trace, steps)
+    num_routed = num_hits = 0
+    for number, step in enumerate(steps):
+        missing = [key for key in step.keys if key not in state.pool]
+        state.use(number)
         for key in missing:
-            if len(resident) == policy.slots:
-                resident.remove(policy.victim(pinned))
-                outcome.num_evicted += 1
-            policy.insert(key)
-            resident.add(key)
-        outcome.num_operations += len(step.keys)
+            if len(state.pool) == num_slots:
+                state.evict(step.keys)
+            state.enter(key, number)
         if step.is_counted:
-            outcome.num_routed += len(step.keys)
-            outcome.num_hits += len(step.keys) - len(missing)
-    outcome.seconds = time.perf_counter() - began
-    outcome.num_operations += outcome.num_evicted
-    return outcome
-
-
-def compare(trace: Trace, share: float) -> list[dict[str, Any]]:
-    """Replay a trace under all policies, with a share of its experts as slots."""
-    slots = max(1, round(share * trace.num_experts))
-    steps = make_steps(trace, slots)
-    num_layers = len(trace.layers)
-    best = replay(steps, Optimum(slots, num_layers, steps))
-    outcomes = {name: replay(steps, make(slots, num_layers)) for name, make in POLICIES.items()} | {OPTIMUM: best}
-    return [
-        {
-            "trace": trace.name,
-            "pool": share,
-            "slots": slots,
-            "policy": name,
-            **asdict(outcome),
-            "hit_rate": outcome.hit_rate,
-            "of_optimum": outcome.num_hits / best.num_hits if best.num_hits else None,
-            "microseconds": 1e6 * outcome.seconds / max(1, outcome.num_operations),
-        }
-        for name, outcome in outcomes.items()
-    ]
-
-
-# --- tables -------------------------------------------------------------------------------------------------
-
-
-def describe_trace(trace: Trace) -> dict[str, Any]:
-    counted = [call for call in trace.calls if call.num_tokens < PROMPT_TOKENS]
-    return {
-        "name": trace.name,
-        "model": trace.model,
-        "num_layers": len(trace.layers),
-        "num_experts": trace.num_experts,
-        "num_calls": len(trace.calls),
-        "num_calls_of_few_tokens": len(counted),
-    }
-
-
-def print_tables(console: Console, result: dict[str, Any]) -> None:
-    for trace in result["traces"]:
-        rows = [row for row in result["results"] if row["trace"] == trace["name"]]
-        pools = sorted({row["pool"] for row in rows})
-        title = f"{trace['name']}: hit rate (share of the optimum's hits) by pool; {trace['num_experts']} experts"
-        table = Table("policy", title=title, box=SIMPLE_HEAD, title_justify="left")
-        for pool in pools:
-            table.add_column(f"{pool:g}", justify="right", no_wrap=True)
-        table.add_column("us/op", justify="right")
-        for name in dict.fromkeys(row["policy"] for row in rows):
-            found = {row["pool"]: row for row in rows if row["policy"] == name}
-            worst = max(row["microseconds"] for row in found.values())
-            table.add_row(name, *(_cell(found[pool]) for pool in pools), f"{worst:.2f}")
-        console.print(table)
-
-
-def _cell(row: dict[str, Any]) -> str:
-    of_optimum = "" if row["of_optimum"] is None else f" ({row['of_optimum']:.3f})"
-    return f"{row['hit_rate']:.3f}{of_optimum}"
+            num_routed += len(step.keys)
+            num_hits += len(step.keys) - len(missing)
+    return num_routed, num_hits
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="file with a trace")
-    parser.add_argument(
-        "--pools", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75], help="shares of all experts that have a slot"
-    )
-    parser.add_argument("--json", type=Path, help="file for all the numbers")
-    options = parser.parse_args(arguments)
-    if not all(0 < pool <= 1 for pool in options.pools):
-        parser.error("--pools must be above 0 and at most 1")
-    if len({path.stem for path in options.traces}) < len(options.traces):
-        parser.error("two traces have the same name: the tables tell them apart by it")
-    return options
+def compare(trace: Trace, share: float) -> list[dict[str, Any]]:
+    """Replay a trace under all policies, with a share of its experts as slots."""
+    num_slots = max(1, round(share * sum(trace.layers)))
+    rows = []
+    for policy in POLICIES:
+        num_routed, num_hits = replay(trace, num_slots, policy)
+        row = {"trace": trace.name, "pool": share, "num_slots": num_slots, "policy": policy}
+        rows.append(row | {"num_routed": num_routed, "num_hits": num_hits, "hit_rate": num_hits / max(1, num_routed)})
+    return rows
 
 
-def run_bench(options: argparse.Namespace) -> dict[str, Any]:
-    traces = [read_trace(path) for path in options.traces]
-    return {
-        **describe(options.traces[0], describe_cold(None)),
-        "traces": [describe_trace(trace) for trace in traces],
-        "results": [row for trace in traces for share in options.pools for row in compare(trace, share)],
-    }
+def print_table(rows: Sequence[dict[str, Any]], pools: Sequence[float]) -> None:
+    """Print the hit rates of all traces."""
+    table = Table("trace", "policy", *(f"{pool:g}" for pool in pools), title="hit rate by pool", box=SIMPLE_HEAD)
+    for trace, policy in dict.fromkeys((row["trace"], row["policy"]) for row in rows):
+        found = {row["pool"]: row["hit_rate"] for row in rows if (row["trace"], row["policy"]) == (trace, policy)}
+        table.add_row(trace, policy, *(f"{found[pool]:.3f}" for pool in pools))
+    Console().print(table)
 
 
 def main() -> None:
-    options = parse_arguments(sys.argv[1:])
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="file with a trace")
+    parser.add_argument("--pools", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75], help="shares of all experts")
+    parser.add_argument("--json", type=Path, help="file for all the numbers")
+    options = parser.parse_args()
+    if not all(0 < pool <= 1 for pool in options.pools):
+        parser.error("--pools must be above 0 and at most 1")
     try:
-        result = run_bench(options)
+        rows = [row for path in options.traces for share in options.pools for row in compare(read_trace(path), share)]
     except (TraceError, OSError) as error:
-        raise SystemExit(str(error)) from None
-    write_json(options.json, result)
-    print_tables(Console(width=max(110, Console().width)), result)
+        sys.exit(str(error))
+    write_json(options.json, {**describe(options.traces[0], describe_cold(None)), "results": rows})
+    print_table(rows, options.pools)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from urllib.request import Request, urlopen
 import mlx.core as mx
 import mlx_lm
 import numpy as np
-from harness import NOT_AVAILABLE, ROOT, SMALL_MACHINE, KilledError, Run, describe_versions, last_json, run_command
+from harness import NOT_AVAILABLE, ROOT, SMALL_MACHINE, KilledError, Run, describe_versions, run_command, run_worker
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 from servers import LIMIT_ROOM, serving
@@ -122,7 +122,7 @@ def in_process(job: Job, limit: int | None = None) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(asdict(job)))
-        return last_json(run_command([sys.executable, __file__, "--work", path], label=job.kind, limit_bytes=limit))
+        return run_worker(__file__, ["--work", path], label=job.kind, limit_bytes=limit)
 
 
 def _server(job: Job) -> list[object]:

@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import psutil
@@ -68,19 +70,29 @@ class KilledError(Exception):
 
 
 def run_worker(
-    script: str | Path, arguments: Sequence[object], *, label: str, environment: Mapping[str, str] | None = None
+    script: str | Path,
+    arguments: Sequence[object],
+    *,
+    label: str,
+    environment: Mapping[str, str] | None = None,
+    limit_bytes: int | None = None,
 ) -> Run:
-    """Run a Python script in a process of its own and return the JSON value that it printed last.
+    """Run a Python script in a process of its own, and return the JSON value that it printed last.
+
+    Args:
+        script: the script.
+        arguments: of the script.
+        label: name of the run in error messages.
+        environment: variables set besides those of this process.
+        limit_bytes: size of the memory cgroup that it runs in; None for none.
 
     Raises:
+        KilledError: the kernel killed it for the limit.
         SystemExit: it failed; with the last line that it wrote.
     """
-    return last_json(run_command([sys.executable, script, *arguments], label=label, environment=environment))
-
-
-def last_json(finished: Finished) -> Run:
-    """Return the JSON value in the last line of a worker's output."""
-    run: Run = json.loads(finished.stdout.splitlines()[-1])
+    command = [sys.executable, script, *arguments]
+    done = run_command(command, label=label, environment=environment, limit_bytes=limit_bytes)
+    run: Run = json.loads(done.stdout.splitlines()[-1])
     return run
 
 
@@ -144,11 +156,18 @@ def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
 
 @contextmanager
 def slowed(model: Path, mb_per_second: float | None) -> Iterator[None]:
-    """Limit what this process and those that it starts read a second, if a limit is wanted."""
+    """Limit what this process and those that it starts read a second, if a limit is wanted.
+
+    They keep no speeds of the disk for other programs, and find none.
+    """
     if mb_per_second is None:
         yield
         return
-    with slow_disk(model, int(mb_per_second * 1e6)) as entry:
+    with (
+        slow_disk(model, int(mb_per_second * 1e6)) as entry,
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, XDG_CACHE_HOME=folder),
+    ):
         entry.write_text(str(os.getpid()))
         try:
             yield

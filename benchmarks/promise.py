@@ -32,8 +32,8 @@ from harness import (
     describe,
     describe_cold,
     describe_model,
-    last_json,
     run_command,
+    run_worker,
     write_json,
 )
 from mlx_lm import utils as mlx_lm_utils
@@ -220,11 +220,6 @@ def make_models(folder: Path, names: Sequence[str]) -> None:
             run_command(command, label=f"making {name}")
 
 
-def worker(*arguments: object, label: str, limit: int | None = None) -> Run:
-    """Run a part of this program in a process of its own."""
-    return last_json(run_command([sys.executable, __file__, *arguments], label=label, limit_bytes=limit))
-
-
 def cells(options: argparse.Namespace, done: Sequence[Run]) -> Iterator[Run]:
     """Yield the cells of the matrix, without those that are done."""
     known = {key_of(run): run["expected"] for run in done if "expected" in run}
@@ -235,7 +230,7 @@ def cells(options: argparse.Namespace, done: Sequence[Run]) -> Iterator[Run]:
             continue
         path = options.folder / name
         if name not in least:
-            least[name] = worker(path, "--least", label=name)
+            least[name] = run_worker(__file__, [path, "--least"], label=name)
         nbytes = budget_bytes(budget, least[name])
         cell = {"model": name, "budget": budget, "budget_bytes": nbytes, "length": length}
         yield cell | run_cell(path, nbytes, length, known)
@@ -257,7 +252,9 @@ def run_cell(path: Path, nbytes: int, length: int, known: dict[str, Run]) -> Run
     """
     label = f"{path.name} {nbytes} {length}"
     try:
-        run = worker(path, "--answer", nbytes / GB, length, label=label, limit=int(LIMIT * nbytes))
+        run = run_worker(
+            __file__, [path, "--answer", nbytes / GB, length], label=label, limit_bytes=int(LIMIT * nbytes)
+        )
     except KilledError:
         return {"status": "killed"}
     except SystemExit as error:
@@ -266,7 +263,7 @@ def run_cell(path: Path, nbytes: int, length: int, known: dict[str, Run]) -> Run
         return run
     key = key_of(run | {"model": path.name, "length": length})
     if key not in known:
-        known[key] = worker(path, "--repeat", length, json.dumps(run["calls"]), label=f"mlx-lm {label}")
+        known[key] = run_worker(__file__, [path, "--repeat", length, json.dumps(run["calls"])], label=f"mlx-lm {label}")
     run["expected"] = known[key]
     if any(run[name] != known[key][name] for name in ("tokens", "digest")):
         return run | {"status": "differs"}

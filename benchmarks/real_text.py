@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +35,6 @@ import psutil
 from harness import Run, describe, describe_cold, describe_model, slowed, write_json
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_stock_model
-from passes import FreeRows
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +45,7 @@ from mlx_flash.config import parse_budget
 from mlx_flash.speculation.draft import Draft
 from mlx_flash.speculation.guesses import Guesses, Source
 from mlx_flash.speculation.lookup import Lookup
+from mlx_flash.speculation.worth import Times
 
 TASKS = Path(__file__).with_name("real_tasks.json")
 STEP = 512
@@ -110,6 +109,13 @@ class Clock:
     def reading(self, num_rows: int) -> float:
         """Return the time of a pass."""
         return max(self.pass_seconds, num_rows * self.row_seconds)
+
+
+class FixedTimes(Times):
+    """Times of a pass that stay as they were given, whatever passes take."""
+
+    def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
+        """Do nothing."""
 
 
 class Recorded:
@@ -252,7 +258,7 @@ def sources_of(answer: Answer, way: str, clock: Clock) -> list[Source]:
 def replayed(answer: Answer, sources: Sequence[Source], clock: Clock, max_tokens: int) -> Counts:
     """Go through an answer as the engine does, on a clock."""
     guesses = Guesses(*sources) if sources else None
-    tokens, times = answer.tokens, FreeRows(clock.pass_seconds, clock.row_seconds)
+    tokens, times = answer.tokens, FixedTimes(clock.pass_seconds, clock.row_seconds)
     at, passes, num_guessed, reading, marks = 0, 0, 0, 0.0, [0.0]
     if guesses is not None:
         guesses.add(tokens[0])
@@ -286,9 +292,7 @@ def stream(args: argparse.Namespace) -> int:
     num_tokens = args.tokens or recorded["max_tokens"]
     answers = [replace(each, tokens=each.tokens[:num_tokens]) for each in answers_of(recorded)]
     plans, rows = {}, []
-    with tempfile.TemporaryDirectory() as folder, slowed(args.model, args.disk_mb_per_second):
-        if limit is not None:
-            os.environ["XDG_CACHE_HOME"] = folder  # other programs have other speeds
+    with slowed(args.model, args.disk_mb_per_second):
         for way in args.ways:
             found, plans[way] = streamed(args, answers, num_tokens, way, clock)
             rows += [{"disk_mb_per_second": limit, "way": way} | row for row in summarized(answers, found)]
@@ -321,7 +325,7 @@ def streamed(
     with model:
         model.start()
         if clock is not None:
-            model.times = FreeRows(clock.pass_seconds, clock.row_seconds)
+            model.times = FixedTimes(clock.pass_seconds, clock.row_seconds)
         plan, planned = model.plan, asdict(model.times)
         found, row_seconds = zip(
             *[continued(model, tokenizer, each, num_tokens, options) for each in answers], strict=True

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from harness import Run, last_json, run_command
+from harness import Run, run_worker
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -33,24 +33,30 @@ PREFILL_STEP = PREFILL_STEPS[-1]
 class Job:
     """The work of one process; without a budget it runs the resident model, which decodes one sequence.
 
-    ``own`` decodes one sequence with mlx-flash's loop, without guesses, and not with mlx-lm's.
+    Attributes:
+        context: tokens of KV cache to reserve; None for what the sequences need.
+        settings: of `FlashConfig`.
+        batch: number of sequences with the same prompt, which share passes.
+        own: decode one sequence with mlx-flash's loop, without guesses, and not with mlx-lm's.
+        warm: decode a token first, which compiles the kernels of a GPU.
     """
 
     model: str
     tokens: int
     prompt_tokens: int
     budget: float | str | None = None
-    read_size_mb: float | None = None
-    queue_depth: int | None = None
+    context: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     own: bool = False
+    warm: bool = False
 
 
 @dataclass(frozen=True)
 class Counters:
     """The counts of a streamed model up to a moment."""
 
+    num_passes: int = 0
     nbytes: int = 0
     busy_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -70,7 +76,8 @@ def _resident_run(job: Job) -> Run:
     began = time.perf_counter()
     model, _ = mlx_lm_utils.load_model(Path(job.model))
     loaded = time.perf_counter() - began
-    return {**_decode(model, job, Counters), "load_seconds": loaded, "peak_bytes": peak_footprint()}
+    run = _decode(model, job, Counters)
+    return run | {"load_seconds": loaded, "peak_bytes": peak_footprint(), **asdict(job)}
 
 
 def _streamed_run(job: Job) -> Run:
@@ -79,16 +86,16 @@ def _streamed_run(job: Job) -> Run:
         length = round_up(length, CACHE_STEP)
     config = FlashConfig(
         ram_budget_gb=parse_budget(job.budget),
-        context_length=job.batch * length,  # as the command line sets it
+        context_length=job.context or job.batch * length,  # as the command line sets it
         speculation=not job.own,
-        **{"read_size_mb": job.read_size_mb, "queue_depth": job.queue_depth, **job.settings},
+        **job.settings,
     )
     began = time.perf_counter()
     model, _ = load_model(job.model, config)
     loaded = time.perf_counter() - began
     with model:
         run = _decode(model, job, lambda: _counters(model))
-        run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), "budget": job.budget, "settings": job.settings}
+        run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), **asdict(job)}
         predicted = model.plan.tokens_per_second(job.batch)
         run |= {"budget_bytes": model.plan.budget_bytes, "predicted_tokens_per_second": predicted}
         return run | {"plan": _plan_summary(model.plan)}
@@ -100,14 +107,16 @@ def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
     A token of a batch is one of each of its sequences.
     """
     prompt = mx.array([7 + 13 * i % 89 for i in range(job.prompt_tokens)])
+    step = mlx_flash.generate_step if job.own else generate_step
+    if job.warm:
+        list(step(prompt[:1], model, max_tokens=1))
     if job.batch == 1:
-        step = mlx_flash.generate_step if job.own else generate_step
         steps = (token for token, _ in step(prompt, model, max_tokens=job.tokens, prefill_step_size=PREFILL_STEP))
     else:
         steps = _batch(model, prompt, job)
     ids: list[int] = []
+    begun, before, after = count(), Counters(), Counters()
     start = first = last = time.perf_counter()
-    before = after = Counters()
     for token in steps:
         last, after = time.perf_counter(), count()
         if not ids:
@@ -118,6 +127,7 @@ def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
     return {
         "token_ids": ids,
         "first_token_seconds": first - start,
+        "first_token_passes": before.num_passes - begun.num_passes,
         "seconds_per_token": seconds / passes,
         "tokens_per_second": job.batch * passes / seconds,
         "bytes_per_token": (after.nbytes - before.nbytes) / passes,
@@ -165,12 +175,14 @@ def _counters(model: FlashLLM) -> Counters:
     engine = model.engine
     assert engine is not None
     read, wait_seconds = engine.reader.stats, engine.stream.stats.wait_seconds
+    num_passes = model.counters.num_passes
     if engine.experts is None:
-        return Counters(read.nbytes, read.busy_seconds, wait_seconds)
+        return Counters(num_passes, read.nbytes, read.busy_seconds, wait_seconds)
     pool = engine.experts.pool
     stats = pool.stats
     missed = stats.num_routed - stats.num_hits + stats.num_predicted_right
     return Counters(
+        num_passes,
         read.nbytes,
         read.busy_seconds,
         wait_seconds + stats.wait_seconds,
@@ -211,8 +223,7 @@ def run_job(job: Job, limit_bytes: int | None = None) -> Run:
         SystemExit: it failed; with the last line that it wrote.
     """
     label = "the resident run" if job.budget is None else f"the run with budget {job.budget}"
-    command = [sys.executable, __file__, json.dumps(asdict(job))]
-    return last_json(run_command(command, label=label, limit_bytes=limit_bytes))
+    return run_worker(__file__, [json.dumps(asdict(job))], label=label, limit_bytes=limit_bytes)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Decoding speed of a streamed model, compared with its disk and with the same model in memory.
+"""Speed of a streamed model in many settings, compared with its disk and with the same model in memory.
 
     python benchmarks/streaming.py --model DIR --budgets min 0.9 1.8 --tokens 8 --rounds 3 --json out.json
 
-One round runs everything once, so that a slow period of the machine affects all kinds of runs:
+A *run* is a process of its own. There is one for each copy of the model (as it is, packed or compressed), prompt
+length, budget, variant of settings, loop and number of sequences. A round does each run once, between two probes of the
+disk, so that a slow period of the machine affects all of them:
 
-    resident, probe, budget A, probe, budget B, probe …
-
-* *resident* is stock mlx-lm with all weights in memory. It gives the compute time and the tokens to compare with.
+* *resident* is stock mlx-lm with all weights in memory, once for each prompt length. It gives the compute time and the
+  tokens to compare with.
 * A *probe* reads 1.5 GB of the checkpoint with each of a few read sizes and depths, from where the last one ended.
-* A *budget* is a streamed run. With ``--variants`` each budget is run with several settings, such as expert pool sizes.
 
 With ``--limit`` each budget runs in a kernel memory limit, which counts the page cache too. Stock mlx-lm, and llama.cpp
 with ``--llama-bench`` and ``--gguf``, run in the same limits; whether before or after mlx-flash alternates by round.
@@ -32,8 +32,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,9 +52,10 @@ from harness import (
     write_json,
 )
 from llama_cpp import LlamaBench
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from runs import PREFILL_STEP, Job, run_job
-from tables import in_words, print_tables
 
 from mlx_flash.config import GB, parse_budget, parse_setting
 from mlx_flash.errors import FlashError
@@ -71,76 +72,70 @@ RESIDENT_SLACK = 700_000_000
 LIMIT_SHARE = 1.05
 """Kernel memory limit, as a multiple of the budget."""
 
+LOOPS = {"mlx-lm": False, "mlx-flash": True}
+"""Loops that decode one sequence, and ``Job.own``."""
+
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The runs of a round, and the conditions that they share."""
+    """The runs of a round, and the conditions that they share. Jobs of one budget and prompt follow each other."""
 
-    job: Job
-    budgets: Sequence[float | str]
-    variants: Sequence[dict[str, Any]]
-    with_resident: bool
+    jobs: Sequence[Job]
+    residents: Sequence[Job]
     probe: DiskProbe
     paths: Sequence[Path]
     drop_caches: bool
     limit_share: float | None
     llama: LlamaBench | None
     say: Callable[[str], None]
-    with_stock: bool = True
 
     def run_round(self, number: int) -> dict[str, Any]:
         """Run everything once."""
-        resident = self._run(None) if self.with_resident else None
+        resident = [self._run(job) for job in self.residents]
         probes, streamed, in_limit = [self._probe()], [], []
-        for budget in self.budgets:
-            limit = self._limit(budget)
+        for (_, prompt_tokens, budget), jobs in groupby(
+            self.jobs, lambda job: (job.model, job.prompt_tokens, job.budget)
+        ):
+            limit = None if self.limit_share is None else int(float(budget or 0) * GB * self.limit_share)
+            stock = Job(self.jobs[0].model, self.jobs[0].tokens, prompt_tokens)
             if limit is not None and number % 2:
-                in_limit.append(self._others(budget, limit))
-            for settings in self.variants:
-                streamed.append(self._run(budget, settings, limit))
+                in_limit.append(self._others(stock, budget, limit))
+            for job in jobs:
+                streamed.append(self._run(job, limit))
                 probes.append(self._probe())
             if limit is not None and not number % 2:
-                in_limit.append(self._others(budget, limit))
+                in_limit.append(self._others(stock, budget, limit))
         round_ = {"resident": resident, "probes": probes, "streamed": streamed}
         return round_ | ({"in_limit": in_limit} if self.limit_share is not None else {})
 
-    def _limit(self, budget: float | str) -> int | None:
-        return None if self.limit_share is None else int(float(budget) * GB * self.limit_share)
-
-    def _run(self, budget: float | str | None, settings: dict[str, Any] | None = None, limit: int | None = None) -> Run:
+    def _run(self, job: Job, limit: int | None = None) -> Run:
         make_cold(self.paths, self.drop_caches)
         take_memory(sum(path.stat().st_size for path in self.paths))
-        name = "resident" if budget is None else " ".join([f"budget {budget}", *in_words(settings)])
         try:
-            run = run_job(replace(self.job, budget=budget, settings=settings or {}), limit)
+            run = run_job(job, limit)
         except KilledError as error:
             raise SystemExit(str(error)) from None
+        name = "resident" if job.budget is None else f"budget {job.budget}"
         self.say(f"  {name}: {run['tokens_per_second']:.3f} tokens/s, peak {run['peak_bytes'] / GB:.3f} GB")
         return run if limit is None else run | {"limit_bytes": limit}
 
-    def _others(self, budget: float | str, limit: int) -> dict[str, Any]:
+    def _others(self, stock: Job, budget: float | str | None, limit: int) -> dict[str, Any]:
         """Run stock mlx-lm and llama.cpp in a limit; stock mlx-lm is killed where the model does not fit."""
-        found = {
-            "budget": budget,
-            "limit_bytes": limit,
-            "stock": self._stock(limit) if self.with_stock else None,
-            "llama_cpp": self.llama.run(limit) if self.llama is not None else None,
-        }
+        make_cold(self.paths, self.drop_caches)
+        found: dict[str, Any] = {"budget": budget, "limit_bytes": limit}
+        try:
+            found["stock"] = {"killed": False, **run_job(stock, limit)}
+        except KilledError:
+            found["stock"] = {"killed": True}
+        found["llama_cpp"] = self.llama.run(limit) if self.llama is not None else None
         for name in ("stock", "llama_cpp"):
             if run := found[name]:
                 speed = "killed" if run["killed"] else f"{run['tokens_per_second']:.3f} tokens/s"
                 self.say(f"  {name} in {limit / GB:.3f} GB: {speed}")
         return found
-
-    def _stock(self, limit: int) -> Run:
-        make_cold(self.paths, self.drop_caches)
-        try:
-            return {"killed": False, **run_job(self.job, limit)}
-        except KilledError:
-            return {"killed": True}
 
     def _probe(self) -> list[dict[str, Any]]:
         make_cold(self.paths, self.drop_caches)
@@ -150,28 +145,31 @@ class Bench:
         return found
 
 
-def judge(round_: dict[str, Any], reference: Sequence[int], compute_seconds: float | None) -> None:
-    """Compare every streamed run of a round with the disk, the resident model and the reference tokens."""
-    resident = round_["resident"]
-    compute = resident["seconds_per_token"] if resident else compute_seconds
+def judge(round_: dict[str, Any], first: dict[str, Any]) -> None:
+    """Compare every streamed run of a round with the disk, the resident run, and the tokens of the first round."""
     for run, around in zip(round_["streamed"], pairwise(round_["probes"]), strict=True):
+        resident = next((r for r in round_["resident"] if r["prompt_tokens"] == run["prompt_tokens"]), None)
+        runs = [*first["resident"], *first["streamed"]]
+        expected = next(each for each in runs if each["prompt_tokens"] == run["prompt_tokens"])
         rates = [entry["bytes_per_second"] for probes in around for entry in probes]
-        run["identical"] = run["token_ids"] == list(reference)
+        run["identical"] = run["token_ids"] == expected["token_ids"]
         run["probe_best"], run["probe_median"] = max(rates), median(rates)
+        compute = resident["seconds_per_token"] if resident else None
         for name in ("best", "median"):
             ideal = max(run["bytes_per_token"] / run[f"probe_{name}"], compute or 0.0)
             run[f"efficiency_{name}"] = ideal / run["seconds_per_token"]
-        run["of_resident"] = compute / run["seconds_per_token"] if compute else None
+        run["of_resident"] = run["tokens_per_second"] * compute if compute else None
 
 
 def summarize(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the rounds."""
-    resident = [round_["resident"] for round_ in rounds if round_["resident"]]
-    budgets = [list(runs) for runs in zip(*(round_["streamed"] for round_ in rounds), strict=True)]
-    summary = {
-        "resident": _medians(resident) if resident else None,
+    resident, streamed = (
+        list(zip(*(round_[name] for round_ in rounds), strict=True)) for name in ("resident", "streamed")
+    )
+    summary: dict[str, Any] = {
+        "resident": [_medians(runs) for runs in resident],
         "probe": _probe_summary([entry for r in rounds for probes in r["probes"] for entry in probes]),
-        "streamed": [_medians(runs) | _streamed_summary(runs) for runs in budgets],
+        "streamed": [_medians(runs) | _streamed_summary(runs) for runs in streamed],
     }
     if "in_limit" in rounds[0]:
         limits = zip(*(round_["in_limit"] for round_ in rounds), strict=True)
@@ -201,9 +199,7 @@ def _medians(runs: Sequence[Run]) -> dict[str, float | None]:
 
 
 def _streamed_summary(runs: Sequence[Run]) -> dict[str, Any]:
-    return {
-        "budget": runs[0]["budget"],
-        "settings": runs[0]["settings"],
+    return {name: runs[0][name] for name in ("model", "budget", "settings", "own", "batch")} | {
         "peak_bytes_max": max(run["peak_bytes"] for run in runs),
         "within_budget": all(run["peak_bytes"] <= run["budget_bytes"] for run in runs),
         "identical": all(run["identical"] for run in runs),
@@ -211,25 +207,120 @@ def _streamed_summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _probe_summary(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for read_size, queue_depth in dict.fromkeys((entry["read_size"], entry["queue_depth"]) for entry in entries):
-        rates = [
-            e["bytes_per_second"] for e in entries if (e["read_size"], e["queue_depth"]) == (read_size, queue_depth)
-        ]
-        found.append({"read_size": read_size, "queue_depth": queue_depth, "best": max(rates), "median": median(rates)})
-    return found
+    rates: dict[tuple[int, int], list[float]] = {}
+    for entry in entries:
+        rates.setdefault((entry["read_size"], entry["queue_depth"]), []).append(entry["bytes_per_second"])
+    return [
+        {"read_size": size, "queue_depth": depth, "best": max(found), "median": median(found)}
+        for (size, depth), found in rates.items()
+    ]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def print_tables(console: Console, result: dict[str, Any]) -> None:
+    """Print machine, model, probes, runs and notes."""
+    machine, model, summary = result["machine"], result["model"], result["summary"]
+    disk = machine["disk"]
+    console.print(f"{model['name']}, {model['nbytes'] / GB:.2f} GB, on {machine['device']}")
+    console.print(f"{machine['cpu']}, {machine['threads']} threads, {machine['memory_bytes'] / GB:.1f} GB")
+    console.print(f"{machine['os']}; disk {disk['device']} {disk['file_system']} {disk['model'] or ''}")
+    for entry in summary["probe"]:
+        name = f"{entry['read_size'] / (1 << 20):g} MiB, {entry['queue_depth']} at once"
+        console.print(f"disk, cold, {name}: best {_gb(entry['best'])} GB/s, median {_gb(entry['median'])} GB/s")
+    console.print(_run_table(summary))
+    if experts := [run for run in summary["streamed"] if "hit_rate" in run]:
+        console.print(_expert_table(experts))
+    if "in_limit" in summary:
+        console.print(_limit_table(summary))
+    for note in result["notes"]:
+        console.print(f"note: {note}")
+
+
+COLUMNS = ("prompt", "first", "passes", "peak", "token/s", "predicted", "of res.", "a token", "/s read")
+
+
+def _run_table(summary: dict[str, Any]) -> Table:
+    title = "decoding, medians over the rounds; sizes in GB; seconds and passes to the first token"
+    table = Table("budget", title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in (*COLUMNS, "waiting", "efficiency", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in [*summary["resident"], *summary["streamed"]]:
+        cells = [f"{run['prompt_tokens']:.0f}", f"{run['first_token_seconds']:.2f}"]
+        if "budget" not in run:
+            table.add_row("resident", *cells, "", _gb(run["peak_bytes"]), f"{run['tokens_per_second']:.3f}")
+            continue
+        table.add_row(
+            _name(run, summary),
+            *cells,
+            f"{run['first_token_passes']:.0f}",
+            _gb(run["peak_bytes_max"]) + ("" if run["within_budget"] else " (!)"),
+            f"{run['tokens_per_second']:.3f}",
+            f"{run['predicted_tokens_per_second']:.3f}",
+            f"{run['of_resident']:.2f}" if "of_resident" in run else "",
+            _gb(run["bytes_per_token"] / run["batch"]),
+            _gb(run["read_bytes_per_second"]) if "read_bytes_per_second" in run else "",
+            f"{run['wait_share']:.0%}",
+            f"{run['efficiency_best']:.0%} ({run['efficiency_median']:.0%})",
+            "yes" if run["identical"] else "NO",
+        )
+    return table
+
+
+def _name(run: dict[str, Any], summary: dict[str, Any]) -> str:
+    """Return what a run differs in."""
+    words = [f"{'min = ' if run['budget'] == 'min' else ''}{_gb(run['budget_bytes'])}"]
+    words += [Path(run["model"]).name] if len({each["model"] for each in summary["streamed"]}) > 1 else []
+    words += [f"{run['batch']} sequences"] if run["batch"] > 1 else []
+    return " ".join([*words, *(["own loop"] if run["own"] else []), *(f"{k}={v}" for k, v in run["settings"].items())])
+
+
+def _expert_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of the runs that read experts one by one."""
+    names = ("budget", "hits without look-ahead", "look-ahead right", "missed a token, GB", "read / missed")
+    table = Table(*names, title="experts", box=SIMPLE_HEAD)
+    for run in runs:
+        right, ratio = run.get("predicted_right"), run.get("read_per_missed")
+        words = [_gb(run["budget_bytes"]), *(f"{k}={v}" for k, v in run["settings"].items())]
+        cells = [" ".join(words), f"{run['hit_rate']:.0%}", "" if right is None else f"{right:.0%}"]
+        table.add_row(*cells, _gb(run["missed_bytes_per_token"]), "" if ratio is None else f"{ratio:.2f}")
+    return table
+
+
+def _limit_table(summary: dict[str, Any]) -> Table:
+    """Return a table of tokens/s in each kernel memory limit: mlx-flash, stock mlx-lm, llama.cpp."""
+    names = ("limit, GB", "budget, GB", "mlx-flash", "stock mlx-lm", "llama.cpp, mmap")
+    table = Table(*names, title="tokens/s in a kernel memory limit, medians", box=SIMPLE_HEAD)
+    for entry in summary["in_limit"]:
+        best = max(run["tokens_per_second"] for run in summary["streamed"] if run["budget"] == entry["budget"])
+        others = [_speed(entry[name]) for name in ("stock", "llama_cpp")]
+        table.add_row(_gb(entry["limit_bytes"]), f"{entry['budget']:g}", f"{best:.3f}", *others)
+    return table
+
+
+def _speed(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return ""
+    return "killed" if run["killed"] else f"{run['tokens_per_second']:.3f}"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / GB:.3f}"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
-    parser.add_argument("--budgets", nargs="+", default=["min"], help="numbers of GB, or 'min'")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", type=Path, nargs="+", required=True, help="model directory, and copies of it by mlx-flash pack")
+    add("--budgets", nargs="+", default=["min"], help="numbers of GB, or 'min'")
+    add(
         "--variants",
         nargs="+",
         type=_settings,
@@ -237,20 +328,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="NAME=VALUE,...",
         help="settings of FlashConfig to run every budget with, such as expert_pool_gb=0 or - for none",
     )
-    parser.add_argument("--tokens", type=int, default=8, help="to decode in every run; at least 2 (default: 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    parser.add_argument("--prompt-tokens", type=int, default=PREFILL_STEP, help=f"default: {PREFILL_STEP}")
-    parser.add_argument("--probe-gb", type=float, default=1.5, help="read with every probe setting (default: 1.5)")
-    parser.add_argument("--read-size-mb", type=float, help="as in FlashConfig")
-    parser.add_argument("--queue-depth", type=int, help="as in FlashConfig")
-    parser.add_argument("--no-resident", action="store_true", help="leave the resident run out")
-    parser.add_argument(
-        "--compute-seconds", type=float, help="seconds a resident token takes on a like machine with more memory"
-    )
-    parser.add_argument(
-        "--drop-caches", action="store_true", help="drop all caches of the system before every run, where permitted"
-    )
-    parser.add_argument(
+    add("--loops", nargs="+", choices=LOOPS, default=["mlx-lm"], help="that decode one sequence (default: mlx-lm)")
+    add("--batches", type=int, nargs="+", default=[1], metavar="N", help="sequences that share passes (default: 1)")
+    add("--prompt-tokens", type=int, nargs="+", default=[PREFILL_STEP], metavar="N", help=f"default: {PREFILL_STEP}")
+    add("--context", type=int, help="tokens of KV cache to reserve; what is not used holds parts of prompts")
+    add("--warm", action="store_true", help="decode a token first, which compiles the kernels of a GPU")
+    add("--tokens", type=int, default=8, help="to decode in every run; at least 2 (default: 8)")
+    add("--rounds", type=int, default=3, help="default: 3")
+    add("--probe-gb", type=float, default=1.5, help="read with every probe setting (default: 1.5)")
+    add("--no-resident", action="store_true", help="leave the resident runs out")
+    add("--drop-caches", action="store_true", help="drop all caches of the system before every run, where permitted")
+    add(
         "--limit",
         type=float,
         nargs="?",
@@ -258,22 +346,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="SHARE",
         help=f"run budgets and stock mlx-lm in a kernel memory limit of SHARE times the budget (SHARE: {LIMIT_SHARE})",
     )
-    parser.add_argument("--llama-bench", metavar="PATH", help="llama.cpp's llama-bench, run in each limit")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama-bench")
-    parser.add_argument("--disk-mb-per-second", type=float, help="limit all reads, probes included; needs root")
-    parser.add_argument("--json", type=Path, help="file for all the numbers")
+    add("--llama-bench", metavar="PATH", help="llama.cpp's llama-bench, run in each limit")
+    add("--gguf", type=Path, metavar="FILE", help="the model for llama-bench")
+    add("--disk-mb-per-second", type=float, help="limit all reads, probes included; needs root")
+    add("--json", type=Path, help="file for all the numbers")
     options = parser.parse_args(arguments)
-    if options.tokens < 2 or options.rounds < 1 or options.prompt_tokens < 1:
+    if options.tokens < 2 or options.rounds < 1 or min(options.prompt_tokens) < 1:
         parser.error("--tokens must be at least 2, --rounds and --prompt-tokens at least 1")
-    if options.limit is not None and not all(_is_number(budget) for budget in options.budgets):
+    if options.limit is not None and not all(budget.replace(".", "", 1).isdigit() for budget in options.budgets):
         parser.error("--limit needs --budgets in GB")
     if (options.llama_bench is None) != (options.gguf is None) or (options.gguf and options.limit is None):
         parser.error("--llama-bench, --gguf and --limit go together")
     return options
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
 
 
 def _settings(text: str) -> dict[str, Any]:
@@ -284,37 +368,36 @@ def _settings(text: str) -> dict[str, Any]:
 
 def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bench, list[str]]:
     """Return the bench, and notes on the runs that it leaves out."""
-    checkpoint = read_checkpoint(options.model)
-    shards, is_compressed = checkpoint.shards, bool(checkpoint.tables)
-    paths = [shard.path for shard in shards]
-    nbytes = sum(shard.nbytes for shard in shards)
+    shards = [shard for model in options.model for shard in read_checkpoint(model).shards]
+    nbytes = sum(shard.nbytes for shard in read_checkpoint(options.model[0]).shards)
     profile = disk_profile(max(shards, key=lambda shard: shard.nbytes).path, direct=True)
-    read_size = int(options.read_size_mb * 1e6) if options.read_size_mb else profile.read_size
-    settings = dict.fromkeys([(read_size, options.queue_depth or profile.queue_depth), *OTHER_PROBES])
+    settings = dict.fromkeys([(profile.read_size, profile.queue_depth), *OTHER_PROBES])
     notes = []
-    with_resident = not options.no_resident and not is_compressed
+    with_resident = not options.no_resident
     if with_resident and nbytes + RESIDENT_SLACK > available_memory():
         with_resident = False
         notes.append(f"no resident run: the model has {nbytes / GB:.2f} GB, {available_memory() / GB:.2f} GB are free")
     if not with_resident:
-        notes.append("'same' compares with the first streamed run")
-        if options.compute_seconds is None:
-            notes.append("efficiency counts only the disk: the compute time is unknown")
+        notes.append("'same' compares with the first streamed run; efficiency counts only the disk")
     drop_caches = options.drop_caches and may_drop_caches()
     if options.drop_caches and not drop_caches:
         notes.append("caches could not be dropped: not permitted here")
-    job = Job(
-        str(options.model), options.tokens, options.prompt_tokens, None, options.read_size_mb, options.queue_depth
-    )
+    axes = (options.model, options.prompt_tokens, map(parse_budget, options.budgets))
+    jobs = [
+        Job(str(model), options.tokens, length, budget, options.context, variant, batch, LOOPS[loop], options.warm)
+        for model, length, budget, variant, loop, batch in product(
+            *axes, options.variants, options.loops, options.batches
+        )
+    ]
+    residents = [Job(str(options.model[0]), options.tokens, n, warm=options.warm) for n in options.prompt_tokens]
+    paths = [shard.path for shard in shards]
     probe = DiskProbe(paths, list(settings), int(options.probe_gb * GB))
-    budgets = [budget for text in options.budgets if (budget := parse_budget(text)) is not None]
     llama = LlamaBench(options.llama_bench, options.gguf, options.tokens - 1) if options.gguf else None
     if llama is not None and (missing := llama.missing()) is not None:
         notes.append(missing)
         llama = None
-    conditions = (probe, paths, drop_caches, options.limit, llama, say, not is_compressed)
-    bench = Bench(job, budgets, options.variants, with_resident, *conditions)
-    return bench, notes
+    runs = (jobs, residents if with_resident else [])
+    return Bench(*runs, probe, paths, drop_caches, options.limit, llama, say), notes
 
 
 def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -324,19 +407,16 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[s
     for number in range(options.rounds):
         say(f"round {number + 1} of {options.rounds}")
         rounds.append(bench.run_round(number))
-    first = rounds[0]["resident"] or rounds[0]["streamed"][0]
     for round_ in rounds:
-        judge(round_, first["token_ids"], options.compute_seconds)
+        judge(round_, rounds[0])
     cold = describe_cold(
         drop_caches=bench.drop_caches, is_direct=bench.probe.is_direct, limited=options.limit is not None
     )
     return {
-        **describe(options.model, cold),
-        "model": describe_model(options.model),
+        **describe(options.model[0], cold),
+        "model": describe_model(options.model[0]),
         "tokens": options.tokens,
-        "prompt_tokens": options.prompt_tokens,
         "disk_mb_per_second": options.disk_mb_per_second,
-        "compute_seconds": options.compute_seconds,
         "notes": notes,
         "summary": summarize(rounds),
         "rounds": rounds,
@@ -344,10 +424,11 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[s
 
 
 def main() -> None:
+    """Run the command line."""
     options = parse_arguments(sys.argv[1:])
-    console = Console(width=max(100, Console().width))  # the table's width
+    console = Console(width=max(140, Console().width))  # the table's width
     try:
-        with slowed(options.model, options.disk_mb_per_second):
+        with slowed(options.model[0], options.disk_mb_per_second):
             result = run_bench(options, lambda line: console.print(line, highlight=False))
     except FlashError as error:
         raise SystemExit(str(error)) from None

@@ -51,7 +51,6 @@ QUICK = {
 REST = {
     "test_bench",
     "test_benchmark",
-    "test_counted",
     "test_loading_benchmark",
     "test_real_text",
     "test_sequences_benchmark",

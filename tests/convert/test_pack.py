@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +21,6 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 import children
-from children import ROOT
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
 from mlx_flash.convert.pack import (
@@ -47,7 +44,6 @@ from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, make_random_model,
 LARGER = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 """A model of 16 MB, which is cut into several shards."""
 
-BENCHMARK = ROOT / "benchmarks" / "packing.py"
 TINY = ["--layers=3", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
 EXPERTS = ["--architecture=qwen3_moe", "--experts=12", "--experts-per-token=2", "--dtype=float32"]
 
@@ -592,21 +588,3 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     done = children.run("-c", MEASURE, source, tmp_path / "packed")
     assert done.returncode == 0, done.stderr.decode()
     assert int(done.stdout) < 40_000_000
-
-
-@pytest.mark.rest  # as the tests of other programs of benchmarks/
-def test_the_benchmark_compares_both(scattered: Callable[[str], Path], tmp_path: Path) -> None:
-    source = shutil.copytree(scattered("llama-4bit"), tmp_path / "tiny")
-    command = [sys.executable, str(BENCHMARK), "--model", str(source), "--json", str(tmp_path / "out.json")]
-    command += ["--rounds=1", "--tokens=2", "--budget=1"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    (reads,) = (round_["reads"] for round_ in result["rounds"])
-    assert reads["scattered"]["nbytes"] == reads["packed"]["nbytes"] > 0
-    assert result["pack"]["before"]["num_reads"] > result["pack"]["after"]["num_reads"]
-    found = result["summary"]["reads"]
-    assert found["ratio"] == reads["packed"]["bytes_per_second"] / reads["scattered"]["bytes_per_second"]
-    assert result["summary"]["passes"]["identical"] is True
-    assert "tokens identical" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "tiny"]

@@ -256,7 +256,7 @@ def _lock_into(
         try:
             # one step: no signal handler runs in map and extend, between the opening and the noting
             descriptors.extend(map(os.open, [path], [flags], [create or 0]))
-            _lock(descriptors[0], shared, wait, required)
+            lock(descriptors[0], shared=shared, wait=wait, required=required)
             if _is_at(path, descriptors[0]):
                 return
         except BaseException:
@@ -314,7 +314,8 @@ def locked(path: Path, *, create: int | None = None, shared: bool = False, wait:
         lock.release()
 
 
-def _lock(fd: int, shared: bool, wait: bool | float, required: bool) -> None:
+def lock(fd: int, *, shared: bool, wait: bool | float, required: bool) -> None:
+    """Lock an open file. Arguments and errors are those of :func:`open_locked`."""
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait is True else fcntl.LOCK_NB)
     deadline = time.monotonic() + wait
     while True:

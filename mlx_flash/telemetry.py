@@ -150,7 +150,6 @@ FACTS = {
     "prefixes.refused_stopped": Fact("pages", _COUNTER, "Pages not stored: storing has stopped"),
     "prefixes.queued_bytes": Fact("bytes", _GAUGE, "Pages that wait to be written"),
     "prefixes.damaged": Fact("pages", _COUNTER, "Pages that were found damaged"),
-    "prefixes.pinned_pages": Fact("pages", _GAUGE, "Pages that are in use"),
     "writes.session_bytes": Fact("bytes", _COUNTER, "Written by this process"),
     "writes.day_bytes": Fact("bytes", _GAUGE, "Written today, by all processes"),
     "writes.total_bytes": Fact("bytes", _COUNTER, "Written ever, by all processes"),

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, create_attention_mask
 
 from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
@@ -109,6 +109,31 @@ class PooledCache:
         return pair(self.rows.fetch())
 
     @property
+    def keys(self) -> Any:
+        """Keys with the room behind them, a triple if they are quantized. Those on disk are read."""
+        return pair(buffers(self.rows))[0]
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._replace(keys, self.values)
+
+    @property
+    def values(self) -> Any:
+        """Values with the room behind them, as the keys."""
+        return pair(buffers(self.rows))[1]
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._replace(self.keys, values)
+
+    def _replace(self, keys: Any, values: Any) -> None:
+        if self.is_on_disk:
+            raise StreamedWeightsError(
+                "keys or values of a KV cache that is on disk cannot be replaced one at a time. Hint: set state."
+            )
+        self.rows.set(_flat(keys, values), self.size(), self.num_forgotten)
+
+    @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values, offset, and what else mlx-lm's class has there.
 
@@ -128,8 +153,7 @@ class PooledCache:
             setattr(self, name, rest.pop(0))
         num_forgotten = rest[0] if rest else 0
         if keys is not None:
-            arrays = [keys, values] if isinstance(keys, mx.array) else [*keys, *values]
-            self.rows.set(arrays, offset - num_forgotten, num_forgotten)
+            self.rows.set(_flat(keys, values), offset - num_forgotten, num_forgotten)
 
     @classmethod
     def from_state(cls: type[C], state: Sequence[Any]) -> C:
@@ -184,3 +208,8 @@ def pair(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
         return None, None
     half = len(arrays) // 2
     return (arrays[0], arrays[1]) if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))
+
+
+def _flat(keys: Any, values: Any) -> list[mx.array]:
+    """Return the arrays of :func:`pair`."""
+    return [keys, values] if isinstance(keys, mx.array) else [*keys, *values]

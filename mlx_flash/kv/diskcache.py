@@ -5,18 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, load_prompt_cache
 
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.errors import CheckpointError, StreamedWeightsError
-from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
+from mlx_flash.kv.base import PooledCache, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows, is_admitted
-from mlx_flash.kv.memory import NO_BUFFERS, MemoryRows, append_first, append_within
+from mlx_flash.kv.memory import NO_BUFFERS, MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.storage.safetensors import read_shard
 
@@ -70,39 +70,13 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         with rows.pool.lock:
             store, found = rows.store, None
             if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
+                if store.buffers is NO_BUFFERS and is_admitted(rows, keys.shape[2]):
+                    store.begin([keys, values])
                 found = append_within(store, keys, values)
-                if found is None and store.buffers is NO_BUFFERS and is_admitted(rows, keys.shape[2]):
-                    found = append_first(store, rows.options, keys, values)
             if found is None:
                 all_keys, all_values = rows.append([keys, values])
                 found = all_keys, all_values
             return found
-
-    @property
-    def keys(self) -> mx.array | None:
-        """Keys with the room behind them. Those on disk are read."""
-        return cast("mx.array | None", pair(buffers(self.rows))[0])
-
-    @keys.setter
-    def keys(self, array: mx.array) -> None:
-        self._replace(0, array)
-
-    @property
-    def values(self) -> mx.array | None:
-        """Values with the room behind them. Those on disk are read."""
-        return cast("mx.array | None", pair(buffers(self.rows))[1])
-
-    @values.setter
-    def values(self, array: mx.array) -> None:
-        self._replace(1, array)
-
-    def _replace(self, index: int, array: mx.array) -> None:
-        if self.is_on_disk:
-            raise StreamedWeightsError(
-                "keys or values of a KV cache that is on disk cannot be replaced one at a time. Hint: set state."
-            )
-        arrays = [array if i == index else other for i, other in enumerate(buffers(self.rows))]
-        self.rows.set(arrays, self.size(), self.num_forgotten)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
         """Return a cache of quantized keys and values in the same pool. This one must not be used afterwards."""
@@ -154,16 +128,6 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept, as triples."""
         return pair(self.rows.append(_quantized([keys, values], self.group_size, self.bits)))
-
-    @property
-    def keys(self) -> Any:
-        """Keys with the room behind them, a triple. Those on disk are read."""
-        return pair(buffers(self.rows))[0]
-
-    @property
-    def values(self) -> Any:
-        """Values with the room behind them, a triple. Those on disk are read."""
-        return pair(buffers(self.rows))[1]
 
 
 # mlx-lm's functions for saving write down the name of the class, and those for loading look it up among mlx-lm's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,6 @@ NO_LABELS: Labels = np.empty((0, 4), np.int64)
 ATTRIBUTE = "prefix_history"
 """Attribute of an entry of a cache with its history."""
 
-Unread = Callable[[], Sequence[int]]
-"""Returns tokens that were computed but not read yet, because reading waits for the computation."""
-
 
 def make_labels(tokens: Sequence[int], begin: int, end: int, form: int) -> Labels:
     """Return the labels of tokens that were computed in one call."""
@@ -33,41 +30,28 @@ def make_labels(tokens: Sequence[int], begin: int, end: int, form: int) -> Label
 class History:
     """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it."""
 
-    def __init__(
-        self,
-        labels: Labels = NO_LABELS,
-        ends: tuple[int, ...] = (),
-        unread: tuple[tuple[Unread, int], ...] = (),
-        num_unread: int = 0,
-    ) -> None:
-        self._parts = labels, unread
+    def __init__(self, *parts: Labels, ends: tuple[int, ...] = ()) -> None:
+        self._parts = parts  # joined when they are asked for: most calls add a token, and ask for nothing
         self.ends = ends  # with how many tokens each page ends
-        self.length = len(labels) + num_unread
+        self.length = sum(map(len, parts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
         return self
 
     @property
     def labels(self) -> Labels:
-        """Labels of all tokens; reads the unread ones."""
-        labels, unread = self._parts
-        if unread:
-            labels = np.concatenate([labels, *(make_labels(tokens(), 0, 0, form) for tokens, form in unread)])
-            self._parts = labels, ()
-        return labels
-
-    def with_unread(self, tokens: Unread, count: int, form: int) -> History:
-        """Return this history with more tokens, which are read when they are needed."""
-        labels, unread = self._parts
-        return History(labels, self.ends, (*unread, (tokens, form)), self.length - len(labels) + count)
+        """Labels of all tokens."""
+        if len(self._parts) != 1:
+            self._parts = (np.concatenate([NO_LABELS, *self._parts]),)
+        return self._parts[0]
 
     def with_labels(self, labels: Labels, ends: Sequence[int]) -> History:
         """Return this history with more tokens and pages."""
-        return History(np.concatenate([self.labels, labels]), (*self.ends, *ends))
+        return History(*self._parts, labels, ends=(*self.ends, *ends))
 
     def cut(self, length: int) -> History:
         """Return the first tokens of this history, and the pages in them."""
-        return History(self.labels[:length], tuple(end for end in self.ends if end <= length))
+        return History(self.labels[:length], ends=tuple(end for end in self.ends if end <= length))
 
 
 def pass_on(entry: object, successor: object, anchor: object = None) -> None:

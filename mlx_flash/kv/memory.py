@@ -102,6 +102,10 @@ class MemoryRows:
             array[place] = rows
         self.num_rows = end
 
+    def begin(self, new: Sequence[mx.array]) -> None:
+        """Make room for the first tokens."""
+        self.buffers = self._grown(new, 0)
+
     def _grown(self, new: Sequence[mx.array], length: int) -> Buffers:
         """Return buffers with all tokens, so many, and room for new ones."""
         old = self.buffers
@@ -155,23 +159,6 @@ class MemoryRows:
         if not pages:
             self.num_rows = 0
         self.buffers = Buffers.of(layout or self.layout, pages=pages)
-
-
-def append_first(store: MemoryRows, options: KVOptions, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """Add keys and values to a layer that never held a token, and that has room for them. Return all.
-
-    This is :meth:`MemoryRows.append` without its questions about older tokens: each layer of each prompt begins here.
-    """
-    num_new = keys.shape[2]
-    layout = RowLayout.of((keys, values), options.step)
-    capacity = options.capacity_after(0, 0, num_new)
-    all_keys, all_values = [component.zeros(capacity) for component in layout.components]
-    place = ..., slice(num_new), slice(None)
-    all_keys[place] = keys
-    all_values[place] = values
-    store.buffers = Buffers.of(layout, (all_keys, all_values))
-    store.num_rows = num_new  # which counts from now on
-    return (all_keys, all_values) if num_new == capacity else (all_keys[place], all_values[place])
 
 
 def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:

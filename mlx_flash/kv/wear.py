@@ -13,8 +13,9 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig
@@ -43,15 +44,12 @@ class _Record:
 
     def encode(self) -> bytes:
         """Return one line of a fixed length, so that no record is a mixture of two."""
-        values = {"day": self.day, "day_bytes": self.day_bytes, "total_bytes": self.total_bytes}
-        text = json.dumps({**values, "check": self._check()})
+        text = json.dumps({**asdict(self), "check": self._check()})
         return text.ljust(_RECORD_BYTES - 1).encode() + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> _Record:
-        """Return the record in a file; an empty one counts as no writes. Raises: ValueError: it is none, or damaged."""
-        if not data:
-            return cls()
+        """Return the record in a file. Raises: ValueError: it is none, or damaged."""
         match json.loads(data):
             case {"day": str(day), "day_bytes": int(day_bytes), "total_bytes": int(total_bytes), "check": int(check)}:
                 record = cls(day, day_bytes, total_bytes)
@@ -95,10 +93,7 @@ class WriteGovernor:
 
     def may_write(self, nbytes: int) -> bool:
         """Return whether more bytes would stay within the cap. Counts nothing."""
-        if self.zero_write:
-            return False
-        with self._lock:
-            self._look()
+        with self._lock, self._looking():
             return self._fits(nbytes)
 
     def claim(self, nbytes: int) -> bool:
@@ -106,16 +101,15 @@ class WriteGovernor:
 
         Processes that claim at the same time never get the same part of the cap.
         """
-        return self._change(nbytes, only_if_it_fits=True)
+        return self._count(nbytes, is_capped=True)
 
     def count(self, nbytes: int) -> None:
         """Count bytes that are written in any case. In zero-write mode they count for this session only."""
-        self._change(nbytes, only_if_it_fits=False)
+        self._count(nbytes, is_capped=False)
 
     def telemetry(self) -> dict[str, int | bool | None]:
         """Return the bytes written in this session, today and ever, and the cap."""
-        with self._lock:
-            self._look()
+        with self._lock, self._looking():
             return {
                 "session_bytes": self._session_bytes,
                 "day_bytes": self._record.day_bytes,
@@ -125,69 +119,56 @@ class WriteGovernor:
                 "zero_write": self.zero_write,
             }
 
-    def _change(self, nbytes: int, only_if_it_fits: bool) -> bool:
-        with self._lock:
-            if self.zero_write:
-                return self._add(nbytes, not only_if_it_fits)
-            is_counted: bool | None = None
-            try:
-                make_private(self._path.parent)
-                with locked(self._path, create=0o600) as fd:
-                    self._parse(os.pread(fd, _RECORD_BYTES, 0))
-                    is_counted = self._add(nbytes, not only_if_it_fits or self._fits(nbytes))
-                    if is_counted:
-                        os.pwrite(fd, self._record.encode(), 0)
-            except OSError as error:
-                self._warn(error.strerror or str(error))
-                if is_counted is None:
-                    self._begin_day()
-                    is_counted = self._add(nbytes, not only_if_it_fits or self._fits(nbytes))
-            return is_counted
-
-    def _add(self, nbytes: int, is_written: bool) -> bool:
+    def _count(self, nbytes: int, *, is_capped: bool) -> bool:
         """Count bytes as written, or as refused. Return which."""
-        if is_written:
-            old = self._record
-            if not self.zero_write:
-                self._record = replace(old, day_bytes=old.day_bytes + nbytes, total_bytes=old.total_bytes + nbytes)
+        with self._lock, self._looking(writes=not self.zero_write) as fd:
+            if is_capped and not self._fits(nbytes):
+                self._refused_bytes += nbytes
+                return False
             self._session_bytes += nbytes
-        else:
-            self._refused_bytes += nbytes
-        return is_written
+            if not self.zero_write:
+                old = self._record
+                self._record = replace(old, day_bytes=old.day_bytes + nbytes, total_bytes=old.total_bytes + nbytes)
+            if fd is not None:
+                try:
+                    os.pwrite(fd, self._record.encode(), 0)
+                except OSError as error:
+                    self._warn(error)
+            return True
 
     def _fits(self, nbytes: int) -> bool:
-        return self._cap is None or self._record.day_bytes + nbytes <= self._cap
+        return not self.zero_write and (self._cap is None or self._record.day_bytes + nbytes <= self._cap)
 
-    def _look(self) -> None:
-        """Read what other processes counted; writes nothing."""
-        try:
-            with locked(self._path, shared=True) as fd:
-                self._parse(os.pread(fd, _RECORD_BYTES, 0))
-        except FileNotFoundError:
-            self._parse(b"")
-        except OSError as error:
-            self._warn(error.strerror or str(error))
-            self._begin_day()
+    @contextmanager
+    def _looking(self, *, writes: bool = False) -> Iterator[int | None]:
+        """Take over what other processes counted. Yield the file, locked and open for writing; None where it is not.
 
-    def _parse(self, data: bytes) -> None:
-        """Take over the content of the file. A damaged or missing one tells less than this process knows."""
-        try:
-            found = _Record.decode(data)
-        except (ValueError, RecursionError) as error:
-            self._warn(f"it is damaged ({error})")
-            found = _Record()
-        if found != _Record():
-            self._record = found
-        self._begin_day()
+        A damaged file says less than this process knows.
+        """
+        with ExitStack() as stack:
+            fd: int | None = None
+            try:
+                if writes:
+                    make_private(self._path.parent)
+                fd = stack.enter_context(locked(self._path, create=0o600 if writes else None, shared=not writes))
+                if data := os.pread(fd, _RECORD_BYTES, 0):  # an empty one was made, and not written yet
+                    self._record = _Record.decode(data)
+            except FileNotFoundError:
+                pass  # nothing was counted yet
+            except OSError as error:
+                fd = None
+                self._warn(error)
+            except (ValueError, RecursionError) as error:
+                self._warn(error)
+            day = time.strftime("%Y-%m-%d", time.localtime(self._clock()))
+            if self._record.day != day:
+                self._record = replace(self._record, day=day, day_bytes=0)
+            yield fd if writes else None
 
-    def _begin_day(self) -> None:
-        day = time.strftime("%Y-%m-%d", time.localtime(self._clock()))
-        if self._record.day != day:
-            self._record = replace(self._record, day=day, day_bytes=0)
-
-    def _warn(self, reason: str) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
+            reason = error.strerror or error if isinstance(error, OSError) else f"it is damaged ({error})"
             _log.warning("%s is not used: %s. Bytes written are counted from here on.", self._path, reason)
 
 

@@ -7,7 +7,6 @@ it is never written again.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import zlib
 from collections import deque
@@ -16,45 +15,36 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import close_all, write_at
+from mlx_flash.files import close_all, lock, write_at
 from mlx_flash.forks import finalize
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
 from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dtype_name, joined
 from mlx_flash.memory.pagecache import aligned_offsets
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
+from mlx_flash.storage.source import SourceFile, identity_of
 
 Blocks = Sequence[tuple[int, memoryview]]
 """Blocks of bytes, each with its offset in a file."""
 
-_NEW_CACHE = "start again with a fresh prompt cache"
-"""Nobody else has keys and values that a file has lost."""
-
-
-class _GrowingFile(SourceFile):
-    """A file that this process still writes to: a new size or time does not make it another file."""
-
-    hint = _NEW_CACHE
-
-    def _is_same(self, found: FileIdentity) -> bool:
-        return (found.device, found.inode) == (self.identity.device, self.identity.inode)
-
 
 class LockedFile(SourceFile):
-    """A locked file, which is read on after it was moved or removed. Raises: OSError: it is being evicted."""
+    """A locked file that may grow, and is read on after it was moved or removed.
 
-    hint = _NEW_CACHE
+    Raises: OSError: another process is about to remove it.
+    """
+
+    hint = "start again with a fresh prompt cache"  # nobody else has keys and values that a file has lost
 
     def __init__(self, path: Path, direct: bool) -> None:
         super().__init__(path, direct)
         try:
-            fcntl.flock(self.buffered_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock(self.buffered_fd, shared=True, wait=False, required=False)
         except BaseException:
             self.close()
             raise
@@ -78,37 +68,16 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class Write(NamedTuple):
-    """Blocks that are written behind. The task keeps their file open."""
-
-    written: Future[None]
-    nbytes: int
-    checksums: list[int]  # CRC-32 of each block, once they are written
-
-    def done(self) -> bool:
-        """Return whether the write has ended."""
-        return self.written.done()
-
-    def error(self) -> BaseException | None:
-        """Wait for the end of the write. Return why it failed, a CancelledError if it did not begin; None if not."""
-        try:
-            return self.written.exception()
-        except CancelledError as error:
-            return error
+Write = Future[list[int]]
+"""Blocks that are written behind. Its result is the CRC-32 of each block, if they are wanted."""
 
 
-def _write_blocks(file: WrittenFile, blocks: Blocks, count: Callable[[int], None], checksums: list[int] | None) -> None:
-    for offset, block in blocks:
-        try:
-            write_at(file.fd, block, offset)
-        except OSError as error:
-            raise WriteError(
-                f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
-                f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
-            ) from error
-    count(sum(len(block) for _, block in blocks))
-    if checksums is not None:
-        checksums += [zlib.crc32(block) for _, block in blocks]
+def _failure(write: Write) -> BaseException | None:
+    """Wait for the end of a write. Return why it failed, a CancelledError if it did not begin; None if it did not."""
+    try:
+        return write.exception()
+    except CancelledError as error:
+        return error
 
 
 class WriteBehind:
@@ -119,21 +88,37 @@ class WriteBehind:
         self.limit_bytes = WRITE_BEHIND_BYTES  # the most bytes queued; may be changed
         self._count = count
         self._thread = ThreadPoolExecutor(1, "mlx-flash-kv-writer")
-        self._waiting: deque[Write] = deque()
+        self._waiting: deque[tuple[Write, int]] = deque()
 
     def submit(self, file: WrittenFile, blocks: Blocks, *, is_checked: bool = False) -> Write:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
-        nbytes, checksums = sum(len(block) for _, block in blocks), list[int]()
+        nbytes = sum(len(block) for _, block in blocks)
         self.nbytes += nbytes
-        while self._waiting and sum(other.nbytes for other in self._waiting) + nbytes > self.limit_bytes:
-            self._waiting[0].error()  # raised where its file is used next
+        while self._waiting and self.queued_bytes + nbytes > self.limit_bytes:
+            _failure(self._waiting[0][0])  # raised where its file is used next
             self._waiting.popleft()
-        written = self._thread.submit(_write_blocks, file, blocks, self._count, checksums if is_checked else None)
-        write = Write(written, nbytes, checksums)
-        self._waiting.append(write)
-        while self._waiting and self._waiting[0].done():
-            self._waiting.popleft()
+        write = self._thread.submit(self._write, file, blocks, is_checked)
+        self._waiting.append((write, nbytes))
         return write
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        while self._waiting and self._waiting[0][0].done():
+            self._waiting.popleft()
+        return sum(nbytes for _, nbytes in self._waiting)
+
+    def _write(self, file: WrittenFile, blocks: Blocks, is_checked: bool) -> list[int]:
+        for offset, block in blocks:
+            try:
+                write_at(file.fd, block, offset)
+            except OSError as error:
+                raise WriteError(
+                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
+                    f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
+                ) from error
+        self._count(sum(len(block) for _, block in blocks))
+        return [zlib.crc32(block) for _, block in blocks] if is_checked else []
 
     def close(self) -> None:
         """End the thread, and drop the blocks that it has not begun to write."""
@@ -143,15 +128,12 @@ class WriteBehind:
 class WrittenFile:
     """A new file of pages that this process writes. It is removed with the object. Raises: WriteError."""
 
-    _source: ClassVar[type[SourceFile]] = _GrowingFile
-    """Opens it for the reader."""
-
     def __init__(self, path: Path, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
         self.path = path
         self.reader = reader
         self._descriptors = [_create(path)]
-        self._close = finalize(self, _remove_file, path, self._descriptors, reader)
-        reader.keep(self._source(path, direct))
+        finalize(self, _remove_file, path, self._descriptors, reader)
+        reader.keep(LockedFile(path, direct))
         self._writer = writer
         self._pending: deque[Write] = deque()
 
@@ -178,7 +160,7 @@ class WrittenFile:
 
         The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
         """
-        error = self._pending[0].error()
+        error = _failure(self._pending[0])
         if isinstance(error, CancelledError):
             raise WriteError("the KV caches were closed")
         if error is not None:
@@ -241,8 +223,6 @@ class Draft(WrittenFile):
     ``room`` bytes are left free at its beginning.
     """
 
-    _source = LockedFile
-
     def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
         super().__init__(path, reader, writer, direct)
         self.room = room
@@ -283,9 +263,9 @@ class Draft(WrittenFile):
         """
         found = list[BlobInfo]()
         for blobs, write in list(self._pages.values()):
-            if write.error() is not None:
+            if _failure(write) is not None:
                 return None
-            found += [blob._replace(checksum=each) for blob, each in zip(blobs, write.checksums, strict=True)]
+            found += [blob._replace(checksum=each) for blob, each in zip(blobs, write.result(), strict=True)]
         places = aligned_offsets([blob.nbytes for blob in found], FILE_ALIGNMENT, self.room)
         return found if places == [*(blob.offset for blob in found), self._end] else None
 

@@ -274,14 +274,6 @@ class StoredModel:
     last_used: float
 
 
-class Hold(HeldLock):
-    """A shared lock on a page file, which keeps some pages. Raises: OSError: it is being evicted, or cannot be read."""
-
-    def __init__(self, path: Path, pages: Sequence[str]) -> None:
-        self.pages = pages
-        super().__init__(path, shared=True, wait=False, required=False)
-
-
 class PageFolder:
     """The page files in a directory. A description is read once. Threads and processes may share the folder.
 
@@ -331,24 +323,20 @@ class PageFolder:
         """Return how many of the pages are cached, up to the first that is not."""
         return next((i for i, page in enumerate(pages) if not self.has(page)), len(pages))
 
-    def hold(self, pages: Sequence[str]) -> Hold | None:
-        """Keep pages that follow one another, up to the first that is not cached, and note that they were used.
-
-        Return None if none is cached.
-        """
-        while count := self.num_leading(pages):
-            pages = pages[:count]
-            try:
-                hold = Hold(path_of(self.path, pages[-1]), pages)
-            except OSError:  # it is being evicted, or cannot be read
-                pages = pages[:-1]
-                continue
-            if self.num_leading(pages) == count:
-                if self.is_writable:
-                    self.touch(pages[-1], time.time_ns())
-                return hold
-            hold.release()
-        return None
+    def hold(self, pages: Sequence[str]) -> HeldLock | None:
+        """Keep pages that follow one another, and note that they were used. Return None if one is not cached."""
+        if not pages:
+            return None
+        try:
+            lock = HeldLock(path_of(self.path, pages[-1]), shared=True, wait=False, required=False)
+        except OSError:  # it is gone, is being evicted, or cannot be read
+            return None
+        if self.num_leading(pages) < len(pages):
+            lock.release()
+            return None
+        if self.is_writable:
+            self.touch(pages[-1], time.time_ns())
+        return lock
 
     def touch(self, page: str, when: int) -> None:
         """Note that a page was used. Only the order of eviction depends on it."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
@@ -44,50 +43,6 @@ class PrefixCounters:
     restored_bytes: int = 0
     num_calls_restored: int = 0
     num_computed: int = 0
-
-
-def fill(call: KnownCall, prefix: Prefix, store: PrefixStore, counters: PrefixCounters) -> bool:
-    """Add the pages of a prefix to a cache. Return whether all could be read; if not, it has as many tokens as before.
-
-    A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
-    """
-    states = _read(prefix.snapshot, len(call.states), store, counters) if call.states else []
-    if states is None:
-        return False
-    for page, start, end in zip(prefix.pages, (0, *prefix.ends), prefix.ends, strict=False):
-        if call.rows and end > call.history.length:
-            found = _read(page, len(call.rows), store, counters)
-            if found is None:
-                for leaf in call.rows:
-                    leaf.trim(call.history.length)
-                return False
-            for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
-                leaf.trim(start)
-                leaf.append([*arrays.values()], Page(rows, end - start))
-    for holder, (state, _) in zip(call.states, states, strict=True):
-        holder.set_state(state)
-    return True
-
-
-def _read(
-    page: str, num_leaves: int, store: PrefixStore, counters: PrefixCounters
-) -> list[tuple[dict[str, mx.array], Stored]] | None:
-    """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
-    arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
-    views: dict[str, memoryview] = {}
-    places: list[Stored] = []
-
-    def allocate(place: Place) -> dict[str, memoryview]:
-        places.extend(partial(rows_in, lambda: place, leaf) for leaf in range(num_leaves))
-        for name, blob in place.blobs.items():
-            leaf, _, key = name.partition(".")
-            arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
-        return views
-
-    if not store.read(page, allocate):
-        return None
-    counters.restored_bytes += sum(view.nbytes for view in views.values())
-    return [*zip(arrays, places, strict=True)]
 
 
 DEFAULT_GB = 20.0
@@ -173,11 +128,7 @@ class PrefixCache:
             self.counters.num_computed += call.tokens.shape[1]
         if any(leaf.length not in (call.end + call.num_after, None) for leaf in call.leaves):
             return
-        tokens = call.tokens
-        if call.is_prompt or call.ends:
-            history = call.history.with_labels(call.labels, call.ends)
-        else:
-            history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
+        history = call.history.with_labels(call.labels, call.ends)
         forget([leaf.entry for leaf in call.leaves])  # first: nothing more is written to drafts that are stored
         if self._store(call, history) and not call.num_after:
             for leaf in call.leaves:
@@ -209,7 +160,7 @@ class PrefixCache:
         """Return a call on a cache, or some that share a pass as one; None if the content of the cache is not known."""
         leaves, is_exact = leaves_of(cache), self._is_exact
         tokens = parts[0] if len(parts) == 1 else mx.concatenate([*parts], axis=1)
-        history = _history(leaves, is_exact) if leaves and len(tokens) == 1 and tokens.shape[1] else None
+        history = _history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None
         if leaves is None or history is None:
             return None
         bounds = [*accumulate([part.shape[1] for part in parts], initial=history.length)][1:]
@@ -238,17 +189,54 @@ class PrefixCache:
         """Fill the cache. Return with how many tokens."""
         begin, most = call.history.length, call.history.length + call.num_restored
         while (found := self._find(call, most)).num_tokens > begin:
-            prefix = self.store.pin(found)
-            try:
-                is_filled = prefix == found and fill(call, prefix, self.store, self.counters)
-            finally:
-                self.store.release(prefix)
-            if is_filled:
-                return found.num_tokens - begin
-            most = min(
-                prefix.num_tokens, found.num_tokens - 1
-            )  # a page is gone or damaged; those before it may be used
+            if (hold := self.store.hold(found)) is not None:
+                try:
+                    if self._fill(call, found):
+                        return found.num_tokens - begin
+                finally:
+                    hold.release()
+            most = found.num_tokens - 1  # a page is gone or damaged; those before it may be used
         return 0
+
+    def _fill(self, call: KnownCall, prefix: Prefix) -> bool:
+        """Add the pages of a prefix to a cache. Return whether all could be read; if not, it is as long as before.
+
+        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
+        """
+        states = self._read(prefix.snapshot, len(call.states)) if call.states else []
+        if states is None:
+            return False
+        for page, start, end in zip(prefix.pages, (0, *prefix.ends), prefix.ends, strict=False):
+            if call.rows and end > call.history.length:
+                found = self._read(page, len(call.rows))
+                if found is None:
+                    for leaf in call.rows:
+                        leaf.trim(call.history.length)
+                    return False
+                for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
+                    leaf.trim(start)
+                    leaf.append([*arrays.values()], Page(rows, end - start))
+        for holder, (state, _) in zip(call.states, states, strict=True):
+            holder.set_state(state)
+        return True
+
+    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], Stored]] | None:
+        """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
+        arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
+        views: dict[str, memoryview] = {}
+        places: list[Stored] = []
+
+        def allocate(place: Place) -> dict[str, memoryview]:
+            places.extend(partial(rows_in, lambda: place, leaf) for leaf in range(num_leaves))
+            for name, blob in place.blobs.items():
+                leaf, _, key = name.partition(".")
+                arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
+            return views
+
+        if not self.store.read(page, allocate):
+            return None
+        self.counters.restored_bytes += sum(view.nbytes for view in views.values())
+        return [*zip(arrays, places, strict=True)]
 
     def _store(self, call: KnownCall, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
@@ -287,12 +275,10 @@ class PrefixCache:
         blobs = {f"{i}.{name}": blob for i, leaf in leaves.items() for name, blob in leaf.items()}
         # in the mode longest, the cached page of a name may have been computed in other calls than its successors here
         only_new, labels, ends = not self._is_exact, history.labels, history.ends
-        return self.store.put(
-            labels, number, blobs, draft=draft, snapshot=snapshot, ends=ends, waits=True, only_new=only_new
-        )
+        return self.store.put(labels, number, blobs, draft=draft, snapshot=snapshot, ends=ends, only_new=only_new)
 
 
-def _history(leaves: Sequence[Leaf], is_exact: bool) -> History | None:
+def _history(leaves: Sequence[Leaf]) -> History | None:
     """Return the content of a cache; None if it is not known."""
     if all(leaf.is_empty for leaf in leaves):
         return History()
@@ -305,8 +291,7 @@ def _history(leaves: Sequence[Leaf], is_exact: bool) -> History | None:
         return None
     if length == history.length:
         return history
-    is_known = length in (0, *history.ends) if is_exact else all(isinstance(leaf, RowLeaf) for leaf in leaves)
-    return history.cut(length) if is_known else None
+    return history.cut(length) if all(isinstance(leaf, RowLeaf) for leaf in leaves) else None
 
 
 def _last(ends: Sequence[int]) -> int:

@@ -16,13 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakSet
 
-from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, open_locked
+from mlx_flash.errors import ReadError
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder, open_locked
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
@@ -31,7 +29,6 @@ from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.folder import (
     Blob,
     EncodedPage,
-    Hold,
     PageFile,
     PageFolder,
     PageKey,
@@ -59,7 +56,31 @@ _WARNINGS = {
 
 _POLL_SECONDS = 0.002
 
+QUEUE_BYTES = 64 << 20
+"""Two pages of an 8B model at 16 bits."""
+
+_MOST_SECONDS = 10.0
+"""The longest time that a prompt waits for its pages to be written, on a disk that does not answer."""
+
 _log = logging.getLogger("mlx_flash")
+
+
+class Prefix(NamedTuple):
+    """A cached prefix of a prompt."""
+
+    ends: tuple[int, ...] = ()  # with how many tokens its pages end
+    pages: tuple[str, ...] = ()  # their names
+    snapshot: str = ""  # name of its snapshot, if any
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens it covers."""
+        return self.ends[-1] if self.ends else 0
+
+    def cut(self, ends: Collection[int]) -> Prefix:
+        """Return the longest part of it that ends with one of these numbers of tokens."""
+        count = next((number for number in range(len(self.ends), 0, -1) if self.ends[number - 1] in ends), 0)
+        return Prefix(self.ends[:count], self.pages[:count])
 
 
 class _Pending(NamedTuple):
@@ -71,56 +92,155 @@ class _Pending(NamedTuple):
     draft: Draft | None  # the file with the others
 
 
-class PageWriter:
-    """A queue of pages and the thread that writes them. Threads may share it."""
+class PrefixStore(AbstractContextManager["PrefixStore"]):
+    """The pages of one model and one kind of cache, in a directory shared with other models, tenants and processes.
 
-    def __init__(self, folder: PageFolder, governor: WriteGovernor, queue_bytes: int) -> None:
-        self._folder = folder
+    A thread writes pages in the background. Close the store; a process that ends without closing does no harm. A closed
+    store stores nothing.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        model: str,  # fingerprint of all that decides what it computes
+        settings: str,  # all that decides how its cache keeps it: dtype, quantization, step
+        governor: WriteGovernor,
+        tenant: str = "",  # different ones share nothing
+        title: str = "",  # name of the model, for people
+        limit_bytes: int | None = None,  # the most that all pages in the directory may take
+        free_space_floor: int | None = None,  # bytes of the disk that are left free; None for a tenth of it
+        page_tokens: int = PAGE_TOKENS,
+        queue_bytes: int = QUEUE_BYTES,  # the most that may wait to be written
+    ) -> None:
+        self.page_tokens = page_tokens
+        self._root = root_name(model, settings, tenant, page_tokens)
+        self._model, self._title = model, title
         self._governor = governor
         self._queue_bytes = queue_bytes
+        self._folder = PageFolder(directory, limit_bytes, free_space_floor)
+        if not governor.zero_write:
+            try:
+                self._folder.open()
+            except OSError as error:
+                self._folder.stop(error)
         self._pending: dict[str, _Pending] = {}
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "mlx-flash-prefixes")
-        self._is_closed = False
         self._counts: Counter[str] = Counter()
 
-    def put(
-        self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = None, *, waits: bool, only_new: bool
-    ) -> bool:
-        """Queue a page, see :meth:`PrefixStore.put`.
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-        A snapshot that is larger than the queue is not copied: the caller waits until it is written. Its arrays are
-        those of a state, which a model replaces and does not change.
+    @property
+    def is_writable(self) -> bool:
+        """True while pages are still stored."""
+        return self._folder.is_writable
+
+    def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:
+        """Return the longest cached prefix of a prompt, which ends with a kind of ``snapshot`` if that is given.
+
+        Pages of it that wait to be written are waited for.
+
+        ``ends`` are with how many tokens each page ends; None for pages of ``page_tokens``.
         """
+        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
+        names = page_names(self._root, tokens, ends)
+        count = self._folder.num_leading(names)
+        snapshots = [snapshot_name(name, snapshot) for name in names] if snapshot else []
+        if any(name in self._pending for name in (*names[count:], *snapshots)):  # faster than computing it
+            self.flush(_MOST_SECONDS)
+            count = self._folder.num_leading(names)
+        if not snapshot:
+            return Prefix(tuple(ends[:count]), tuple(names[:count]))
+        for length in range(count, 0, -1):
+            name = snapshots[length - 1]
+            if self._folder.has(name):
+                return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
+        return Prefix()
+
+    def hold(self, prefix: Prefix) -> HeldLock | None:
+        """Keep a prefix from being evicted until the lock is released. Return None if a part of it is gone."""
+        return self._folder.hold([*prefix.pages, prefix.snapshot] if prefix.snapshot else prefix.pages)
+
+    def read(self, page: str, allocate: Callable[[Place], Mapping[str, memoryview]]) -> bool:
+        """Read a page or snapshot into the caller's memory, and check it.
+
+        ``allocate`` returns writable memory for every blob that is wanted, by name. Return False if the page is not
+        cached any more. A damaged page is removed with all that follow it.
+        """
+        if not self._folder.has(page):
+            return False
+        try:
+            with PageFile(self._folder.path, page) as file:
+                for name, view in allocate(file.place).items():
+                    file.read_into(name, view)
+                return True
+        except FileNotFoundError:
+            self._folder.drop(page)  # another process removed it
+        except ReadError as error:
+            count = self._folder.drop(page)
+            self._counts["damaged"] += 1
+            _log.warning("%s. It is not used, nor the %d pages that follow it.", error, count)
+        except OSError as error:
+            _log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
+        return False
+
+    def put(
+        self,
+        tokens: Tokens,
+        page_index: int,  # how many pages come before it
+        blobs: Mapping[str, Blob],
+        *,
+        draft: Draft | None = None,  # a file with the other blobs, which becomes the file of the page
+        snapshot: str = "",  # the kind of snapshot; empty for the page itself
+        ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
+        only_new: bool = False,  # a page that is there counts as not stored: it may have been computed in another way
+    ) -> str:
+        """Store a page, or a snapshot at its end, in the background. Return its name if it is cached, or queued.
+
+        While too much is queued, the call waits. A page that exceeds the queue, the limits or the day's writes is not
+        stored, nor are those that follow it: then the name is empty. Blobs are copied, but for those of a snapshot that
+        is larger than the queue. The call waits until it is written; its arrays are those of a state, which a model
+        replaces and does not change.
+        """
+        key = self._key(
+            tokens, full_pages(len(tokens), self.page_tokens) if ends is None else ends, page_index, snapshot
+        )
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
-        room = max(self._queue_bytes, nbytes) if waits and key.kind else self._queue_bytes
+        is_large = nbytes > self._queue_bytes
         while True:
             with self._lock:
                 if self._has(key.page):
-                    return not only_new
-                is_full = self._is_closed or self._queued_bytes + nbytes > room
-                may_wait = waits and not self._is_closed and nbytes <= room
-                if reason := self._reason_against(key, nbytes) or ("queue" if is_full and not may_wait else ""):
+                    return "" if only_new else key.page
+                reason = self._reason_against(key, nbytes) or ("queue" if is_large and not snapshot else "")
+                if reason:
                     self._count(reason)
-                    return False
-                if not is_full:
-                    if nbytes <= self._queue_bytes:
+                    return ""
+                if self._queued_bytes + nbytes <= max(self._queue_bytes, nbytes):
+                    if not is_large:
                         blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
                     self._pending[key.page] = _Pending(key, blobs, nbytes, draft)
                     self._thread.submit(self._write_all)
                     break
             time.sleep(_POLL_SECONDS)
-        if nbytes > self._queue_bytes:
+        if is_large:
             self.flush()
-        return True
+        return key.page
 
-    def is_queued(self, page: str) -> bool:
-        """Return whether a page waits to be written."""
-        return page in self._pending
+    def new_draft(self, files: KVFiles, num_blobs: int) -> Draft | None:
+        """Return a file for the pages of layers on disk, which :meth:`put` may take; None where there is none."""
+        if not self._folder.is_writable:
+            return None
+        return files.new_draft(room_for_head(self._title, num_blobs), self._folder.path)
 
-    def flush(self, timeout: float | None = None) -> bool:
+    def place(self, page: str) -> Place | None:
+        """Return the place of a page that this store wrote, or is about to; None if that is gone."""
+        return self._folder.place(page) if self.flush() else None
+
+    def flush(self, timeout: float = math.inf) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         with suppress(RuntimeError):  # it was closed, and nothing waits
             self._thread.submit(self._write_all)  # an interrupt may have come before the last page's
         while self._pending:
@@ -131,16 +251,25 @@ class PageWriter:
 
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
-        with self._lock:
-            self._is_closed = True
         self.flush()
+        self._folder.is_writable = False
         self._thread.shutdown()
 
     def telemetry(self) -> dict[str, int]:
-        """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
+        """Return how many pages were stored, not stored by reason, and damaged, and the bytes that wait."""
         with self._lock:
             refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
-            return {"queued_bytes": self._queued_bytes, "stored": self._counts["stored"], **refused}
+            counts = {name: self._counts[name] for name in ("stored", "damaged")}
+            return {"queued_bytes": self._queued_bytes, **counts, **refused}
+
+    def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
+        if not 0 <= page_index < len(ends) or ends[page_index] > len(tokens):
+            raise ValueError(f"page {page_index} ends with a token that is not given: there are {len(tokens)}")
+        names = page_names(self._root, tokens, ends[: page_index + 1])
+        if snapshot:
+            names.append(snapshot_name(names[-1], snapshot))
+        count = 0 if snapshot else ends[page_index] - (ends[page_index - 1] if page_index else 0)
+        return PageKey(names[-1], "".join(names[-2:-1]), snapshot, page_index, count, self._model, self._title)
 
     def _has(self, page: str) -> bool:
         return page in self._pending or self._folder.has(page)
@@ -254,217 +383,3 @@ def _give_up(partial: Path, fd: int) -> None:
     with suppress(OSError):  # the next opening removes it
         partial.unlink()
     os.close(fd)
-
-
-QUEUE_BYTES = 64 << 20
-"""Two pages of an 8B model at 16 bits."""
-
-_MOST_SECONDS = 10.0
-"""The longest time that a prompt waits for its pages to be written, on a disk that does not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A cached prefix of a prompt."""
-
-    ends: tuple[int, ...] = ()  # with how many tokens its pages end
-    pages: tuple[str, ...] = ()  # their names
-    snapshot: str = ""  # name of its snapshot, if any
-    hold: Hold | None = field(default=None, compare=False, repr=False)  # keeps them from being evicted
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens it covers."""
-        return self.ends[-1] if self.ends else 0
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of its pages and of its snapshot."""
-        return (*self.pages, self.snapshot) if self.snapshot else self.pages
-
-    def cut(self, ends: Collection[int]) -> Prefix:
-        """Return the longest part of it that ends with one of these numbers of tokens."""
-        count = next((number for number in range(len(self.ends), 0, -1) if self.ends[number - 1] in ends), 0)
-        return Prefix(self.ends[:count], self.pages[:count])
-
-
-class PrefixStore(AbstractContextManager["PrefixStore"]):
-    """The pages of one model and one kind of cache, in a directory shared with other models, tenants and processes.
-
-    Threads may share a store. Close it; a process that ends without closing does no harm. After :meth:`close`, methods
-    raise :class:`ClosedError`.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        model: str,  # fingerprint of all that decides what it computes
-        settings: str,  # all that decides how its cache keeps it: dtype, quantization, step
-        governor: WriteGovernor,
-        tenant: str = "",  # different ones share nothing
-        title: str = "",  # name of the model, for people
-        limit_bytes: int | None = None,  # the most that all pages in the directory may take
-        free_space_floor: int | None = None,  # bytes of the disk that are left free; None for a tenth of it
-        page_tokens: int = PAGE_TOKENS,
-        queue_bytes: int = QUEUE_BYTES,  # the most that may wait to be written; pages beyond it are not stored
-    ) -> None:
-        self.page_tokens = page_tokens
-        self._root = root_name(model, settings, tenant, page_tokens)
-        self._model, self._title = model, title
-        self._lock = threading.Lock()
-        self._holds: WeakSet[Hold] = WeakSet()
-        self._num_damaged = 0
-        self._is_closed = False
-        self._folder = PageFolder(directory, limit_bytes, free_space_floor)
-        if not governor.zero_write:
-            try:
-                self._folder.open()
-            except OSError as error:
-                self._folder.stop(error)
-        self._writer = PageWriter(self._folder, governor, queue_bytes)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def is_writable(self) -> bool:
-        """True while pages are still stored."""
-        return self._folder.is_writable
-
-    def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:
-        """Return the longest cached prefix of a prompt, which ends with a kind of ``snapshot`` if that is given.
-
-        Pages of it that wait to be written are waited for.
-
-        ``ends`` are with how many tokens each page ends; None for pages of ``page_tokens``.
-        """
-        self._check_open()
-        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
-        names = page_names(self._root, tokens, ends)
-        count = self._folder.num_leading(names)
-        snapshots = [snapshot_name(name, snapshot) for name in names] if snapshot else []
-        if any(map(self._writer.is_queued, (*names[count:], *snapshots))):  # writing it takes less than computing it
-            self.flush(_MOST_SECONDS)
-            count = self._folder.num_leading(names)
-        if not snapshot:
-            return Prefix(tuple(ends[:count]), tuple(names[:count]))
-        for length in range(count, 0, -1):
-            name = snapshots[length - 1]
-            if self._folder.has(name):
-                return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
-        return Prefix()
-
-    def read(self, page: str, allocate: Callable[[Place], Mapping[str, memoryview]]) -> bool:
-        """Read a page or snapshot into the caller's memory, and check it.
-
-        ``allocate`` returns writable memory for every blob that is wanted, by name. Return False if the page is not
-        cached any more. A damaged page is removed with all that follow it.
-        """
-        self._check_open()
-        if not self._folder.has(page):
-            return False
-        try:
-            with PageFile(self._folder.path, page) as file:
-                for name, view in allocate(file.place).items():
-                    file.read_into(name, view)
-                return True
-        except FileNotFoundError:
-            self._folder.drop(page)  # another process removed it
-        except ReadError as error:
-            count = self._folder.drop(page)
-            with self._lock:
-                self._num_damaged += 1
-            _log.warning("%s. It is not used, nor the %d pages that follow it.", error, count)
-        except OSError as error:
-            _log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
-        return False
-
-    def pin(self, prefix: Prefix) -> Prefix:
-        """Keep a prefix from being evicted until it is released or dropped, or the store is closed.
-
-        Return the part of it that is still cached, to be released later. A shorter part has no snapshot.
-        """
-        self._check_open()
-        hold = self._folder.hold(prefix.names)
-        count = 0 if hold is None else len(hold.pages)
-        if count < len(prefix.names):
-            count = min(count, len(prefix.pages))
-            prefix = Prefix(prefix.ends[:count], prefix.pages[:count])
-        if hold is not None:
-            with self._lock:
-                self._holds.add(hold)
-        return replace(prefix, hold=hold)
-
-    def release(self, prefix: Prefix) -> None:
-        """Release what :meth:`pin` returned. Does nothing after the store was closed."""
-        with self._lock:
-            if self._is_closed or not prefix.pages:
-                return
-            if prefix.hold is None or not prefix.hold.is_held:
-                raise ValueError(f"a prefix of {prefix.num_tokens} tokens is released that is not pinned")
-            prefix.hold.release()
-
-    def put(
-        self,
-        tokens: Tokens,
-        page_index: int,  # how many pages come before it
-        blobs: Mapping[str, Blob],
-        *,
-        draft: Draft | None = None,  # a file with the other blobs, which becomes the file of the page
-        snapshot: str = "",  # the kind of snapshot; empty for the page itself
-        ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
-        waits: bool = False,  # for room in the queue, unless it is too small for this page alone
-        only_new: bool = False,  # a page that is there counts as not stored: it may have been computed in another way
-    ) -> str:
-        """Store a page, or a snapshot at its end, in the background. Return its name if it is cached, or queued.
-
-        A page that exceeds the queue, the limits or the day's writes is not stored, nor are those that follow it: then
-        the name is empty. Blobs are copied unless they are ``bytes``.
-        """
-        self._check_open()
-        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
-        key = self._key(tokens, ends, page_index, snapshot)
-        is_taken = self._writer.put(key, blobs, draft, waits=waits, only_new=only_new)
-        return key.page if is_taken else ""
-
-    def new_draft(self, files: KVFiles, num_blobs: int) -> Draft | None:
-        """Return a file for the pages of layers on disk, which :meth:`put` may take; None where there is none."""
-        if not self._folder.is_writable:
-            return None
-        return files.new_draft(room_for_head(self._title, num_blobs), self._folder.path)
-
-    def place(self, page: str) -> Place | None:
-        """Return the place of a page that this store wrote, or is about to; None if that is gone."""
-        return self._folder.place(page) if self.flush() else None
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        return self._writer.flush(timeout)
-
-    def close(self) -> None:
-        """Write what is queued, release what is pinned, and end the thread. Further calls do nothing."""
-        self._writer.close()
-        with self._lock:
-            self._is_closed = True
-            for hold in self._holds:
-                hold.release()
-
-    def telemetry(self) -> dict[str, int]:
-        """Return how many pages were stored, not stored by reason, damaged, and are pinned; uses no disk."""
-        with self._lock:
-            pinned = {name for hold in self._holds if hold.is_held for name in hold.pages}
-            return {**self._writer.telemetry(), "damaged": self._num_damaged, "pinned_pages": len(pinned)}
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError(f"the prefix cache in {self._folder.path.parent} was closed")
-
-    def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
-        if not 0 <= page_index < len(ends) or ends[page_index] > len(tokens):
-            raise ValueError(f"page {page_index} ends with a token that is not given: there are {len(tokens)}")
-        names = page_names(self._root, tokens, ends[: page_index + 1])
-        if snapshot:
-            names.append(snapshot_name(names[-1], snapshot))
-        count = 0 if snapshot else ends[page_index] - (ends[page_index - 1] if page_index else 0)
-        return PageKey(names[-1], "".join(names[-2:-1]), snapshot, page_index, count, self._model, self._title)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mlx_flash.files import HeldLock
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import Blob, Place, list_prefixes, path_of
 from mlx_flash.prefixes.folder import clear_prefixes as clear_prefixes
@@ -69,11 +70,18 @@ def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
     return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None
 
 
+def held(store: PrefixStore, tokens: Sequence[int]) -> HeldLock:
+    """Keep what is stored of a sequence from being evicted."""
+    lock = store.hold(store.find(tokens))
+    assert lock is not None
+    return lock
+
+
 def stats(store: PrefixStore) -> dict[str, Any]:
     """Return the store's telemetry, what it has on disk, and what was written."""
     models = list_prefixes(store._folder.path.parent)
     on_disk = {"pages": sum(model.pages for model in models), "bytes": sum(model.nbytes for model in models)}
-    return {**store.telemetry(), **on_disk, "writes": store._writer._governor.telemetry()}
+    return {**store.telemetry(), **on_disk, "writes": store._governor.telemetry()}
 
 
 def found(store: PrefixStore, tokens: Sequence[int]) -> int:

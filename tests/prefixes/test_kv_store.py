@@ -33,8 +33,7 @@ from hypothesis.stateful import (
 )
 
 from children import HELPERS
-from mlx_flash.errors import ClosedError
-from mlx_flash.files import locked, open_locked
+from mlx_flash.files import locked
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import BlobInfo
 from mlx_flash.prefixes import folder as page_folder
@@ -50,7 +49,7 @@ from mlx_flash.prefixes.folder import (
     path_of,
 )
 from mlx_flash.prefixes.store import Prefix, PrefixStore
-from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, put, read, read_all, stats
+from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, held, put, read, read_all, stats
 
 
 @pytest.fixture
@@ -172,13 +171,14 @@ def test_snapshots_belong_to_a_prefix_and_its_end(opened: Opener) -> None:
     assert store.find(TOKENS[: 3 * STEP], snapshot="mamba").num_tokens == 2 * STEP
     assert store.find(TOKENS, snapshot="other") == store.find(TOKENS[:STEP], snapshot="mamba") == Prefix()
     assert store.find(TOKENS).num_tokens == 6 * STEP and store.find(TOKENS).snapshot == ""
-    pinned = store.pin(prefix)
-    assert pinned == prefix
+    lock = store.hold(prefix)
+    assert lock is not None
+    lock.release()
     corrupt(opened.path(prefix.snapshot), 4096)
     assert read(store, prefix.snapshot) is None
     assert store.find(TOKENS, snapshot="mamba").num_tokens == 2 * STEP
     assert found(store, TOKENS) == 6, "a snapshot's fault is not its page's"
-    assert store.pin(prefix) == Prefix(prefix.ends, prefix.pages)
+    assert store.hold(prefix) is None
 
 
 def test_pages_follow_one_another(opened: Opener) -> None:
@@ -201,18 +201,12 @@ def test_putting_again_writes_nothing(opened: Opener) -> None:
     assert stats(other)["stored"] == 0
 
 
-def test_a_closed_store_says_so(opened: Opener) -> None:
+def test_a_closed_store_stores_nothing(opened: Opener) -> None:
     store = opened()
     put(store, TOKENS)
-    prefix = store.pin(store.find(TOKENS))
     store.close()
     store.close()
-    store.release(prefix)
-    for use in (lambda: store.find(TOKENS), lambda: read(store, prefix.pages[0]), lambda: store.put(TOKENS, 0, {})):
-        with pytest.raises(ClosedError, match="was closed"):
-            use()
-    for path in opened.files():
-        os.close(open_locked(path, wait=False))  # raises if somebody still holds it
+    assert put(store, [1] * STEP) == [False] and found(store, TOKENS) == 6
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mlx-flash-prefixes")]
 
 
@@ -232,7 +226,7 @@ def test_the_limit_is_kept_and_the_longest_unused_goes_first(opened: Opener) -> 
     a, b, c = ([n] * 2 * STEP for n in (1, 2, 3))
     for tokens in (a, b, c):
         put(store, tokens)
-    store.release(store.pin(store.find(a)))  # used again
+    held(store, a).release()  # used again
     put(store, [4] * STEP)
     assert [found(store, tokens) for tokens in (a, b, c)] == [2, 1, 2], "a page goes before the one it follows"
     put(store, [5] * STEP)
@@ -245,11 +239,11 @@ def test_using_the_end_of_a_prefix_is_using_all_of_it(opened: Opener) -> None:
     long, other = [1] * 3 * STEP, [2] * 2 * STEP
     put(store, long)
     put(store, other)
-    pinned = store.pin(store.find(other))
-    store.release(store.pin(store.find(long)))
+    lock = held(store, other)
+    held(store, long).release()
     put(store, [3] * STEP)
     assert found(store, other) == 2 and found(store, long) == 2, "one is in use, the other loses its end"
-    store.release(pinned)
+    lock.release()
     put(store, [4] * STEP)
     assert found(store, long) == 2 and found(store, other) == 1, "the rest of it was used later than the other"
 
@@ -297,35 +291,30 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
     assert disk - others - len(opened.files()) * PAGE_BYTES >= disk / 10 and found(by_default, [4] * STEP) == 1
 
 
-def test_what_is_pinned_stays(opened: Opener) -> None:
+def test_what_is_held_stays(opened: Opener) -> None:
     store, other = opened(limit_bytes=4 * PAGE_BYTES), opened(limit_bytes=4 * PAGE_BYTES)
     put(store, TOKENS[: 3 * STEP])
-    prefix = store.pin(store.find(TOKENS[: 2 * STEP]))
-    assert prefix.num_tokens == 2 * STEP
+    prefix = store.find(TOKENS[: 2 * STEP])
+    lock, again = held(store, TOKENS[: 2 * STEP]), store.hold(prefix)
     for n in range(4):
         put(other, [n] * STEP)
     assert found(store, TOKENS) == 2
-    again = store.pin(prefix)
-    assert again == prefix and stats(store)["pinned_pages"] == 2
-    store.release(prefix)
+    lock.release()
     put(other, [5] * 2 * STEP)
     put(other, [6] * 2 * STEP)
-    assert found(store, TOKENS) == 2 and stats(store)["pinned_pages"] == 2
-    store.release(again)
-    assert stats(store)["pinned_pages"] == 0
+    assert found(store, TOKENS) == 2 and again is not None
+    again.release()
     put(other, [7] * 4 * STEP)
     assert store.find(TOKENS).num_tokens == 0
-    assert store.pin(prefix) == Prefix(), "what is gone cannot be pinned"
-    with pytest.raises(ValueError, match="not pinned"):
-        store.release(prefix)
+    assert store.hold(prefix) is None, "what is gone cannot be held"
 
 
-def test_pins_end_with_their_process(opened: Opener) -> None:
+def test_holds_end_with_their_process(opened: Opener) -> None:
     store = opened(limit_bytes=4 * PAGE_BYTES)
     put(store, TOKENS[: 4 * STEP])
     with Child() as child:
         child.ask("open", str(opened.directory))
-        assert child.ask("pin", TOKENS) == 4
+        assert child.ask("hold", TOKENS)
         put(store, [1] * STEP)
         assert store.find([1] * STEP).num_tokens == 0 and found(store, TOKENS) == 4
         child.kill()
@@ -334,20 +323,13 @@ def test_pins_end_with_their_process(opened: Opener) -> None:
 
 
 def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    write = EncodedPage.write
-    monkeypatch.setattr(EncodedPage, "write", lambda *args: (go_on.wait(5), write(*args)))
+    write, queued = EncodedPage.write, []
+    monkeypatch.setattr(EncodedPage, "write", lambda *args: (queued.append(stats(store)["queued_bytes"]), write(*args)))
     store = opened(queue_bytes=3 * 2000)
-    began = time.perf_counter()
-    taken = [bool(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]))) for i in range(6)]
-    assert taken == [True] * 3 + [False] * 3 and time.perf_counter() - began < 4
-    assert store.put(TOKENS, 1, blobs(TOKENS[: 2 * STEP])), "it waits already"
-    told = stats(store)
-    assert (told["queued_bytes"], told["refused_queue"], told["refused_parent"]) == (6000, 1, 2)
-    assert not store.flush(0.05) and found(opened(), TOKENS) == 0
-    go_on.set()
-    assert store.flush(60) and found(store, TOKENS) == 3
-    assert put(store, TOKENS) == [True] * 6
+    assert all(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP])) for i in range(6))
+    assert not store.put([1] * STEP, 0, blobs([1], 9000)), "it would wait for ever"
+    assert stats(store)["refused_queue"] == 1 and store.flush(60)
+    assert found(store, TOKENS) == 6 and max(queued) <= 6000
 
 
 def test_unexpected_error_of_the_writer_blocks_nobody(
@@ -378,10 +360,10 @@ def test_listing_and_clearing(opened: Opener) -> None:
         ("m", "org/one", 6, 6 * PAGE_BYTES),
     ]
     assert all(0 <= time.time() - model.last_used < 60 for model in listed)
-    pinned = one.pin(one.find(TOKENS[: 3 * STEP]))
+    lock = held(one, TOKENS[: 3 * STEP])
     assert [(m.model, m.pages) for m in clear_prefixes(directory)] == [("m", 3)]
     assert found(one, TOKENS) == 3 and found(two, TOKENS) == 0
-    one.release(pinned)
+    lock.release()
     assert clear_prefixes(directory) == [] and opened.files() == []
     put(one, TOKENS)
     assert found(one, TOKENS) == 6, "a store that was cleared goes on"
@@ -522,11 +504,11 @@ def test_lock_that_breaks_later_ends_storing_only(opened: Opener, caplog: pytest
     lock.unlink()
     lock.mkdir()
     with caplog.at_level(logging.WARNING):
-        prefix = store.pin(store.find(TOKENS))
-        assert prefix.num_tokens == 6 * STEP and read_all(store, TOKENS, prefix) == 6
+        hold = held(store, TOKENS)
+        assert found(store, TOKENS) == 6
         put(store, [1] * STEP)
         assert not store.is_writable and put(store, [1] * STEP) == [False]
-        store.release(prefix)
+        hold.release()
         assert found(store, TOKENS) == 6
     assert len(caplog.records) == 1 and "nothing more is stored" in caplog.text
     assert stats(store)["refused_stopped"] == 2
@@ -571,9 +553,7 @@ def test_looking_for_what_is_not_there_writes_nothing(opened: Opener) -> None:
     store = opened()
     put(store, TOKENS)
     before = tree(opened.directory)
-    prefix = store.pin(store.find([1, 2, 3, 4, 5]))
-    store.release(prefix)
-    assert prefix == Prefix() and found(store, TOKENS) == 6
+    assert store.find([1, 2, 3, 4, 5]) == Prefix() and found(store, TOKENS) == 6
     assert tree(opened.directory) == before
 
 
@@ -592,10 +572,10 @@ def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest
     before = tree(opened.directory)
     frugal = opened(governor=WriteGovernor(opened.directory / "wear", zero_write=True))
     with caplog.at_level(logging.WARNING):
-        prefix = frugal.pin(frugal.find(TOKENS))
-        assert read_all(frugal, TOKENS, prefix) == 6 and not frugal.is_writable
+        lock = held(frugal, TOKENS)
+        assert found(frugal, TOKENS) == 6 and not frugal.is_writable
         assert put(frugal, [1] * STEP) == [False]
-        frugal.release(prefix)
+        lock.release()
         frugal.close()
         assert tree(opened.directory) == before and not caplog.records
         new = opened(directory=opened.directory / "new", governor=WriteGovernor(opened.directory, zero_write=True))
@@ -625,8 +605,7 @@ opener = t.Opener(Path(sys.argv[1]))
 store = opener(governor=t.WriteGovernor(Path(sys.argv[1]), gb_per_day=None))
 assert t.found(store, t.TOKENS) == 6
 assert t.put(store, [1] * t.STEP) == [False] and not store.is_writable
-prefix = store.pin(store.find(t.TOKENS))
-store.release(prefix)
+t.held(store, t.TOKENS).release()
 store.close()
 try:
     t.clear_prefixes(Path(sys.argv[1]))
@@ -697,7 +676,7 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
     put(store, TOKENS)
     with locked(opened.directory / "lock", create=0o600):
         assert found(store, TOKENS) == 6 and store.is_writable, "lookups take no lock"
-        assert store.pin(store.find(TOKENS)).num_tokens == 6 * STEP and store.is_writable
+        assert held(store, TOKENS).is_held and store.is_writable
         put(store, [1] * STEP)
         assert not store.is_writable and found(store, TOKENS) == 6
         late = opened()
@@ -722,9 +701,9 @@ for line in sys.stdin:
         answer = opener.close()
     elif what == "put":
         answer = t.put(store, tokens)
-    elif what == "pin":
-        pinned = store.pin(store.find(tokens))
-        answer = len(pinned.pages)
+    elif what == "hold":
+        lock = t.held(store, tokens)
+        answer = lock.is_held
     else:
         answer = t.read_all(store, tokens, store.find(tokens))
     print(json.dumps(answer), flush=True)
@@ -770,7 +749,8 @@ while True:
     tokens = [rng.randrange(2) for _ in range(8)] + [rng.randrange(50) for _ in range(8)]
     t.put(store, tokens)
     print(*tokens, flush=True)
-    store.release(store.pin(store.find(tokens)))
+    if (lock := store.hold(store.find(tokens))) is not None:
+        lock.release()
 """
 
 
@@ -861,12 +841,15 @@ store = opener(limit_bytes=30 * t.PAGE_BYTES)
 hits = 0
 for _ in range(60):
     tokens = [rng.randrange(2) for _ in range(4)] * 2 + [rng.randrange(3) for _ in range(8)]
-    prefix = store.pin(store.find(tokens))
-    assert t.read_all(store, tokens, prefix) == len(prefix.pages), "what is pinned is there"
-    hits += len(prefix.pages)
+    prefix = store.find(tokens)
+    lock = store.hold(prefix)
+    if lock is not None:
+        assert t.read_all(store, tokens, prefix) == len(prefix.pages), "what is held is there"
+        hits += len(prefix.pages)
     t.put(store, tokens)
     t.read_all(store, tokens, store.find(tokens))
-    store.release(prefix)
+    if lock is not None:
+        lock.release()
     with store._folder.locked():  # otherwise pages may come and go while they are counted
         assert t.stats(store)["bytes"] <= 30 * t.PAGE_BYTES
 opener.close()
@@ -883,11 +866,13 @@ def test_threads_share_a_store(opened: Opener) -> None:
         try:
             for _ in range(25):
                 tokens = [rng.randrange(2) for _ in range(4)] + [rng.randrange(3) for _ in range(8)]
-                prefix = store.pin(store.find(tokens))
-                assert read_all(store, tokens, prefix) == len(prefix.pages)
+                prefix = store.find(tokens)
+                lock = store.hold(prefix)
+                assert lock is None or read_all(store, tokens, prefix) == len(prefix.pages)
                 for i in range(3):
                     store.put(tokens, i, blobs(tokens[: (i + 1) * STEP]))
-                store.release(prefix)
+                if lock is not None:
+                    lock.release()
         except BaseException as error:
             failed.append(error)
 
@@ -898,7 +883,7 @@ def test_threads_share_a_store(opened: Opener) -> None:
         thread.join()
     assert not failed and store.flush(60)
     told = stats(store)
-    assert told["pinned_pages"] == 0 and told["damaged"] == 0 and 10 < told["pages"] <= 20
+    assert told["damaged"] == 0 and 10 < told["pages"] <= 20
     assert told["pages"] == len(opened.files())
 
 
@@ -971,14 +956,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.pages[user][tuple(tokens[: prefix.num_tokens])] = True
 
     @rule(user=USERS, tokens=SEQUENCES)
-    def pin(self, user: int, tokens: list[int]) -> None:
+    def hold(self, user: int, tokens: list[int]) -> None:
         store = self.stores[user]
-        prefix = store.pin(store.find(tokens))
+        prefix = store.find(tokens)
+        lock = store.hold(prefix)
         clear_prefixes(self.opener.directory)
-        kept = {tuple(tokens[:end]) for end in range(STEP, prefix.num_tokens + 1, STEP)}
+        kept = {tuple(tokens[:end]) for end in range(STEP, prefix.num_tokens + 1, STEP)} if lock is not None else set()
         self.pages[user] = {page: bad for page, bad in self.pages[user].items() if page in kept}
         self.pages[1 - user] = {}
-        store.release(prefix)
+        if lock is not None:
+            lock.release()
         self.opening_looks_at_files()
 
     @rule(leftover=st.sampled_from(["", "page", "partial", "no lock"]))
@@ -1046,13 +1033,6 @@ def test_pages_end_where_they_are_said_to(opened: Opener) -> None:
     labels[6, 1] += 1
     assert store.find(labels, ends=ends).num_tokens == 5
     assert list_prefixes(opened.directory)[0].tokens == 24
-
-
-def test_a_put_that_waits_for_room_is_stored(opened: Opener) -> None:
-    store = opened(queue_bytes=2000)
-    assert all(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]), waits=True) for i in range(6))
-    assert not store.put([1] * STEP, 0, blobs([1], 3000), waits=True), "it would wait for ever"
-    assert store.flush(60) and found(store, TOKENS) == 6
 
 
 def test_only_what_is_new(opened: Opener) -> None:

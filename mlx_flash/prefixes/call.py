@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_flash.kv.history import History, Labels, make_labels
+from mlx_flash.kv.history import History
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.prefixes.folder import Blob
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, has_state
@@ -53,11 +52,9 @@ class KnownCall:
 
     leaves: list[Leaf]  # the entries of the cache
     history: History  # their content when the call began
+    after: History  # and when it has ended
     tokens: mx.array  # the new ones
-    form: int  # a number for the form of the cache
     is_prompt: bool  # the logits are dropped
-    ends: list[int]  # ends of the pages that the call completes
-    is_exact: bool  # whether bounds of calls decide bits
     bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
     state_ends: dict[int, int]  # where windows and states are kept in one of these calls, by its end
     num_after: int = 0  # tokens that the same pass adds behind it
@@ -82,27 +79,12 @@ class KnownCall:
             state: dict[str, Blob] | None = None
             if id(leaf.entry) in kept:
                 state = kept[id(leaf.entry)].read_before(later)
-            elif bound == self.end and not self.num_after:
+            elif bound == self.after.length and not self.num_after:
                 state = leaf.read_before(later)
             if state is None:
                 return {}
             found[i] = state
         return found
-
-    @property
-    def end(self) -> int:
-        """Tokens in the cache after the call."""
-        return self.history.length + int(self.tokens.shape[1])
-
-    @property
-    def labels(self) -> Labels:
-        """Labels of the new tokens."""
-        tokens, first = np.array(self.tokens)[0], self.history.length
-        if not self.is_exact:
-            return make_labels(tokens, 0, 0, self.form)
-        starts = [first, *self.bounds]
-        calls = zip(starts, self.bounds, strict=False)
-        return np.concatenate([make_labels(tokens[a - first : b - first], a, b, self.form) for a, b in calls])
 
     @property
     def rows(self) -> list[RowLeaf]:

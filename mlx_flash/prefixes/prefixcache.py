@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache as cached
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
-from mlx_flash.kv.history import History
+from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
@@ -83,7 +84,7 @@ class PrefixCache:
         """
         call = self._known(parts, cache, segments_left, is_prompt=True)
         if call is not None:
-            call.num_restored = max(0, self._find(call, call.end).num_tokens - call.history.length)
+            call.num_restored = max(0, self._find(call, call.after.length).num_tokens - call.history.length)
         return call if call is not None and call.num_restored else None
 
     def restore(self, call: KnownCall) -> int:
@@ -94,7 +95,7 @@ class PrefixCache:
         end = call.history.length + number
         self.counters.num_restored += number
         self.counters.num_calls_restored += sum(bound <= end for bound in call.bounds)
-        history = call.history.with_labels(call.labels[:number], [each for each in call.ends if each <= end])
+        history = call.after.cut(end)
         for leaf in call.leaves:
             leaf.note(history)
         return number
@@ -126,23 +127,21 @@ class PrefixCache:
         """Store the pages that a call completed, and note what the cache holds now."""
         if call.is_prompt:
             self.counters.num_computed += call.tokens.shape[1]
-        if any(leaf.length not in (call.end + call.num_after, None) for leaf in call.leaves):
+        if any(leaf.length not in (call.after.length + call.num_after, None) for leaf in call.leaves):
             return
-        history = call.history.with_labels(call.labels, call.ends)
         forget([leaf.entry for leaf in call.leaves])  # first: nothing more is written to drafts that are stored
-        if self._store(call, history) and not call.num_after:
+        if self._store(call) and not call.num_after:
             for leaf in call.leaves:
-                leaf.note(history)
+                leaf.note(call.after)
 
     def _plan(self, call: KnownCall) -> None:
         """Plan a draft for each page that the call completes."""
         pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
         num_blobs = sum(leaf.num_arrays for leaf in call.rows)
         drafts = {}
-        for begin, end in zip((_last(call.history.ends), *call.ends), call.ends, strict=False):
-            if pooled:
-                files = pooled[0][1].pool.files
-                drafts[begin] = end, cached(partial(self.store.new_draft, files, num_blobs))
+        for begin, end in _new_pages(call) if pooled else ():
+            files = pooled[0][1].pool.files
+            drafts[begin] = end, cached(partial(self.store.new_draft, files, num_blobs))
         for i, rows in pooled:
             rows.planned = {begin: Planned(end, i, draft) for begin, (end, draft) in drafts.items()}
 
@@ -168,21 +167,22 @@ class PrefixCache:
         lefts = [*segments_left, *[0] * len(parts)][: len(parts)]
         if is_exact:  # the last page of a call ends with it, unless its segment has no full page
             ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= self.store.page_tokens)
+        labels, form = list[Labels](), form_of(leaves, of_batches=is_exact)
         state_ends, only_windows = {}, are_windows(leaf.entry for leaf in leaves)
         every, page_tokens = self._states_every, self.store.page_tokens
         for bound, part, left in zip(bounds, parts, lefts, strict=True):
             new = part.shape[1]
+            labels.append(make_labels(np.array(part)[0], *((bound - new, bound) if is_exact else (0, 0)), form))
             end = state_end(bound, new, left, every, are_windows=only_windows, page_tokens=page_tokens)
             if end in ends:
                 state_ends[bound] = end
-        form = form_of(leaves, of_batches=is_exact)
-        return KnownCall(leaves, history, tokens, form, is_prompt, sorted(ends), is_exact, bounds, state_ends)
+        after = history.with_labels(np.concatenate(labels), sorted(ends))
+        return KnownCall(leaves, history, after, tokens, is_prompt, bounds, state_ends)
 
     def _find(self, call: KnownCall, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens that a call may be restored to."""
-        history = call.history.with_labels(call.labels, call.ends)
-        ends = [end for end in history.ends if end <= most]
-        prefix = self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
+        ends = [end for end in call.after.ends if end <= most]
+        prefix = self.store.find(call.after.labels, ends=ends, snapshot=STATE if call.states else "")
         return prefix if not self._is_exact or prefix.snapshot else prefix.cut(set(call.bounds))
 
     def _restore(self, call: KnownCall) -> int:
@@ -238,10 +238,11 @@ class PrefixCache:
         self.counters.restored_bytes += sum(view.nbytes for view in views.values())
         return [*zip(arrays, places, strict=True)]
 
-    def _store(self, call: KnownCall, history: History) -> bool:
+    def _store(self, call: KnownCall) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
-        for number in range(len(call.history.ends), len(history.ends)):
-            if not self._put_rows(call.rows, history, number):
+        history = call.after
+        for number, (start, _) in enumerate(_new_pages(call), len(call.history.ends)):
+            if not self._put_rows(call.rows, history, number, start):
                 return False
         is_stored = True
         for bound, end in call.state_ends.items():
@@ -249,9 +250,9 @@ class PrefixCache:
                 is_stored &= bool(self._put(history, history.ends.index(end), states, snapshot=STATE))
         return is_stored or not self._is_exact
 
-    def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int) -> bool:
+    def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int, start: int) -> bool:
         """Store a page of rows. Those that layers wrote to a draft stay there; the others are copied."""
-        start, end = _last(history.ends[:number]), history.ends[number]
+        end = history.ends[number]
         drafts = [leaf.draft_of(start, end) for leaf in leaves]
         draft = next((draft for draft in drafts if draft is not None), None)
         rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
@@ -294,8 +295,10 @@ def _history(leaves: Sequence[Leaf]) -> History | None:
     return history.cut(length) if all(isinstance(leaf, RowLeaf) for leaf in leaves) else None
 
 
-def _last(ends: Sequence[int]) -> int:
-    return ends[-1] if ends else 0
+def _new_pages(call: KnownCall) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the pages that a call completes."""
+    ends = call.after.ends
+    return islice(zip((0, *ends), ends, strict=False), len(call.history.ends), None)
 
 
 def open_prefixes(

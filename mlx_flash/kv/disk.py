@@ -160,13 +160,13 @@ class DiskRows(Opaque):
 
 
 def draft_of(disk: DiskRows, start: int, stop: int) -> Draft | None:
-    """Return the draft that has some tokens of a layer as a page, and may be taken; None if none has."""
+    """Return the draft that has some tokens of a layer as a page; None if none has."""
     begin = disk.paged_tokens
     for page in reversed(disk.pages):
         begin -= page.length
         if begin <= start:
             file, is_page = page.where.file, begin == start and begin + page.length == stop
-            return file if is_page and isinstance(file, Draft) and not file.is_taken else None
+            return file if is_page and isinstance(file, Draft) else None
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +23,12 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
+from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
 from mlx_flash.kv.pages import Component, InFile, Page, RowLayout, num_tokens, row_bytes
-from mlx_flash.kv.writing import Draft, LayerFile, LockedFile, PageReader, WriteBehind
+from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
-from mlx_flash.storage.source import identity_of
 
 OTHER_FILES = 128
 """Descriptors that are left to everything else."""
@@ -65,18 +65,10 @@ Stored = Callable[[], StoredRows | None]
 class StoredFile:
     """A file of the prefix cache that is open and locked while this object lives."""
 
-    def __init__(self, path: Path, reader: PageReader, direct: bool) -> None:
+    def __init__(self, path: Path, reader: PageReader) -> None:
         self.path = path
-        source = LockedFile(path, direct)
-        try:
-            self.inode = source.identity.inode
-            if identity_of(path).inode != self.inode:
-                raise FileNotFoundError(path)
-            finalize(self, reader.remove, path)
-            reader.keep(source)
-        except BaseException:
-            source.close()
-            raise
+        self.inode = reader.open(path).identity.inode
+        finalize(self, reader.remove, path)
 
     def flush(self) -> None:
         """Do nothing: it is written."""
@@ -85,9 +77,8 @@ class StoredFile:
 class StoredFiles:
     """The files of the prefix cache that a pool's layers refer to, and the drafts, which may become such files."""
 
-    def __init__(self, reader: PageReader, direct: bool) -> None:
+    def __init__(self, reader: PageReader) -> None:
         self._reader = reader
-        self._direct = direct
         self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
         self.drafts: WeakSet[Draft] = WeakSet()
 
@@ -102,7 +93,7 @@ class StoredFiles:
         file = self._open.get(rows.path)
         if file is None and self.has_room:
             with suppress(OSError, CheckpointError):
-                file = self._open[rows.path] = StoredFile(rows.path, self._reader, self._direct)
+                file = self._open[rows.path] = StoredFile(rows.path, self._reader)
         if file is None or file.inode != rows.inode:
             return None
         return Page(InFile(file, rows.components, rows.offsets, rows.strides), page.length)
@@ -123,34 +114,36 @@ def are_on_one_disk(left: Path, right: Path) -> bool:
     return left.stat().st_dev == right.stat().st_dev
 
 
-class _Disk(NamedTuple):
-    """The folder of the files, what reads and writes them, and the files of the prefix cache that are open."""
-
-    folder: PrivateFolder
-    reader: PageReader
-    writer: WriteBehind
-    stored: StoredFiles
-
-
 class KVFiles:
-    """The files of layers on disk, and the threads that read and write them."""
+    """The files of layers on disk, and the threads that read and write them. The first layer makes the folder."""
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
         self._options = options
-        self._count_written = count_written  # called from another thread
+        self._writer = WriteBehind(count_written)  # which calls it from its thread
         self._numbers = count()
-        self._num_slots = NUM_SLOTS
-        self._disk: _Disk | None = None
+        self._folder: PrivateFolder | None = None
+
+    @cached_property
+    def _reader(self) -> PageReader:
+        way = way_of_reading()
+        # Some pages are read to memory of the host, where the driver does not copy to.
+        arrival: Arrival = "in place" if way == "in place" else "bounced"
+        direct = self._options.direct and way != "buffered"
+        return PageReader(direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
+
+    @cached_property
+    def _stored(self) -> StoredFiles:
+        return StoredFiles(self._reader)
 
     @property
     def read_bytes(self) -> int:
         """Bytes of pages that were read."""
-        return self._disk.reader.stats.nbytes if self._disk is not None else 0
+        return self._reader.stats.nbytes if self._folder is not None else 0
 
     @property
     def written_bytes(self) -> int:
         """Bytes of pages that were written, or are queued for it."""
-        return self._disk.writer.nbytes if self._disk is not None else 0
+        return self._writer.nbytes
 
     def write(
         self,
@@ -184,9 +177,9 @@ class KVFiles:
 
         It is not behind tokens that are in no page, nor from a file that is gone.
         """
-        if self._disk is None or disk.length > disk.paged_tokens:
+        if self._folder is None or disk.length > disk.paged_tokens:
             return False
-        found = self._disk.stored.open(page, disk.layout.components)
+        found = self._stored.open(page, disk.layout.components)
         if found is not None:
             disk.refer(found)
         return found is not None
@@ -196,52 +189,34 @@ class KVFiles:
 
         Return None if no layer is on disk yet, too many files are open, or that folder is on another disk.
         """
-        if self._disk is None or not self._disk.stored.has_room:
+        if self._folder is None or not self._stored.has_room:
             return None
-        folder, reader, writer, stored = self._with_folder(self._disk)
-        if not are_on_one_disk(folder.path, beside):
+        path = self._new_path("draft")
+        if not are_on_one_disk(path.parent, beside):
             return None
-        path = folder.path / f"draft-{next(self._numbers)}.kv"
-        draft = Draft(path, room, reader, writer, self._options.direct)
-        stored.drafts.add(draft)
+        draft = Draft(path, room, self._reader, self._writer)
+        self._stored.drafts.add(draft)
         return draft
 
     @property
     def draft_bytes(self) -> int:
         """Bytes of drafts that are no files of the prefix cache."""
-        drafts = () if self._disk is None else self._disk.stored.drafts
+        drafts = () if self._folder is None else self._stored.drafts
         return sum([draft.nbytes for draft in drafts if not draft.is_named])
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
-        if self._disk is None:
-            self._disk = self._opened()
-            self.limit_queue(self._num_slots)
-        disk = self._with_folder(self._disk)
-        path = disk.folder.path / f"layer-{next(self._numbers)}.kv"
-        return DiskRows(LayerFile(path, layout, disk.reader, disk.writer, self._options.direct))
+        path = self._new_path("layer")
+        return DiskRows(LayerFile(path, layout, self._reader, self._writer))
 
-    def _with_folder(self, disk: _Disk) -> _Disk:
-        """Return the disk, with a new folder if somebody removed the old one. New files go there."""
-        if not disk.folder.path.is_dir():
-            self._disk = disk = disk._replace(folder=self._new_folder())
-        return disk
-
-    def _new_folder(self) -> PrivateFolder:
-        return PrivateFolder(self._options.directory or sessions_directory())
-
-    def _opened(self) -> _Disk:
-        folder, way = self._new_folder(), way_of_reading()
-        direct = self._options.direct and way != "buffered"
-        # Some pages are read to memory of the host, where the driver does not copy to.
-        arrival: Arrival = "in place" if way == "in place" else "bounced"
-        reader = PageReader((), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
-        return _Disk(folder, reader, WriteBehind(self._count_written), StoredFiles(reader, direct))
+    def _new_path(self, kind: str) -> Path:
+        """Return the path of a new file. It is in a new folder if somebody has removed the old one."""
+        if self._folder is None or not self._folder.path.is_dir():
+            self._folder = PrivateFolder(self._options.directory or sessions_directory())
+        return self._folder.path / f"{kind}-{next(self._numbers)}.kv"
 
     def limit_queue(self, num_slots: int) -> None:
         """Set the most bytes queued for writing, given the buffers for layers on disk."""
-        self._num_slots = num_slots
-        if self._disk is not None:
-            self._disk.writer.limit_bytes = queued_bytes(num_slots)
+        self._writer.limit_bytes = queued_bytes(num_slots)
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""
@@ -254,10 +229,10 @@ class KVFiles:
 
     def close(self) -> None:
         """End the threads and remove the files."""
-        if self._disk is not None:
-            self._disk.writer.close()
-            self._disk.reader.close()
-            self._disk.folder.close()
+        self._writer.close()
+        if self._folder is not None:
+            self._reader.close()
+            self._folder.close()
 
 
 def _begun(others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:

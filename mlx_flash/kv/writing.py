@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -58,9 +58,14 @@ class LockedFile(SourceFile):
 class PageReader(BackgroundPrefetcher):
     """A reader of files that are created, grow, and are removed while it is open."""
 
-    def keep(self, file: SourceFile) -> None:
-        """Take an open file, which :meth:`remove` closes."""
-        self._files[file.path] = file
+    def __init__(self, *, direct: bool = True, **options: Any) -> None:
+        super().__init__((), **options)
+        self._direct = direct
+
+    def open(self, path: Path) -> SourceFile:
+        """Open and lock a file, which is read until :meth:`remove`. Raises: OSError, CheckpointError."""
+        file = self._files[path] = LockedFile(path, self._direct)
+        return file
 
     def remove(self, path: Path) -> None:
         """Close a file that will not be read any more."""
@@ -128,12 +133,12 @@ class WriteBehind:
 class WrittenFile:
     """A new file of pages that this process writes. It is removed with the object. Raises: WriteError."""
 
-    def __init__(self, path: Path, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
+    def __init__(self, path: Path, reader: PageReader, writer: WriteBehind) -> None:
         self.path = path
         self.reader = reader
         self._descriptors = [_create(path)]
         finalize(self, _remove_file, path, self._descriptors, reader)
-        reader.keep(LockedFile(path, direct))
+        reader.open(path)
         self._writer = writer
         self._pending: deque[Write] = deque()
 
@@ -171,8 +176,8 @@ class WrittenFile:
 class LayerFile(WrittenFile):
     """A file of pages of one layer, whose size is a multiple of chunks."""
 
-    def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
-        super().__init__(path, reader, writer, direct)
+    def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind) -> None:
+        super().__init__(path, reader, writer)
         self.layout = layout
         self._used: WeakValueDictionary[int, InFile] = WeakValueDictionary()
 
@@ -223,10 +228,9 @@ class Draft(WrittenFile):
     ``room`` bytes are left free at its beginning.
     """
 
-    def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
-        super().__init__(path, reader, writer, direct)
+    def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind) -> None:
+        super().__init__(path, reader, writer)
         self.room = room
-        self.is_taken = False  # whether the prefix cache has it. Set by the caller, which writes no more to it
         self._end = room
         self._pages: dict[int, tuple[list[BlobInfo], Write]] = {}  # by layer, with no checksums yet
 

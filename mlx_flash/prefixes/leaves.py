@@ -159,7 +159,7 @@ class RowLeaf(Leaf):
         mx.eval(longer, entry.offset)
 
     def draft_of(self, start: int, stop: int) -> Draft | None:
-        """Return the draft that has some tokens as a page, and may be taken; None if none has."""
+        """Return the draft that has some tokens as a page; None if none has."""
         own = self.own
         return None if own is None or own.disk is None else draft_of(own.disk, start, stop)
 

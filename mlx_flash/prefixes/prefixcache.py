@@ -257,8 +257,6 @@ class PrefixCache:
         draft = next((draft for draft in drafts if draft is not None), None)
         rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
         blobs = {i: leaf.read(start, end) for i, leaf in rest.items()}
-        if draft is not None:
-            draft.is_taken = True
         if name := self._put(history, number, blobs, draft):
             place = cached(partial(self.store.place, name))
             for i, leaf in rest.items():

@@ -7,14 +7,13 @@ disk costs a page, or the storing of new ones, and a warning; never a run.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -54,8 +53,6 @@ _WARNINGS = {
 }
 """Texts for reasons that users can change."""
 
-_POLL_SECONDS = 0.002
-
 QUEUE_BYTES = 64 << 20
 """Two pages of an 8B model at 16 bits."""
 
@@ -83,20 +80,18 @@ class Prefix(NamedTuple):
         return Prefix(self.ends[:count], self.pages[:count])
 
 
-class _Pending(NamedTuple):
-    """A page that waits."""
+class _Queued(NamedTuple):
+    """A page that waits to be written, or is being written."""
 
-    key: PageKey
-    blobs: Mapping[str, Blob]  # those to write
-    nbytes: int  # of these
-    draft: Draft | None  # the file with the others
+    nbytes: int  # to write, without those that are in its draft
+    written: Future[None]
 
 
 class PrefixStore(AbstractContextManager["PrefixStore"]):
     """The pages of one model and one kind of cache, in a directory shared with other models, tenants and processes.
 
-    A thread writes pages in the background. Close the store; a process that ends without closing does no harm. A closed
-    store stores nothing.
+    One thread uses a store, another one of its own writes pages in the background. Close the store; a process that ends
+    without closing does no harm. A closed store stores nothing.
     """
 
     def __init__(
@@ -124,8 +119,8 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
                 self._folder.open()
             except OSError as error:
                 self._folder.stop(error)
-        self._pending: dict[str, _Pending] = {}
-        self._lock = threading.RLock()
+        self._queue: dict[str, _Queued] = {}  # by name; replaced as a whole, since telemetry reads it
+        self._lock = threading.Lock()  # of the counts
         self._thread = ThreadPoolExecutor(1, "mlx-flash-prefixes")
         self._counts: Counter[str] = Counter()
 
@@ -148,7 +143,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         names = page_names(self._root, tokens, ends)
         count = self._folder.num_leading(names)
         snapshots = [snapshot_name(name, snapshot) for name in names] if snapshot else []
-        if any(name in self._pending for name in (*names[count:], *snapshots)):  # faster than computing it
+        if not self._queue.keys().isdisjoint((*names[count:], *snapshots)):  # it is faster than computing them
             self.flush(_MOST_SECONDS)
             count = self._folder.num_leading(names)
         if not snapshot:
@@ -180,7 +175,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
             self._folder.drop(page)  # another process removed it
         except ReadError as error:
             count = self._folder.drop(page)
-            self._counts["damaged"] += 1
+            self._count("damaged")
             _log.warning("%s. It is not used, nor the %d pages that follow it.", error, count)
         except OSError as error:
             _log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
@@ -210,20 +205,19 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._queue_bytes
         while True:
-            with self._lock:
-                if self._has(key.page):
-                    return "" if only_new else key.page
-                reason = self._reason_against(key, nbytes) or ("queue" if is_large and not snapshot else "")
-                if reason:
-                    self._count(reason)
-                    return ""
-                if self._queued_bytes + nbytes <= max(self._queue_bytes, nbytes):
-                    if not is_large:
-                        blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-                    self._pending[key.page] = _Pending(key, blobs, nbytes, draft)
-                    self._thread.submit(self._write_all)
-                    break
-            time.sleep(_POLL_SECONDS)
+            if self._is_queued(key.page) or self._folder.has(key.page):
+                return "" if only_new else key.page
+            reason = self._reason_against(key, nbytes) or ("queue" if is_large and not snapshot else "")
+            if reason:
+                self._count(reason)
+                return ""
+            if self._queued_bytes + nbytes <= max(self._queue_bytes, nbytes):
+                break
+            wait([queued.written for queued in self._queue.values()], return_when=FIRST_COMPLETED)
+            self._queue = {name: queued for name, queued in self._queue.items() if not queued.written.done()}
+        if not is_large:
+            blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
+        self._queue = {**self._queue, key.page: _Queued(nbytes, self._thread.submit(self._write, key, blobs, draft))}
         if is_large:
             self.flush()
         return key.page
@@ -238,16 +232,11 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         """Return the place of a page that this store wrote, or is about to; None if that is gone."""
         return self._folder.place(page) if self.flush() else None
 
-    def flush(self, timeout: float = math.inf) -> bool:
+    def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        deadline = time.monotonic() + timeout
-        with suppress(RuntimeError):  # it was closed, and nothing waits
-            self._thread.submit(self._write_all)  # an interrupt may have come before the last page's
-        while self._pending:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
+        if not wait([queued.written for queued in self._queue.values()], timeout).not_done:
+            self._queue = {}
+        return not self._queue
 
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
@@ -260,7 +249,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         with self._lock:
             refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
             counts = {name: self._counts[name] for name in ("stored", "damaged")}
-            return {"queued_bytes": self._queued_bytes, **counts, **refused}
+        return {"queued_bytes": self._queued_bytes, **counts, **refused}
 
     def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
         if not 0 <= page_index < len(ends) or ends[page_index] > len(tokens):
@@ -271,54 +260,42 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         count = 0 if snapshot else ends[page_index] - (ends[page_index - 1] if page_index else 0)
         return PageKey(names[-1], "".join(names[-2:-1]), snapshot, page_index, count, self._model, self._title)
 
-    def _has(self, page: str) -> bool:
-        return page in self._pending or self._folder.has(page)
+    def _is_queued(self, page: str) -> bool:
+        return page in self._queue and not self._queue[page].written.done()
 
     @property
     def _queued_bytes(self) -> int:
-        return sum(pending.nbytes for pending in self._pending.values())
+        return sum(queued.nbytes for queued in self._queue.values() if not queued.written.done())
 
     def _reason_against(self, key: PageKey, nbytes: int) -> str:
         if not self._folder.is_writable:
             return "stopped"
-        if key.parent and not self._has(key.parent):
+        if not (self._is_queued(key.parent) or self._folder.has_parent(key)):
             return "parent"
         return "" if self._governor.may_write(self._queued_bytes + nbytes) else "wear"
 
-    def _count(self, reason: str) -> None:
-        """Count a page that is not stored. Warn about the first one of a reason that users can change."""
-        self._counts[reason] += 1
-        if self._counts[reason] == 1 and reason in _WARNINGS:
-            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
+    def _count(self, what: str) -> None:
+        """Count a page. Warn about the first one that is not stored for a reason that users can change."""
+        with self._lock:
+            self._counts[what] += 1
+            is_first = self._counts[what] == 1
+        if is_first and what in _WARNINGS:
+            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[what])
 
-    def _write_all(self) -> None:
-        """Write the pages that wait, in order."""
-        while True:
-            with self._lock:
-                if not self._pending:
-                    return
-                first = next(iter(self._pending.values()))
-            self._write(first)
-
-    def _write(self, pending: _Pending) -> None:
-        key, blobs, _, draft = pending
-        reason = ""
+    def _write(self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None) -> None:
+        """Write a page, in the store's own thread."""
         try:
             if not self._folder.is_writable:
-                reason = "stopped"
-            else:
-                page = encode_page(key, blobs, draft)
-                reason = "draft" if page is None else add_page(self._folder, page, self._governor.claim) or "stored"
+                self._count("stopped")
+                return
+            page = encode_page(key, blobs, draft)
+            self._count("draft" if page is None else add_page(self._folder, page, self._governor.claim) or "stored")
         except OSError as error:
             self._folder.stop(error)
-            reason = "stopped"
+            self._count("stopped")
         except BaseException:
             _log.exception("a page for %s was not stored", self._folder.path)
             raise
-        finally:
-            with self._lock:
-                self._count(reason)
-                del self._pending[key.page]
 
 
 def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]) -> str:

@@ -46,8 +46,8 @@ Make = Callable[[RowLayout], LayerFile]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    reader, writer = PageReader((), read_size=1 << 16), WriteBehind()
-    yield lambda layout: LayerFile(tmp_path / f"{os.urandom(4).hex()}.kv", layout, reader, writer, True)
+    reader, writer = PageReader(read_size=1 << 16), WriteBehind()
+    yield lambda layout: LayerFile(tmp_path / f"{os.urandom(4).hex()}.kv", layout, reader, writer)
     writer.close()
     reader.close()
 
@@ -90,10 +90,10 @@ def test_rows_equal_what_was_appended(
     layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whether or not some of them are in files of the prefix cache."""
-    reader, writer = PageReader(()), WriteBehind()
+    reader, writer = PageReader(), WriteBehind()
     path = tmp_path_factory.mktemp("pages") / "layer.kv"
-    rows = DiskRows(LayerFile(path, layout, reader, writer, True))
-    expected, files = random_rows(layout, 0), StoredFiles(reader, True)
+    rows = DiskRows(LayerFile(path, layout, reader, writer))
+    expected, files = random_rows(layout, 0), StoredFiles(reader)
     forks: list[tuple[DiskRows, Any]] = []
     for seed, (what, number) in enumerate([*(("refer", length) for length in stored), *steps]):
         if what == "append":
@@ -108,7 +108,7 @@ def test_rows_equal_what_was_appended(
         elif what == "draft":
             end, length = rows.paged_tokens + number, max(1, rows.paged_tokens + number - rows.length)
             path_of_draft = path.with_name(f"{seed}.draft")
-            draft = Draft(path_of_draft, 4096, reader, writer, True)
+            draft = Draft(path_of_draft, 4096, reader, writer)
             new = random_rows(layout, length + number % 7, seed)
             rows.append(new, {rows.paged_tokens: Planned(end, 0, lambda draft=draft: draft)})
             expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
@@ -164,7 +164,7 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 128)
-    files = StoredFiles(rows.file.reader, True)
+    files = StoredFiles(rows.file.reader)
     for start in (0, 64):
         page = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
         rows.refer(files.open(page, WIDE.components))  # type: ignore[arg-type]
@@ -183,10 +183,10 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
 
 
 def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_path: Path) -> None:
-    reader = PageReader(())
+    reader = PageReader()
     path = tmp_path / "a.page"
     page = write_stored(path, WIDE, random_rows(WIDE, 10))
-    files = StoredFiles(reader, True)
+    files = StoredFiles(reader)
     with locked(path):
         assert files.open(page, WIDE.components) is None
     assert files.open(replaced(page), WIDE.components) is None

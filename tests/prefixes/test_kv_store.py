@@ -857,36 +857,6 @@ print(hits)
 """
 
 
-def test_threads_share_a_store(opened: Opener) -> None:
-    store = opened(limit_bytes=20 * PAGE_BYTES)
-    failed: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        try:
-            for _ in range(25):
-                tokens = [rng.randrange(2) for _ in range(4)] + [rng.randrange(3) for _ in range(8)]
-                prefix = store.find(tokens)
-                lock = store.hold(prefix)
-                assert lock is None or read_all(store, tokens, prefix) == len(prefix.pages)
-                for i in range(3):
-                    store.put(tokens, i, blobs(tokens[: (i + 1) * STEP]))
-                if lock is not None:
-                    lock.release()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and store.flush(60)
-    told = stats(store)
-    assert told["damaged"] == 0 and 10 < told["pages"] <= 20
-    assert told["pages"] == len(opened.files())
-
-
 # --- any order of all of it ------------------------------------------------------------------------------------------
 
 SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(lambda ns: [n for n in ns for _ in range(STEP)])

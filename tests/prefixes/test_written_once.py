@@ -254,35 +254,6 @@ def test_descriptions_have_room_in_drafts(tmp_path: Path) -> None:
     machine.close()
 
 
-def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt leaves it unplanned. The pages are restored then, and cannot be referred to."""
-    machine = Machine(tmp_path)
-    talk, store = machine.talk(), machine.prefixes.store
-    put = store.put
-
-    def interrupted(*args: Any, **kwargs: Any) -> str:
-        name = put(*args, **kwargs)
-        if kwargs["ends"].index(96) == args[1]:
-            raise KeyboardInterrupt
-        return name
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "put", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            talk.feed(LONG[:96])
-    machine.written()
-    assert not any(entry.rows.planned for entry in talk.cache)
-    talk.empty()
-    monkeypatch.setattr(kvfiles, "MOST_FILES", 0)
-    talk.feed(LONG[:96])
-    assert machine.prefixes.counters.num_restored == 96
-    machine.close()
-    again = Machine(tmp_path)
-    again.talk().feed(LONG[:96])
-    assert again.prefixes.counters.num_restored == 96 and not again.prefixes.store.telemetry()["damaged"]
-    again.close()
-
-
 def test_a_draft_whose_caches_were_dropped_costs_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

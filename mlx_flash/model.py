@@ -28,9 +28,8 @@ from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.wrapped import prepare_loaded
 from mlx_flash.errors import BudgetError
-from mlx_flash.kv.base import arrays_of
 from mlx_flash.kv.checkpoints import Checkpoints
-from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.diskcache import arrays_of, make_caches
 from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.prefixcache import PrefixCache

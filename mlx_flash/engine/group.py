@@ -15,8 +15,8 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import PeerError, StreamedWeightsError
-from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import is_empty
+from mlx_flash.kv.diskcache import PooledCache
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.ranks import Chain, is_elsewhere

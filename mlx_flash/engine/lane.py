@@ -8,7 +8,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.diskcache import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks import is_elsewhere
@@ -60,7 +60,7 @@ class Lane:
     @property
     def pools(self) -> set[KVPool]:
         """The pools of its own caches: one, unless a program made them one by one."""
-        return {entry.rows.pool for entry in self.own}  # type: ignore[misc]  # as in PooledCache.pool
+        return {entry.rows.pool for entry in self.own}
 
 
 def _quantized_row(entry: Any) -> int:

@@ -25,7 +25,7 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.base import arrays_of
+from mlx_flash.kv.diskcache import arrays_of
 from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor

@@ -13,8 +13,7 @@ from mlx_flash.engine.lending import Lending
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvledger import KVLedger, Way
-from mlx_flash.kv.kvpool import Adding, KVPool
-from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.kvpool import Adding, KVPool, LayerRows
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory

@@ -23,9 +23,8 @@ from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import Undo
 from mlx_flash.errors import FlashError
-from mlx_flash.kv.base import PooledCache, arrays_of
-from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.layerrows import CacheGroup
+from mlx_flash.kv.diskcache import PooledCache, arrays_of
+from mlx_flash.kv.kvpool import CacheGroup, KVPool
 from mlx_flash.kv.owed import Owed, owed_to
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall

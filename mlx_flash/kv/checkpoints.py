@@ -12,7 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.diskcache import PooledCache
 from mlx_flash.kv.memory import MemoryRows, shortened
 from mlx_flash.layout.reachable import arrays_in
 

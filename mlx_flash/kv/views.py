@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.diskcache import PooledCache
 from mlx_flash.kv.growth import example_update
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.layout.reachable import Opaque, arrays_in

@@ -21,12 +21,11 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, window_before
-from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
-from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvfiles import Stored, StoredRows
-from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.kv.pages import Component, Page, dtype_name, num_tokens
 from mlx_flash.kv.writing import Draft

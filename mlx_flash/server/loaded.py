@@ -15,7 +15,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prom
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.member import Reading
 from mlx_flash.kv.diskcache import DiskKVCache
-from mlx_flash.kv.layerrows import park
+from mlx_flash.kv.kvpool import park
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes

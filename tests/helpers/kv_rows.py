@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_flash.kv.kvpool import Adding, KVPool
-from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.kvpool import Adding, KVPool, LayerRows
 
 
 def offload_all(pool: KVPool) -> None:

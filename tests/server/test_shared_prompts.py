@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conversations import LONG, model, turn
-from mlx_flash.kv.layerrows import LayerRows, park
+from mlx_flash.kv.kvpool import LayerRows, park
 from mlx_flash.server.events import Begun, End, Event, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.rows import BatchOptions, ServedRows

@@ -136,7 +136,9 @@ class RowLeaf(Leaf):
 
     def read(self, start: int, stop: int) -> dict[str, Blob]:
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
-        return {str(i): to_blob(array) for i, array in enumerate(self._read(start, stop))}
+        own = self.own
+        arrays = [array[..., start:stop, :] for array in self._arrays()] if own is None else own.read(start, stop)
+        return {str(i): to_blob(array) for i, array in enumerate(arrays)}
 
     def append(self, arrays: Sequence[mx.array], stored: Page[Stored] | None = None) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them. On disk they stay where they are ``stored``."""
@@ -168,18 +170,9 @@ class RowLeaf(Leaf):
         if own is not None and own.disk is None and num_tokens(own.stored) == start:
             own.stored += (page,)
 
-    @property
-    def num_arrays(self) -> int:
-        """Number of arrays."""
-        return 6 if isinstance(self.entry, QuantizedKVCache) else 2
-
     def trim(self, length: int) -> None:
         """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
-
-    def _read(self, start: int, stop: int) -> list[mx.array]:
-        own = self.own
-        return [array[..., start:stop, :] for array in self._arrays()] if own is None else own.read(start, stop)
 
     def _arrays(self) -> list[mx.array]:
         entry = self.entry

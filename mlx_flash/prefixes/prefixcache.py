@@ -49,6 +49,9 @@ class PrefixCounters:
 DEFAULT_GB = 20.0
 """The most bytes of all prompts on disk, in GB: 160 000 tokens of a model with 128 KiB for each (8B, 16 bits)."""
 
+MOST_ARRAYS = 6
+"""The most arrays of a leaf with rows: keys and values that are quantized have three each."""
+
 STATE = "state"
 """The kind of snapshot that holds windows and recurrent states."""
 
@@ -137,7 +140,7 @@ class PrefixCache:
     def _plan(self, call: KnownCall) -> None:
         """Plan a draft for each page that the call completes."""
         pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
-        num_blobs = sum(leaf.num_arrays for leaf in call.rows)
+        num_blobs = MOST_ARRAYS * len(call.rows)
         drafts = {}
         for begin, end in _new_pages(call) if pooled else ():
             files = pooled[0][1].pool.files

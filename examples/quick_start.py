@@ -22,7 +22,9 @@ if args.flash:
     mlx_flash.apply_flash_patch(mlx_flash.FlashConfig(ram_budget_gb=args.ram_budget_gb))
 
 model, tokenizer = mlx_lm.load(args.model)
-prompt = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}], add_generation_prompt=True)
+prompt = args.prompt
+if tokenizer.has_chat_template:
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
 for response in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=args.max_tokens):
     print(response.text, end="", flush=True)
 print()

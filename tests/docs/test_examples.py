@@ -12,16 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import children
 import mlx_flash
 from adapters import save_adapter
 from children import ROOT
 from example_programs import ENV, free_port, served
+from live import live
 from mlx_flash import FlashLLM
+from mlx_flash.server import loaded
 from models import make_random_model
+from scripted import make_scripted_model, saying
 
 EXAMPLES = ROOT / "examples"
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
@@ -51,6 +57,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         num_bytes = 0
         if isinstance(model, FlashLLM):
             assert model.engine is not None
+            run.kv = model.kv  # type: ignore[attr-defined]
             num_bytes = model.plan.streaming.read_bytes * (model.engine.stream.stats.num_acquired > 0)
             model.close()
         return capsys.readouterr().out, num_bytes
@@ -64,6 +71,16 @@ def test_quick_start(model_dir: Path, say: Any) -> None:
     found, num_bytes = say(*arguments, "--flash", "--ram-budget-gb", "min")
     assert found == expected and len(found) > 10
     assert nothing == 0 < num_bytes
+
+
+def test_quick_start_without_a_chat_template(model_dir: Path, tmp_path: Path, say: Any) -> None:
+    plain = shutil.copytree(model_dir, tmp_path / "plain")
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings))
+    found, _ = say("quick_start.py", "--model", plain, "--prompt", "The sea", "--max-tokens", 8)
+    model, tokenizer, *_ = mlx_lm.load(str(plain))
+    assert found == mlx_lm.generate(model, tokenizer, "The sea", max_tokens=8) + "\n"
 
 
 def test_context_manager(model_dir: Path, say: Any) -> None:
@@ -107,11 +124,86 @@ def test_openai_client(model_dir: Path, tmp_path: Path, say: Any) -> None:
     assert found.stdout.decode() == say("quick_start.py", "--model", model_dir, "--max-tokens", 20)[0]
 
 
+def test_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model whose words are written down lists the files, asks for one that is missing, reads one, and answers."""
+    pytest.importorskip("openai")
+    calls = [{"name": "list_files", "arguments": {}}]
+    calls += [{"name": "read_file", "arguments": {"name": name}} for name in ("no.txt", "b.txt")]
+    words = [*(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls), "It is b."]
+    prompts: list[str] = []
+
+    def sampler_of(sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+        said = tokenizer.encode(words[prompts[-1].count("<|tool|>")], add_special_tokens=False)
+        tokens = iter([*said, *sorted(tokenizer.eos_token_ids)])
+        return lambda logprobs: mx.array([next(tokens)])
+
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"This is {name}.")
+    model = make_scripted_model(tmp_path / "model")
+    with live(str(model), context_length=4096) as server, saying("", prompts), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded, "sampler_of", sampler_of)
+        arguments = ["agent.py", "--folder", tmp_path, "--port", server.port, "Which file is b?"]
+        patch.setattr(sys, "argv", [*map(str, arguments)])
+        left = runpy.run_path(str(EXAMPLES / "agent.py"), run_name="__main__")
+    results = [message["content"] for message in left["messages"] if message["role"] == "tool"]
+    assert results == ["a.txt\nb.txt", "there is no file no.txt", "This is b."]
+    assert capsys.readouterr().out.splitlines()[-1] == "It is b."
+
+
+def test_judge(model_dir: Path, tmp_path: Path, say: Any) -> None:
+    files = [tmp_path / name for name in ("sea", "sky", "long")]
+    for file, number in zip(files, (3, 5, 200), strict=True):
+        file.write_text(f"the {file.name} is blue " * number)
+    found, num_bytes = say("judge.py", "--model", model_dir, "--tokens", 64, *files)
+    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
+    texts = [tokenizer.encode(file.read_text())[:64] for file in files]
+    logits = model(mx.array([text + [0] * (64 - len(text)) for text in texts])).astype(mx.float32)
+    losses = [
+        nn.losses.cross_entropy(own[: len(text) - 1], mx.array(text[1:])).mean().item()
+        for own, text in zip(logits, texts, strict=True)
+    ]
+    expected = sorted((loss, file) for loss, file in zip(losses, files, strict=True))
+    assert found.splitlines() == [f"{-loss:8.4f} {file}" for loss, file in expected]
+    assert num_bytes > 0
+
+
+def test_long_document(model_dir: Path, tmp_path: Path, say: Any) -> None:
+    document = tmp_path / "book.txt"
+    document.write_text("The sea was calm, and nobody spoke. " * 40)
+    questions = ["Who spoke?", "Where?"]
+    flags = ("--model", model_dir, "--ram-budget-gb", 1, "--context-length", 4096)
+    found, _ = say("long_document.py", *flags, "--max-tokens", 8, document, *questions)
+    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
+    cache, text, expected = make_prompt_cache(model), document.read_text(), ""
+    for question in questions:
+        prompt = f"{text}\n\nQuestion: {question}\nAnswer:"
+        expected += mlx_lm.generate(model, tokenizer, prompt, max_tokens=8, prompt_cache=cache) + "\n"
+        text = ""
+    assert found == expected
+    assert say.kv is not None  # where keys and values go to once they are more
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
+def test_pictures(tmp_path: Path, say: Any) -> None:
+    mlx_vlm = pytest.importorskip("mlx_vlm")
+    from mlx_vlm.prompt_utils import apply_chat_template
+
+    from tiny_vlms import picture, save, write_processor
+
+    folder, png = write_processor(save(tmp_path / "model", "qwen2_vl")), str(picture(tmp_path))
+    found, _ = say("pictures.py", "--model", folder, "--prompt", "one two", "--max-tokens", 8, png)
+    model, processor = mlx_vlm.load(str(folder))
+    prompt = apply_chat_template(processor, model.config, "one two", num_images=1)
+    assert found.strip() and found == mlx_vlm.generate(model, processor, prompt, image=[png], max_tokens=8).text + "\n"
+
+
 def test_every_example_has_a_test() -> None:
-    """Every example is named in a test of this file."""
-    names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
-    tested = {"quick_start.py", "context_manager.py", "adapter.py", "batch.py", "openai_client.py", "lmstudio_hook.py"}
-    assert names == {*tested, "Modelfile", "pair"}
+    """Every example is named in a test of this file, and is short."""
+    programs = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
+    text = Path(__file__).read_text()
+    assert all(f'"{name}"' in text for name in programs)
+    assert max(len(program.splitlines()) for program in programs.values()) < 50
+    assert {path.name for path in EXAMPLES.iterdir()} - programs.keys() - {"__pycache__"} == {"Modelfile", "pair"}
 
 
 # What LM Studio's engine does with a text model, in the order in which it does it: loads it lazily, to see whether the

@@ -27,7 +27,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.access import Access, AccessMiddleware
 from mlx_flash.server.anthropic import CountRequest, MessagesRequest, answer_messages, count_tokens
 from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
-from mlx_flash.server.ollamamodels import ollama_routes
+from mlx_flash.server.ollama import ollama_routes
 from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete
 from mlx_flash.server.replies import error_reply
 from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond

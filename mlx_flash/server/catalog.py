@@ -117,19 +117,19 @@ class Catalog:
             RefusedError: there is none on this machine, or its Modelfile cannot be used.
         """
         found = self._find(name)
-        if adapter is None or _is_adapter(found, adapter):
+        if adapter is None:
             return found
-        others = [each for each in self._named.values() if each.base == found.base]
-        same = next((each for each in others if _is_adapter(each, adapter)), None)
-        if same is None:
-            names = ", ".join(repr(each.adapter) for each in others if each.adapter is not None)
-            raise RefusedError(
-                f"{found.name} was not started with the adapter {adapter!r}, but with {names or 'none'}. "
-                "Hint: start the server with --adapter-path, or with a Modelfile that has ADAPTER.",
-                404,
-                "adapters",
-            )
-        return same
+        alike = [each for each in (found, *self._named.values()) if each.base == found.base and each.adapter]
+        for each in alike:
+            if adapter in (each.adapter, Path(str(each.adapter)).name):
+                return each
+        names = ", ".join(dict.fromkeys(repr(each.adapter) for each in alike)) or "none"
+        raise RefusedError(
+            f"{found.name} was not started with the adapter {adapter!r}, but with {names}. "
+            "Hint: start the server with --adapter-path, or with a Modelfile that has ADAPTER.",
+            404,
+            "adapters",
+        )
 
     def _find(self, name: str) -> Source:
         if name == DEFAULT_NAME and self.default is not None:
@@ -160,10 +160,6 @@ class Catalog:
         found = [r.repo_id for r in repos if "main" in r.refs and _FILES <= {f.file_name for f in r.refs["main"].files}]
         created = named_models() if self._describe is not None else ()
         return list(dict.fromkeys([*first, *self._named, *created, *sorted(found)]))
-
-
-def _is_adapter(source: Source, name: str) -> bool:
-    return source.adapter is not None and name in (source.adapter, Path(source.adapter).name)
 
 
 def _is_folder(base: str, name: str) -> bool:

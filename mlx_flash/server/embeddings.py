@@ -1,10 +1,9 @@
-"""Texts as vectors: ``/v1/embeddings``, Ollama's ``/api/embed`` and ``/api/embeddings``, and ``/v1/rerank``."""
+"""Texts as vectors, and sorted by them: ``/v1/embeddings`` and ``/v1/rerank``."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -16,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.body import Asking, Lenient, Many
-from mlx_flash.server.ollama import KeepAlive, load_request
 from mlx_flash.server.openai import Count, Name, Token, head, prompts_in
 from mlx_flash.server.replies import Whole, collect_all
 from mlx_flash.server.request import GenerationRequest
@@ -53,16 +51,6 @@ class EmbeddingRequest(Asking):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-class OllamaRequest(Asking):
-    """Ollama's request for the vectors of texts, or for that of its older ``prompt``."""
-
-    model: Name
-    input: str | Annotated[Many[Text], Field(max_length=2048)] = ""
-    prompt: str = ""
-    dimensions: Count | None = None
-    keep_alive: KeepAlive = None
-
-
 class Document(Lenient):
     """A text to compare with a query."""
 
@@ -82,9 +70,9 @@ class RerankRequest(Asking):
 
 async def embed(service: Service, request: Request, body: EmbeddingRequest) -> Response:
     """Answer a request of OpenAI's for the vectors of texts."""
-    wholes = await _read(service, request, body.model, prompts_in(body.input))
+    wholes = await read_texts(service, request, body.model, prompts_in(body.input))
     data: list[Any] = []
-    for i, vector in enumerate(_normalized(whole, body.dimensions) for whole in wholes):
+    for i, vector in enumerate(normalized(whole, body.dimensions) for whole in wholes):
         is_text = body.encoding_format == "base64"
         shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": shown})
@@ -97,11 +85,11 @@ async def rerank(service: Service, request: Request, body: RerankRequest) -> Res
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     if "rerank" in f"{source.name} {source.base}".lower():
         prompts = [_JUDGE.format(body.instruction or _INSTRUCTION, body.query, text) for text in texts]
-        wholes = await _read(service, request, body.model, prompts, choices=("no", "yes"))
+        wholes = await read_texts(service, request, body.model, prompts, choices=("no", "yes"))
         scores = [whole.vector[1] for whole in wholes]
     else:
-        wholes = await _read(service, request, body.model, [body.query, *texts])
-        query, *vectors = map(_normalized, wholes)
+        wholes = await read_texts(service, request, body.model, [body.query, *texts])
+        query, *vectors = map(normalized, wholes)
         scores = [float(query @ vector) for vector in vectors]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": score} for i, score in enumerate(scores)]
     if body.return_documents:
@@ -111,25 +99,7 @@ async def rerank(service: Service, request: Request, body: RerankRequest) -> Res
     return JSONResponse({**reply, "results": results[: body.top_n], "usage": _usage(wholes)})
 
 
-async def embed_ollama(service: Service, request: Request, body: OllamaRequest) -> Response:
-    """Answer a request of Ollama's. One without text loads the model, or unloads it."""
-    began = time.perf_counter_ns()
-    given = body.prompt or body.input
-    texts = [given] if isinstance(given, str) else given
-    if not given:
-        await collect_all(request, service.submit(load_request(body.model, body.keep_alive)))
-        texts = []
-    wholes = await _read(service, request, body.model, texts, keep_alive=body.keep_alive)
-    if request.url.path.endswith("/embeddings"):  # of the length that the model gives it, as in Ollama
-        return JSONResponse({"embedding": [*wholes[0].vector] if wholes else []})
-    vectors = [_normalized(whole, body.dimensions).tolist() for whole in wholes]
-    reply: dict[str, Any] = {"model": body.model, "embeddings": vectors}
-    reply["total_duration"] = time.perf_counter_ns() - began
-    reply["load_duration"] = round(sum(whole.end.load_seconds for whole in wholes) * 1e9)
-    return JSONResponse({**reply, "prompt_eval_count": _usage(wholes)["prompt_tokens"]})
-
-
-async def _read(
+async def read_texts(
     service: Service, request: Request, model: str, texts: Sequence[str | Sequence[int]], **fields: Any
 ) -> list[Whole]:
     """Return the answers to requests for the vectors of texts."""
@@ -141,7 +111,7 @@ async def _read(
     return wholes
 
 
-def _normalized(whole: Whole, dimensions: int | None = None) -> Vector:
+def normalized(whole: Whole, dimensions: int | None = None) -> Vector:
     """Return a vector with length 1: its first dimensions, if so many are wanted."""
     vector = np.array(whole.vector, np.float32)
     if dimensions is not None and dimensions > len(vector):

@@ -12,7 +12,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.generation.member import Reading
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Answer, End, Event, Failed, Reason
-from mlx_flash.server.prompts import Prompt
+from mlx_flash.server.prompts import NO_PROMPT, Prompt
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.sampling import named_seed
 from mlx_flash.server.text import TextStream
@@ -27,7 +27,7 @@ class Job:
         request: as the dialect made it.
         source: its model.
         answer: the way to its client; None on other ranks than 0.
-        prompt: its prompt; None until its model is in memory.
+        prompt: its prompt; without tokens until its model is in memory.
         grammar: that its answer follows; None for any text.
         max_tokens: the most tokens of its answer.
         reading: what is wanted of the hidden states of its prompt; None for nothing.
@@ -47,7 +47,7 @@ class Job:
     request: GenerationRequest
     source: Source
     answer: Answer | None
-    prompt: Prompt | None = None
+    prompt: Prompt = NO_PROMPT
     grammar: str | None = None
     max_tokens: int = 0
     reading: Reading | None = None
@@ -67,8 +67,8 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and the longest answer; 0 while unknown."""
-        return 0 if self.prompt is None else len(self.prompt.tokens) + self.max_tokens
+        """Tokens of the prompt and the longest answer."""
+        return len(self.prompt.tokens) + self.max_tokens
 
     @property
     def is_apart(self) -> bool:
@@ -91,7 +91,7 @@ class Job:
 
     def end(self, reason: Reason = "stop") -> None:
         """Send the end of a complete answer, or of a request that asks for none."""
-        now, prompt = time.perf_counter(), [] if self.prompt is None else self.prompt.tokens
+        now, prompt = time.perf_counter(), self.prompt.tokens
         began, stop = self._began or now, None
         first = self._first or now
         if self.text is not None:

@@ -238,7 +238,6 @@ class LoadedModel:
 
     def admits(self, job: Job) -> bool:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""
-        assert job.prompt is not None
         running = [other.length for other in self.jobs.values()]
         decision = self._decide(job, running, len(job.prompt.tokens), job.max_tokens)
         if decision == "wait":
@@ -252,9 +251,8 @@ class LoadedModel:
 
     def begin(self, job: Job) -> None:
         """Add a request to the batch, or let it wait for another one that computes the same prompt now."""
-        assert job.prompt is not None
         computed = [other for other in self.jobs.values() if other.is_computed and not other.is_prompt_done]
-        same = (other for other in computed if other.prompt is not None and other.prompt.tokens == job.prompt.tokens)
+        same = (other for other in computed if other.prompt.tokens == job.prompt.tokens)
         job.leader = None if job.reading is not None else next(same, None)
         self.jobs[job.number] = job
         if job.leader is not None and self._shares_prompts:
@@ -263,7 +261,6 @@ class LoadedModel:
             self._compute(job)
 
     def _compute(self, job: Job) -> None:
-        assert job.prompt is not None
         request, defaults, options = job.request, self.source.defaults, self._options
         stops = [*request.stop, *defaults.stop, *(END_TEXTS if request.suffix is not None else ())]
         state = "raw" if request.messages is None else job.prompt.state
@@ -389,7 +386,6 @@ class LoadedModel:
 
     def _take_prompt(self, job: Job, response: Any) -> None:
         """Send how far a prompt is, and keep its cache at the end of a segment."""
-        assert job.prompt is not None
         done, total = (job.num_cached + number for number in response.progress)
         job.send(Progress("prompt", done, total))
         is_last = done >= len(job.prompt.tokens) - 1  # the cache at the end of the answer has it

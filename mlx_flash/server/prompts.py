@@ -71,6 +71,10 @@ class Prompt:
         return next(kind for end, kind in zip(ends, self.kinds, strict=True) if num_tokens <= end)
 
 
+NO_PROMPT = Prompt([], [], [])
+"""That of a request whose model is not in memory, or that has none."""
+
+
 def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation after the messages that every one begins with. Its own system prompt wins."""
     has_system = messages[0].get("role") == "system"

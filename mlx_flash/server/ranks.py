@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import get_args
+
+from pydantic import TypeAdapter
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers, launched_group
 from mlx_flash.residency.admission import Decision
-from mlx_flash.server.request import GenerationRequest, Sampling
+from mlx_flash.server.request import GenerationRequest
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 """From the one that needs most memory to the one that needs least."""
@@ -31,6 +32,9 @@ class News:
     left: Sequence[int] = ()
     expired: Sequence[str] = ()
     stops: bool = False
+
+
+_NEWS = TypeAdapter(News)
 
 
 class Ranks:
@@ -59,12 +63,7 @@ class Ranks:
 
     def share(self, news: News) -> News:
         """Return the news of rank 0."""
-        fields = json.loads(self._peers.text(json.dumps(asdict(news))))
-        requests = [
-            (number, GenerationRequest(**{**given, "sampling": Sampling(**given["sampling"])}))
-            for number, given in fields["requests"]
-        ]
-        return News(**{**fields, "requests": requests})
+        return _NEWS.validate_json(self._peers.text(_NEWS.dump_json(news).decode()))
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision on a request that suits every rank.

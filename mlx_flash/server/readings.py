@@ -97,7 +97,6 @@ def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece
 
 def _of_head(job: Job, tokenizer: Any) -> list[tuple[mx.array, Callable[[mx.array], Any]]]:
     """Return the hidden states of a request whose logits are wanted, each with what makes something of these."""
-    assert job.prompt is not None
     request, tokens, states = job.request, job.prompt.tokens, job.hidden
     if request.work == "embed":
         choices = [*map(tokenizer.convert_tokens_to_ids, request.choices)]
@@ -146,7 +145,6 @@ def with_likeliest(chosen: list[int], number: int, logprobs: mx.array) -> tuple[
 
 def echo_of(job: Job, tokenizer: Any, details: Sequence[TokenDetail] | None = None) -> Piece:
     """Return the prompt as the first part of its answer, with the details of all tokens but the first, if given."""
-    assert job.prompt is not None
     text, first = job.request.prompt, job.prompt.tokens[0]
     text = tokenizer.decode(job.prompt.tokens) if text is None else text
     chance = TokenChance(first, tokenizer.decode([first]), None)

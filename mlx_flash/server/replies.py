@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,10 +31,6 @@ PROGRESS_SECONDS = 0.5
 
 COMMENT = b":"
 """The beginning of a part that is no event to clients."""
-
-
-class ClientLeftError(ConnectionError):
-    """The client closed its connection before its answer was complete."""
 
 
 @dataclass
@@ -79,7 +75,7 @@ async def collect(answer: Answer) -> Whole:
             tokens += event.tokens
         elif isinstance(event, ToolCall):
             calls.append(event)
-    raise ClientLeftError("the answer was left")
+    raise ClientDisconnect
 
 
 async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole]:
@@ -87,7 +83,7 @@ async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole
 
     Raises:
         RefusedError: one failed. The others are ended.
-        ClientLeftError: the client has left.
+        ClientDisconnect: the client has left.
     """
     try:
         return await while_connected(request.receive, asyncio.gather(*map(collect, answers)))
@@ -174,7 +170,7 @@ async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, 
 
     Raises:
         RefusedError: the request is refused, or an answer failed.
-        ClientLeftError: the client has left.
+        ClientDisconnect: the client has left.
     """
     if streams:
         return await stream(request, answers, writer)
@@ -189,7 +185,7 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
 
     Raises:
         RefusedError: the request is refused.
-        ClientLeftError: the client has left.
+        ClientDisconnect: the client has left.
     """
     began = time.monotonic()
     try:
@@ -273,7 +269,7 @@ class Stream(Response):
         """Send the parts."""
         try:
             await while_connected(receive, self._send(send))
-        except ClientLeftError:
+        except ClientDisconnect:
             _log.info("a client left, or stopped reading, before its answer was complete")
         finally:
             for answer in self._answers:
@@ -310,13 +306,13 @@ async def while_connected(receive: Callable[[], Awaitable[object]], work: Awaita
     """Return the result of some work for a client whose request is read completely.
 
     Raises:
-        ClientLeftError: the client has left. The work is cancelled.
+        ClientDisconnect: the client has left. The work is cancelled.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeftError("the client closed its connection")
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

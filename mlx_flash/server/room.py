@@ -235,7 +235,7 @@ class EngineRoom:
             if model is None:
                 is_settled = False
             else:
-                if job.prompt is None and job.request.has_prompt:
+                if job.request.has_prompt and not job.prompt.tokens:
                     model.prepare(job)
                 if job.request.work not in ("answer", "embed"):
                     self.models.note_use(model, job.request.keep_alive)

@@ -257,7 +257,7 @@ class ServedRows(RowGenerator):
             LeftError: the client has left, so that the pass is in vain.
         """
         job = self._jobs.get(number)
-        if job is None or job.prompt is None or self._is_shared:
+        if job is None or self._is_shared:
             return
         if job.answer is not None and job.answer.is_over:
             raise LeftError(number)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.server.body import Asking, Checked, read_body
 from mlx_flash.server.events import Answer
-from mlx_flash.server.replies import ClientLeftError, error_reply
+from mlx_flash.server.replies import error_reply
 from mlx_flash.server.request import GenerationRequest, without_broken_calls
 from mlx_flash.server.requestpictures import with_pictures
 from mlx_flash.server.room import EngineRoom
@@ -110,7 +110,7 @@ class Service:
             except FlashError as error:
                 found = error if isinstance(error, RefusedError) else RefusedError(str(error), 400)
                 return error_reply(request.url.path, found)
-            except (ClientLeftError, ClientDisconnect):
+            except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
 
         return Route(path, reply, methods=[method])

@@ -21,7 +21,7 @@ from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.serve import serve
 from mlx_flash.server import requestpictures
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.ollamamodels import shown
+from mlx_flash.server.ollama import shown
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import (
     MAX_NAME,

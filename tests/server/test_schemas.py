@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from live import Live, live
-from mlx_flash.server import ollama, ollamamodels
+from mlx_flash.server import ollama
 from mlx_flash.server.anthropic import CountRequest, MessagesRequest
 from mlx_flash.server.openai import ChatRequest, CompletionRequest
 from mlx_flash.server.responses import ResponseRequest
@@ -31,7 +31,7 @@ KINDS: dict[str, Any] = {
     "/v1/responses": ResponseRequest,
     "/api/chat": ollama.ChatRequest,
     "/api/generate": ollama.GenerateRequest,
-    "/api/show": ollamamodels.NamedRequest,
+    "/api/show": ollama.NamedRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
 }

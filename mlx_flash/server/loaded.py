@@ -254,8 +254,8 @@ class LoadedModel:
         computed = [other for other in self.jobs.values() if other.is_computed and not other.is_prompt_done]
         same = (other for other in computed if other.prompt.tokens == job.prompt.tokens)
         job.leader = None if job.reading is not None else next(same, None)
-        self.jobs[job.number] = job
         if job.leader is not None and self._shares_prompts:
+            self.jobs[job.number] = job
             job.send(Progress("prompt", 0, len(job.prompt.tokens)))
         else:
             self._compute(job)
@@ -284,10 +284,11 @@ class LoadedModel:
             self._processors(job),
             self._stops,
         )
+        self.jobs[job.number] = job
+        job.begin()
         del cache
         limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
         self.kept.trim_to(n_bytes=limit)
-        job.begin()
         job.send(Begun(len(job.prompt.tokens), job.num_cached))
         if request.echo and job.reading is None:
             job.send(echo_of(job, self.tokenizer))

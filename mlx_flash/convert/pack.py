@@ -58,7 +58,6 @@ from mlx_flash.storage.blocks import (
     CODED_DTYPES,
     LOGICAL_START,
     Encoder,
-    join_head,
     make_head,
     num_blocks,
     num_cores,
@@ -557,15 +556,14 @@ class CompressedPlan(ShardPlan):
 
     def _fill(self, file: AtomicFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
         count = sum(num_blocks(tensor.nbytes, *self._sizes[tensor.name]) for tensor in self.tensors)
-        blocks = {name: list(sizes) for name, sizes in self._sizes.items()}
-        text, data_start = make_head({"header": self.header, "blocks": blocks}, count)
-        file.write(bytes(data_start))
-        sizes = array("I")
-        for coded, nbytes in self._coded(pieces):
+        header = {"header": self.header, "blocks": {name: list(sizes) for name, sizes in self._sizes.items()}}
+        sizes = array("I", bytes(4 * count))
+        file.write(make_head(header, sizes))  # its place
+        for number, (coded, nbytes) in enumerate(self._coded(pieces)):
             file.write(coded)
-            sizes.append(len(coded))
+            sizes[number] = len(coded)
             progress(nbytes)
-        write_at(file.fd, join_head(text, sizes, data_start), 0)
+        write_at(file.fd, make_head(header, sizes), 0)
 
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each block, coded on all cores, and the bytes of its contents."""

@@ -143,17 +143,11 @@ def runs_of(start: int, nbytes: int, itemsize: int, block_bytes: int, run_bytes:
         yield Run(at, min(at + run_bytes, start + nbytes), block_bytes, itemsize)
 
 
-def make_head(header: dict[str, Any], num_blocks: int) -> tuple[bytes, int]:
-    """Return the JSON of a head, and the offset of the first block."""
-    text = json.dumps({"format": FORMAT, **header}, separators=(",", ":")).encode()
-    return text, round_up(_HEAD.size + len(text) + 4 * num_blocks, _PAGE)
-
-
-def join_head(text: bytes, sizes: array[int], data_start: int) -> bytes:
-    """Return everything before the blocks."""
-    table = sizes.tobytes()
-    head = _HEAD.pack(MAGIC, len(text), len(sizes), zlib.crc32(table, zlib.crc32(text)))
-    return (head + text + table).ljust(data_start, b"\0")
+def make_head(header: dict[str, Any], sizes: array[int]) -> bytes:
+    """Return everything before the blocks. It is as long for other sizes of as many blocks."""
+    text, table = json.dumps({"format": FORMAT, **header}, separators=(",", ":")).encode(), sizes.tobytes()
+    head = _HEAD.pack(MAGIC, len(text), len(sizes), zlib.crc32(table, zlib.crc32(text))) + text + table
+    return head.ljust(round_up(len(head), _PAGE), b"\0")
 
 
 def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) -> tuple[int, int]:
@@ -170,11 +164,11 @@ def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) ->
     raise HeaderError(f"{path}: blocks and runs of {name!r} have {found} bytes, which is not possible. {_AGAIN}")
 
 
-def read_head(path: Path) -> tuple[dict[str, Any], array[int], int, int]:
+def read_head(path: Path) -> tuple[dict[str, Any], array[int], int]:
     """Read and check the head of a file.
 
     Returns:
-        The JSON object, the bytes of each coded block, the offset of the first one, and the size of the file.
+        The JSON object, the bytes of each coded block, and the offset of the first one.
 
     Raises:
         HeaderError: the file is truncated or damaged, or no such file.
@@ -201,13 +195,13 @@ def read_head(path: Path) -> tuple[dict[str, Any], array[int], int, int]:
     sizes = array("I", body[text_bytes:])
     if max(sizes, default=0) > BLOCK_BYTES + MARGIN:
         raise HeaderError(f"{path}: a block of {max(sizes)} bytes is longer than its contents. {_AGAIN}")
-    _, data_start = make_head({key: value for key, value in header.items() if key != "format"}, num_blocks)
+    data_start = round_up(_HEAD.size + body_bytes, _PAGE)
     if nbytes != data_start + sum(sizes):
         raise HeaderError(
             f"{path}: it has {nbytes} bytes, its head promises {data_start + sum(sizes)}: the file is truncated or "
             f"was changed. {_AGAIN}"
         )
-    return header, sizes, data_start, nbytes
+    return header, sizes, data_start
 
 
 CODED_DTYPES = frozenset({"BF16", "F16", "F32"})

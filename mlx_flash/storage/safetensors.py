@@ -224,7 +224,7 @@ def _records(
 def _read_compressed(path: Path) -> Shard:
     """Read the head of a file of compressed tensors."""
     identity = identity_of(path)
-    head, sizes, data_start, _ = read_head(path)
+    head, sizes, data_start = read_head(path)
     records, metadata = _records(path, head["header"], LOGICAL_START, _MAX_SIZE)
     divided = [(record, *block_sizes(path, head, record.name, record.itemsize)) for record in records]
     needed = sum(num_blocks(record.nbytes, *sizes_) for record, *sizes_ in divided)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_flash.config import ALIASES, IDLE, FlashConfig, did_you_mean, own_setting, parse_setting
 from mlx_flash.errors import ConfigError, WriteError
@@ -222,27 +222,15 @@ def _path(value: str, folder: Path) -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """An instruction without effect, or with another effect than in Ollama.
-
-    Attributes:
-        line: its line, counted from 1.
-        text: the explanation.
-    """
+class Note(NamedTuple):
+    """A line, counted from 1, without effect, or with another effect than in Ollama, and the explanation."""
 
     line: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A first message of every conversation.
-
-    Attributes:
-        role: ``"system"``, ``"user"`` or ``"assistant"``.
-        content: its text.
-    """
+class Message(NamedTuple):
+    """A first message of every conversation. Its role is ``"system"``, ``"user"`` or ``"assistant"``."""
 
     role: str
     content: str
@@ -471,45 +459,37 @@ class _Draft:
 
     def finish(self) -> Modelfile:
         """Return the Modelfile."""
-        if "FROM" not in self._values:
+        values, lines = self._values, self._lines
+        if "FROM" not in values:
             raise ConfigError(f"{self._path}: there is no FROM, which names the model")
-        self._note_what_is_idle()
-        values = self._values
-        parameters = {name: values[f"PARAMETER {name}"] for name in PARAMETERS if f"PARAMETER {name}" in values}
-        return Modelfile(
-            path=self._path,
-            base=values["FROM"],
-            adapter=values.get("ADAPTER"),
-            parameters=Parameters(**parameters),
-            stop=tuple(values.get("PARAMETER stop", ())),
-            system=values.get("SYSTEM"),
-            template=values.get("TEMPLATE"),
-            chat_template=self._chat_template(),
-            messages=tuple(values.get("MESSAGE", ())),
-            licenses=tuple(values.get("LICENSE", ())),
-            flash=self._flash(),
-            notes=tuple(sorted(self._notes, key=lambda note: note.line)),
-        )
-
-    def _note_what_is_idle(self) -> None:
-        lines = self._lines
         if "FLASH_CONTEXT_LENGTH" in lines and (line := lines.get("PARAMETER num_ctx")):
             self._notes.append(Note(line, "PARAMETER num_ctx sets no memory aside: FLASH_CONTEXT_LENGTH does"))
         if "PARAMETER repeat_penalty" not in lines and (line := lines.get("PARAMETER repeat_last_n")):
             self._notes.append(
                 Note(line, "PARAMETER repeat_last_n has no effect: PARAMETER repeat_penalty is not given")
             )
-
-    def _chat_template(self) -> str | None:
-        template = self._values.get("TEMPLATE")
-        if template is None or _JINJA_MARK.search(template):
-            return template
-        words = "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
-        self._notes.append(Note(self._lines["TEMPLATE"], words))
-        return None
-
-    def _flash(self) -> dict[str, str]:
-        flash = {setting: self._values[name] for name, setting in FLASH_INSTRUCTIONS.items() if name in self._values}
-        if num_ctx := self._values.get("PARAMETER num_ctx"):
-            flash.setdefault("context_length", str(num_ctx))
-        return flash
+        template = chat_template = values.get("TEMPLATE")
+        if template is not None and not _JINJA_MARK.search(template):
+            chat_template = None
+            words = (
+                "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
+            )
+            self._notes.append(Note(lines["TEMPLATE"], words))
+        parameters = Parameters(**{name: values.get(f"PARAMETER {name}") for name in PARAMETERS})
+        flash = {setting: values[name] for name, setting in FLASH_INSTRUCTIONS.items() if name in values}
+        if parameters.num_ctx is not None:
+            flash.setdefault("context_length", str(parameters.num_ctx))
+        return Modelfile(
+            path=self._path,
+            base=values["FROM"],
+            adapter=values.get("ADAPTER"),
+            parameters=parameters,
+            stop=tuple(values.get("PARAMETER stop", ())),
+            system=values.get("SYSTEM"),
+            template=template,
+            chat_template=chat_template,
+            messages=tuple(values.get("MESSAGE", ())),
+            licenses=tuple(values.get("LICENSE", ())),
+            flash=flash,
+            notes=tuple(sorted(self._notes, key=lambda note: note.line)),
+        )

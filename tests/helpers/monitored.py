@@ -81,6 +81,30 @@ def state(num_layers: int = 24, **sections: Any) -> Json:
     return told
 
 
+SLOT = 5_000_000
+"""Bytes of an expert."""
+
+
+def pool(**changes: Any) -> Json:
+    told: Json = {
+        "num_calls": 0,
+        "num_full": 0,
+        "num_routed": 0,
+        "num_hits": 0,
+        "num_predicted": 0,
+        "num_predicted_right": 0,
+        "num_evicted": 0,
+        "read_bytes": 0,
+        "wait_seconds": 0.0,
+        "num_slots": 420,
+        "slot_bytes": SLOT,
+        "num_resident": 412,
+        "num_experts": 3072,
+        "expert_bytes": SLOT - 1000,
+    }
+    return {**told, **changes}
+
+
 def published(told: Json, clock: float = 100.0, **changes: Any) -> Published:
     fields: dict[str, Any] = {"path": Path("f"), "pid": 4321, "number": 0, "started": 1.0, "schema": SCHEMA}
     return Published(**{**fields, "written": time.time(), "clock": clock, "state": told, **changes})

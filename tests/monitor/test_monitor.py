@@ -47,7 +47,7 @@ from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.words import STATES, Unit, duration, printable, size
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
 from models import LLAMA, save
-from monitored import JSON, MACHINE, canvas, published, run, state, text_of
+from monitored import JSON, MACHINE, canvas, pool, published, run, state, text_of
 from monitored import runtime as runtime  # a fixture
 
 # Speeds
@@ -128,19 +128,6 @@ def test_speeds_count_the_evaluation_of_lazy_calls() -> None:
     assert rates.mean_tokens_per_second == pytest.approx(5)
     passes = {"num_tokens_in": 512, "num_tokens_out": 0, "num_prompt_tokens": 0, "pass_seconds": 0.01}
     assert History(published(state(passes=passes))).rates.mean_prompt_tokens_per_second is None
-
-
-@given(st.lists(st.tuples(*[st.floats(0, 50)] * 4), min_size=2, max_size=20))
-def test_shares_add_up_whatever_the_counters_say(steps: list[tuple[float, ...]]) -> None:
-    history, clock = History(published(state(), 0.0)), 0.0
-    for step, wait, held, inside in steps:
-        clock += 0.01 + step
-        sections: Json = {"stream": {"wait_seconds": wait, "held_seconds": held}, "passes": {"pass_seconds": inside}}
-        history.add(published(state(**sections), clock))
-        shares = history.rates.shares
-        assert shares is not None
-        parts = (shares.disk, shares.compute, shares.calls, shares.between)
-        assert sum(parts) == pytest.approx(1) and min(parts) >= -1e-9
 
 
 def test_only_the_last_minute_is_remembered() -> None:
@@ -245,14 +232,14 @@ def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 @pytest.mark.parametrize("num_layers", [1, 24, 130, 1000])
 def test_a_frame_fits_every_terminal(num_layers: int, glyphs: Glyphs) -> None:
-    histories = [History(published(state(num_layers), pid=pid)) for pid in range(7)]
+    histories = [History(published(state(num_layers, experts=pool()), pid=pid)) for pid in range(7)]
     for history in histories:
-        history.add(published(state(num_layers), 101.0))
+        history.add(published(state(num_layers, experts=pool(num_routed=128, num_hits=96)), 101.0))
     for width in (1, 2, 11, 12, 13, 30, 79, 80, 200, 500):
-        for height in (1, 5, 24, 60):
+        for height in (1, 5, 24, 60, None):
             for chosen in (0, 6):
                 lines = text_of(*histories, chosen=chosen, on=canvas(width, height, glyphs))
-                assert len(lines) <= height and all(len(line) <= width for line in lines)
+                assert all(len(line) <= width for line in lines) and (height is None or len(lines) <= height)
                 assert glyphs is UNICODE or "".join(lines).isascii()
 
 
@@ -408,31 +395,40 @@ def test_names_cannot_move_the_cursor_or_carry_markup() -> None:
     assert "[bold]d[/]" in shown
 
 
-SECTIONS = ("model", "units", "plan", "passes", "stream", "read", "memory", "ranks")
+SECTIONS = ("model", "units", "plan", "passes", "stream", "read", "memory", "ranks", "experts", "kv")
+FIELDS = [
+    *("began", "last_ended", "num_passes", "num_tokens_in", "pass_seconds", "budget_bytes", "pool_bytes", "footprint"),
+    *("state", "name", "nbytes", "wait_seconds", "held_seconds", *pool()),
+]
+NUMBERS = st.integers(-5, 50) | st.floats(0, 1e18) | st.sampled_from([5e-324, 1e-300, 10**400, -0.0])
+CHANGED = st.dictionaries(st.sampled_from(FIELDS), NUMBERS | JSON)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=200)
 @given(
-    garbage=st.dictionaries(st.sampled_from(SECTIONS), JSON, max_size=7),
-    fields=st.dictionaries(
-        st.sampled_from(
-            ["began", "num_passes", "pass_seconds", "budget_bytes", "footprint", "state", "name", "nbytes"]
-        ),
-        JSON,
+    looks=st.lists(
+        st.tuples(st.dictionaries(st.sampled_from(SECTIONS), JSON, max_size=7), CHANGED, st.floats(1e-5, 100)),
+        min_size=1,
+        max_size=3,
     ),
+    first=st.sampled_from([{}, state(), state(experts=pool())]),
 )
-@example(garbage={}, fields={"footprint": -1214285715.0})
-@example(garbage={"ranks": {"each": [{"layers": [[0, 10**400], [1], "a"]}, 3]}}, fields={})
-def test_no_state_makes_it_crash(garbage: Json, fields: Json) -> None:
-    told = {**state(), **garbage}
-    for section in ("passes", "plan", "memory", "read", "model"):
-        if isinstance(told[section], dict):
-            told[section] = {**told[section], **fields}
-    history = History(published({}, 99.0))
-    history.add(published(told, 100.0))
-    for on in (canvas(), canvas(20, 5, ASCII)):
-        assert all(len(line) <= on.width for line in text_of(history, on=on))
-    assert json.dumps(asdict(history.rates), allow_nan=False)
+@example(looks=[({}, {"footprint": -1214285715.0}, 1.0)], first={})
+@example(looks=[({"ranks": {"each": [{"layers": [[0, 10**400], [1], "a"]}, 3]}}, {}, 1.0)], first={})
+def test_no_state_makes_it_crash(looks: list[tuple[Json, Json, float]], first: Json) -> None:
+    history, clock = History(published(first, 99.0)), 99.0
+    for garbage, fields, seconds in looks:
+        clock += seconds
+        told = {**state(experts=pool()), **garbage}
+        history.add(published({k: {**v, **fields} if isinstance(v, dict) else v for k, v in told.items()}, clock))
+        for on in (canvas(), canvas(20, 5, ASCII)):
+            assert all(len(line) <= on.width for line in text_of(history, on=on))
+        assert json.dumps(asdict(history.rates), allow_nan=False)
+        shares, rates = history.rates.shares, history.rates.experts
+        assert shares is not None
+        assert sum(asdict(shares).values()) == pytest.approx(1) and min(asdict(shares).values()) >= -1e-9
+        for share in (rates.hit_rate, rates.predicted_right, rates.wait_share) if rates else ():
+            assert share is None or 0 <= share <= 1
 
 
 def test_system_memory_is_the_systems() -> None:

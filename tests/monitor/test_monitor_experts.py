@@ -12,41 +12,18 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlx_flash.monitor import app
 from mlx_flash.monitor.frames import ASCII, UNICODE, Glyphs
 from mlx_flash.monitor.rates import MINUTE, History
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.telemetry import SCHEMA, Json
-from monitored import JSON, canvas, published, runtime, state, text_of
+from monitored import SLOT, canvas, pool, published, runtime, state, text_of
 
 __all__ = ["runtime"]  # a fixture that pytest finds by its name here
 
 GB = 1_000_000_000
-SLOT = 5_000_000
 LAYERS, TOP_K = 8, 4
-
-
-def pool(**changes: Any) -> Json:
-    told: Json = {
-        "num_calls": 0,
-        "num_full": 0,
-        "num_routed": 0,
-        "num_hits": 0,
-        "num_predicted": 0,
-        "num_predicted_right": 0,
-        "num_evicted": 0,
-        "read_bytes": 0,
-        "wait_seconds": 0.0,
-        "num_slots": 420,
-        "slot_bytes": SLOT,
-        "num_resident": 412,
-        "num_experts": 3072,
-        "expert_bytes": SLOT - 1000,
-    }
-    return {**told, **changes}
 
 
 def told(clock: float, tokens: float, ended: float, experts: Any, **sections: Any) -> Any:
@@ -275,18 +252,6 @@ def test_large_numbers_are_on_a_screen_of_80_by_24(num_layers: int) -> None:
         assert words in text
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-def test_a_frame_fits_every_terminal(glyphs: Glyphs) -> None:
-    history = two_looks()
-    history.latest.state["plan"]["pool_bytes"] = 2_100_000_000
-    for width in (1, 11, 12, 13, 30, 79, 80, 200):
-        for height in (1, 5, 24, 60, None):
-            lines = lines_of(history, width, height, glyphs)
-            assert all(len(line) <= width for line in lines)
-            assert height is None or len(lines) <= height
-            assert glyphs is UNICODE or "".join(lines).isascii()
-
-
 # Nothing in the file is trusted
 
 UNKNOWN = [None, -1, -0.5, float("nan"), float("inf"), 10**400, True, "7", [7], {"n": 7}]
@@ -339,31 +304,6 @@ def test_less_than_a_token_is_no_token() -> None:
     history = history_of(told(100.0, 0, 99.9, pool()), told(101.0, 1e-300, 100.9, after))
     rates = history.rates.experts
     assert rates is not None and rates.read_per_token is rates.read_bytes_per_token is None
-
-
-NUMBERS = st.integers(-5, 50) | st.floats(0, 1e18) | st.sampled_from([5e-324, 1e-300, 10**400, -0.0])
-
-
-@settings(deadline=None, max_examples=100)
-@given(data=st.data())
-def test_no_state_makes_it_crash(data: st.DataObject) -> None:
-    values = NUMBERS | JSON
-    history = History(published(state(experts=pool()), 0.0))
-    clock = 0.0
-    for _ in range(3):
-        keys = st.sampled_from(sorted(pool()))
-        experts = data.draw(JSON | st.dictionaries(keys, values).map(lambda changes: pool(**changes)))
-        passes = data.draw(st.dictionaries(st.sampled_from(["num_tokens_in", "last_ended", "began"]), values))
-        plan = {"pool_bytes": data.draw(values)}
-        clock += data.draw(st.floats(1e-5, 100))
-        history.add(published(state(experts=experts, passes=passes, plan=plan), clock))
-        for on in (canvas(), canvas(20, 5, ASCII)):
-            assert all(len(line) <= on.width for line in text_of(history, on=on))
-        assert json.dumps(asdict(history.rates), allow_nan=False)
-        shares, rates = history.rates.shares, history.rates.experts
-        assert shares is not None and sum(asdict(shares).values()) == pytest.approx(1)
-        for share in (rates.hit_rate, rates.predicted_right, rates.wait_share) if rates else ():
-            assert share is None or 0 <= share <= 1
 
 
 # The command

@@ -174,7 +174,7 @@ class Subject:
         towers = model.towers.before_release(check.segments) if model.layout.towers else nullcontext()
         with check.watching(model.engine), towers:
             layers = {unit.name: unit.module for unit in self.units}
-            calls = self._trace(model, layers, keep, report)
+            calls = self._trace(model, layers, report)
         check.resident(model.engine, model.layout)
         numbers = {"bytes_read": model.engine.reader.stats.nbytes, "bytes_compared": check.nbytes}
         return calls, {**numbers, "wrong_bytes": list(check.wrong.values())}
@@ -187,22 +187,41 @@ class Subject:
             resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
             report: progress.
         """
-        reference = Reference(lambda lazy: self._load(path, lazy), self.units, resident)
-        return self._trace(reference.model, reference.layers, reference.then, report)
+        model = self._load(path, lazy=not resident)
+        modules, fresh = dict(model.named_modules()), dict[str, nn.Module]()
+        layers = {unit.name: modules[unit.name] for unit in self.units}
+        units = {id(layers[unit.name]): unit for unit in self.units}
+
+        def renew(module: nn.Module) -> None:
+            """Load a layer again, lazily, so that the weights in memory leave."""
+            for parameter in units[id(module)].large:
+                name, _, key = parameter.name.rpartition(".")
+                if key not in fresh.get(name, {}):  # taken before
+                    fresh.update(self._load(path, lazy=True).named_modules())
+                bind(modules[name], key, dict.pop(fresh[name], key))
+            mx.clear_cache()
+
+        return self._trace(model, layers, report, None if resident else renew)
 
     def _load(self, path: Path, lazy: bool) -> nn.Module:
         found = self.loader()(path, lazy=lazy)
         model: nn.Module = found[0] if isinstance(found, tuple) else found  # mlx-lm adds the config
         return model
 
-    def _trace(self, model: nn.Module, layers: dict[str, nn.Module], then: Notice, report: Report) -> list[Call]:
+    def _trace(
+        self,
+        model: nn.Module,
+        layers: dict[str, nn.Module],
+        report: Report,
+        then: Callable[[nn.Module], None] | None = None,
+    ) -> list[Call]:
         """Compute with a model. Return the digests of its calls.
 
         Args:
             model: what to call.
             layers: modules whose outputs get a digest, by name.
-            then: called after each of their calls.
             report: progress.
+            then: called with a module after each of its calls.
         """
         names = {id(module): name for name, module in layers.items()}
         digests: dict[str, str] = {}
@@ -211,7 +230,8 @@ class Subject:
         def note(module: nn.Module, result: Any) -> None:
             name = names[id(module)]
             digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
-            then(module, result)
+            if then is not None:
+                then(module)
 
         with watching(list(layers.values()), note):
             for tokens, logits in self.compute(model):
@@ -316,43 +336,6 @@ def digest_of(*arrays: mx.array, before: str = "") -> str:
         mx.eval(flat)
         found.update(memory_of(flat))
     return found.hexdigest()[:32]
-
-
-def keep(module: nn.Module, result: Any) -> None:
-    """Leave a layer as it is."""
-
-
-class Reference:
-    """A model of mlx-lm or mlx-vlm alone, whole in memory or with one layer at a time.
-
-    Args:
-        load: loads it, lazily or not.
-        units: the layers of the streamed model.
-        resident: keep all weights. Otherwise those of a layer are loaded again after each call, lazily, so that those
-            in memory leave.
-
-    Attributes:
-        model: the model.
-        layers: its layers, by name.
-        then: to be called after each call of a layer.
-    """
-
-    def __init__(self, load: Callable[[bool], nn.Module], units: Sequence[Unit], resident: bool) -> None:
-        self._load = load
-        self.model = load(not resident)
-        self._modules = dict(self.model.named_modules())
-        self.layers = {unit.name: self._modules[unit.name] for unit in units}
-        self._units = {id(self.layers[unit.name]): unit for unit in units}
-        self._fresh: dict[str, nn.Module] = {}
-        self.then: Notice = keep if resident else self._renew
-
-    def _renew(self, module: nn.Module, result: Any) -> None:
-        for parameter in self._units[id(module)].large:
-            name, _, key = parameter.name.rpartition(".")
-            if key not in self._fresh.get(name, {}):  # taken before
-                self._fresh = dict(self._load(True).named_modules())
-            bind(self._modules[name], key, dict.pop(self._fresh[name], key))
-        mx.clear_cache()
 
 
 def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | None:

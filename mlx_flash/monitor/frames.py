@@ -88,10 +88,10 @@ def choose_glyphs(encoding: str) -> Glyphs:
 
 def chart(values: Sequence[float | None], top: float, num_rows: int, glyphs: Glyphs) -> list[str]:
     """Return a bar chart of several rows, the highest first. Values are clamped to 0 and ``top``."""
-    scale, last = num_rows / top if top > 0 else 0.0, len(glyphs.levels) - 1
+    last = len(glyphs.levels) - 1
 
     def cell(value: float | None, row: int) -> str:
-        height = 0.0 if value is None else value * scale - row
+        height = (min(max(value or 0.0, 0.0), top) / top * num_rows if top > 0 else 0.0) - row
         if value is None or (row and height <= 0):
             return glyphs.gap
         return glyphs.levels[min(last, max(0, round(height * last)))]

@@ -414,6 +414,7 @@ CHANGED = st.dictionaries(st.sampled_from(FIELDS), NUMBERS | JSON)
     first=st.sampled_from([{}, state(), state(experts=pool())]),
 )
 @example(looks=[({}, {"footprint": -1214285715.0}, 1.0)], first={})
+@example(looks=[({}, {"began": 0, "last_ended": 0, "budget_bytes": 0, "footprint": 5e-324}, 1.0)], first={})
 @example(looks=[({"ranks": {"each": [{"layers": [[0, 10**400], [1], "a"]}, 3]}}, {}, 1.0)], first={})
 def test_no_state_makes_it_crash(looks: list[tuple[Json, Json, float]], first: Json) -> None:
     history, clock = History(published(first, 99.0)), 99.0

@@ -332,37 +332,146 @@ COMPLETIONS = (
 )
 
 
-class Bye(Exception):
-    """The user ends the conversation."""
+def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    yield from ((name, str(value)) for name, value in parameters.given().items())
+    yield from (("stop", repr(text)) for text in stop)
 
 
-class Slash:
-    """The commands of one conversation. They print to stderr.
+def _words(text: str) -> tuple[str, str]:
+    first, _, rest = text.strip().partition(" ")
+    return first, rest.strip()
+
+
+def _print(text: RenderableType) -> None:
+    print_rich(text, sys.stderr)
+
+
+HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
+AGAIN = "(Ctrl-C again, Ctrl-D or /bye ends)"
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters of an answer that would control the terminal."""
+
+
+class Talk:
+    """A conversation in a terminal, or the answer to one prompt. All but the answers goes to stderr.
 
     Args:
         conversation: the conversation.
+        load_seconds: duration of loading.
+        out: receives the answers.
         verbose: the state of ``/set verbose`` at the beginning.
+        keeps: write the conversation to its file after each answer.
+        reopen: loads the model again that left memory. Returns it and its tokenizer.
 
     Attributes:
         is_verbose: print all measurements after an answer.
         is_quiet: print none.
     """
 
-    def __init__(self, conversation: Conversation, verbose: bool) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        load_seconds: float,
+        out: TextIO,
+        verbose: bool,
+        keeps: bool = False,
+        reopen: Callable[[], tuple[Any, Any]] | None = None,
+    ) -> None:
         self._conversation = conversation
-        self.is_verbose = verbose
-        self.is_quiet = False
+        self._load_seconds = load_seconds
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._keeps = keeps
+        self._reopen = reopen
+        self.is_verbose, self.is_quiet = verbose, False
 
-    def run(self, line: str) -> None:
-        """Run a command.
+    def converse(self, read: Read, is_typed: bool = False) -> int:
+        """Answer messages until the user ends the conversation. An error of an answer does not end it.
+
+        Args:
+            read: reads a message.
+            is_typed: a person types: Ctrl-C without a message asks for another one, and errors are no failure.
+
+        Returns:
+            The exit status.
+        """
+        note(HINT)
+        is_interrupted, status = False, 0
+        while True:
+            try:
+                text = read()
+            except EOFError:
+                return status
+            except KeyboardInterrupt as error:
+                if is_interrupted or not is_typed or type(error) is not KeyboardInterrupt:  # SIGTERM and SIGHUP
+                    raise
+                is_interrupted = True
+                note(AGAIN)
+                continue
+            is_interrupted = False
+            try:
+                if text.strip() in BYE:
+                    return status
+                if text.startswith("/"):
+                    self.command(text)
+                elif text.strip():
+                    self.answer(text.strip())
+                    self._print_footer()
+            except FlashError as error:
+                status = int(not is_typed)
+                print_rich(Text(f"mlx-flash: error: {' '.join(str(error).split())}"), sys.stderr)
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message until it ends or the user presses Ctrl-C."""
+        if self._conversation.model is None and self._reopen is not None:
+            self._conversation.bind(*self._reopen())
+        recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
+        with stoppable() as check, Status("computing the prompt", self._is_terminal) as status:
+
+            def report(done: int, total: int) -> None:
+                check()
+                status.show(done, total)
+
+            def add(response: Any) -> None:
+                recorder.add(response)
+                check()
+
+            pieces = self._conversation.answer(text, report, add)
+            try:
+                with closing(pieces):
+                    for piece in pieces:
+                        status.stop()
+                        shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
+                        print(shown, end="", file=self._out, flush=True)
+            except AnswerStoppedError:
+                pass  # what was said stays
+        print(file=self._out, flush=True)
+        if self._keeps:
+            try:
+                keep(LAST, self._conversation)
+            except WriteError as error:
+                self._keeps = False
+                note(f"mlx-flash: {error}")
+        recorder.num_prompt_tokens = self._conversation.num_new_tokens
+        if self.is_verbose and recorder.tokens:
+            step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
+            print_rich(render_run(make_report(recorder, "", step)), sys.stderr)
+
+    def _print_footer(self) -> None:
+        """Print speed and memory of the last answer."""
+        if not (self.is_verbose or self.is_quiet) and self._recorder.tokens:
+            facts = {**make_report(self._recorder, "", DEFAULT_PREFILL_STEP_SIZE), "footprint": footprint()}
+            ((_, words),) = filled(BRIEF, facts)
+            print_rich(Text(words, style="dim"), sys.stderr)
+
+    def command(self, line: str) -> None:
+        """Run a command that begins with a slash.
 
         Raises:
-            Bye: it ends the conversation.
             ConfigError: there is no such command, or its arguments are wrong.
         """
         name, _, rest = line.strip().partition(" ")
-        if name in BYE:
-            raise Bye
         if name in HELP:
             _print("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()))
         elif name == "/clear":
@@ -440,136 +549,6 @@ class Slash:
             "peak": peak_footprint(),
         }
         return filled(INFO, facts)
-
-
-def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    yield from ((name, str(value)) for name, value in parameters.given().items())
-    yield from (("stop", repr(text)) for text in stop)
-
-
-def _words(text: str) -> tuple[str, str]:
-    first, _, rest = text.strip().partition(" ")
-    return first, rest.strip()
-
-
-def _print(text: RenderableType) -> None:
-    print_rich(text, sys.stderr)
-
-
-HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
-AGAIN = "(Ctrl-C again, Ctrl-D or /bye ends)"
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters of an answer that would control the terminal."""
-
-
-class Talk:
-    """A conversation in a terminal, or the answer to one prompt.
-
-    Args:
-        conversation: the conversation.
-        load_seconds: duration of loading.
-        out: receives the answers.
-        verbose: print all measurements after each answer.
-        keeps: write the conversation to its file after each answer.
-        reopen: loads the model again that left memory. Returns it and its tokenizer.
-    """
-
-    def __init__(
-        self,
-        conversation: Conversation,
-        load_seconds: float,
-        out: TextIO,
-        verbose: bool,
-        keeps: bool = False,
-        reopen: Callable[[], tuple[Any, Any]] | None = None,
-    ) -> None:
-        self._conversation = conversation
-        self._load_seconds = load_seconds
-        self._out = out
-        self._is_terminal = out.isatty()
-        self._keeps = keeps
-        self._reopen = reopen
-        self.slash = Slash(conversation, verbose)
-
-    def converse(self, read: Read, is_typed: bool = False) -> int:
-        """Answer messages until the user ends the conversation. An error of an answer does not end it.
-
-        Args:
-            read: reads a message.
-            is_typed: a person types: Ctrl-C without a message asks for another one, and errors are no failure.
-
-        Returns:
-            The exit status.
-        """
-        note(HINT)
-        is_interrupted, status = False, 0
-        while True:
-            try:
-                text = read()
-            except EOFError:
-                return status
-            except KeyboardInterrupt as error:
-                if is_interrupted or not is_typed or type(error) is not KeyboardInterrupt:  # SIGTERM and SIGHUP
-                    raise
-                is_interrupted = True
-                note(AGAIN)
-                continue
-            is_interrupted = False
-            try:
-                if text.startswith("/"):
-                    self.slash.run(text)
-                elif text.strip():
-                    self.answer(text.strip())
-                    self._print_footer()
-            except Bye:
-                return status
-            except FlashError as error:
-                status = int(not is_typed)
-                print_rich(Text(f"mlx-flash: error: {' '.join(str(error).split())}"), sys.stderr)
-
-    def answer(self, text: str) -> None:
-        """Print the answer to a message until it ends or the user presses Ctrl-C."""
-        if self._conversation.model is None and self._reopen is not None:
-            self._conversation.bind(*self._reopen())
-        recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
-        with stoppable() as check, Status("computing the prompt", self._is_terminal) as status:
-
-            def report(done: int, total: int) -> None:
-                check()
-                status.show(done, total)
-
-            def add(response: Any) -> None:
-                recorder.add(response)
-                check()
-
-            pieces = self._conversation.answer(text, report, add)
-            try:
-                with closing(pieces):
-                    for piece in pieces:
-                        status.stop()
-                        shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
-                        print(shown, end="", file=self._out, flush=True)
-            except AnswerStoppedError:
-                pass  # what was said stays
-        print(file=self._out, flush=True)
-        if self._keeps:
-            try:
-                keep(LAST, self._conversation)
-            except WriteError as error:
-                self._keeps = False
-                note(f"mlx-flash: {error}")
-        recorder.num_prompt_tokens = self._conversation.num_new_tokens
-        if self.slash.is_verbose and recorder.tokens:
-            step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
-            print_rich(render_run(make_report(recorder, "", step)), sys.stderr)
-
-    def _print_footer(self) -> None:
-        """Print speed and memory of the last answer."""
-        if not (self.slash.is_verbose or self.slash.is_quiet) and self._recorder.tokens:
-            facts = {**make_report(self._recorder, "", DEFAULT_PREFILL_STEP_SIZE), "footprint": footprint()}
-            ((_, words),) = filled(BRIEF, facts)
-            print_rich(Text(words, style="dim"), sys.stderr)
 
 
 class Format:

@@ -19,7 +19,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlx_flash.commands import run
-from mlx_flash.commands.run import NAMES, Bye, Slash, Talk
+from mlx_flash.commands.run import NAMES, Talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.loading import load
@@ -127,23 +127,23 @@ def conversation(loaded: tuple[Any, Any]) -> Conversation:
 def test_slash_commands_change_the_next_answers(
     conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slash = Slash(conversation, verbose=False)
+    talk = Talk(conversation, 0.0, io.StringIO(), verbose=False)
     first = "".join(conversation.answer("Hello"))
-    slash.run("/set parameter num_predict 2")
-    slash.run("/clear")
+    talk.command("/set parameter num_predict 2")
+    talk.command("/clear")
     shorter = "".join(conversation.answer("Hello"))
     assert first.startswith(shorter) and len(shorter) < len(first)
-    slash.run("/set system Answer in French.")
+    talk.command("/set system Answer in French.")
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
     assert conversation.messages[0]["content"] == "Answer in French."
-    slash.run("/set system")
+    talk.command("/set system")
     assert conversation.messages[0]["role"] == "user"
-    slash.run('/set parameter stop "a b"')
+    talk.command('/set parameter stop "a b"')
     assert conversation.modelfile.stop == ("a b",)
-    slash.run("/set quiet")
-    assert slash.is_quiet
-    slash.run("/set verbose")
-    assert slash.is_verbose and not slash.is_quiet
+    talk.command("/set quiet")
+    assert talk.is_quiet
+    talk.command("/set verbose")
+    assert talk.is_verbose and not talk.is_quiet
     capsys.readouterr()
     for line, words in {
         "/show": f"Model:     {MODEL}",
@@ -155,7 +155,7 @@ def test_slash_commands_change_the_next_answers(
         "/show modelfile": f"FROM {MODEL}",
         "/help": "begins and ends a message of several lines",
     }.items():
-        slash.run(line)
+        talk.command(line)
         assert " ".join(words.split()) in " ".join(capsys.readouterr().err.split()), line
 
 
@@ -174,7 +174,7 @@ def test_slash_commands_change_the_next_answers(
 )
 def test_wrong_commands_are_refused(conversation: Conversation, loaded: tuple[Any, Any], line: str, words: str) -> None:
     with pytest.raises(ConfigError) as found:
-        Slash(conversation, verbose=False).run(line)
+        Talk(conversation, 0.0, io.StringIO(), verbose=False).command(line)
     assert words in str(found.value)
 
 
@@ -189,8 +189,7 @@ def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
     assert ", memory " in told and "of 1.00 GB" in told and "prompt " in told
     asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
     assert asked == ["Hello", "/etc is a folder", "Hello"] and next(messages) == "never read"
-    with pytest.raises(Bye):
-        Slash(conversation, verbose=False).run("/quit")
+    assert Talk(conversation, 0.0, out, verbose=False).converse(lambda: "/quit") == 0
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -230,7 +229,7 @@ def test_a_modelfile_is_shown_in_any_encoding_that_it_may_have(
 ) -> None:
     path = tmp_path / "Modelfile"
     path.write_text(f"FROM {MODEL}\nSYSTEM Größe", encoding="utf-16")
-    Slash(Conversation(*loaded, read_modelfile(path)), verbose=False).run("/show modelfile")
+    Talk(Conversation(*loaded, read_modelfile(path)), 0.0, io.StringIO(), verbose=False).command("/show modelfile")
     assert "SYSTEM Größe" in capsys.readouterr().err
 
 

@@ -34,13 +34,13 @@ import sys, time
 from mlx_flash.cli import main
 from mlx_flash.model import FlashLLM
 
-advance = FlashLLM.advance
+call = FlashLLM.__call__
 
-def advance_slowly(*args, **kwargs):
+def call_slowly(*args, **kwargs):
     time.sleep(30)
-    return advance(*args, **kwargs)
+    return call(*args, **kwargs)
 
-FlashLLM.advance = advance_slowly
+FlashLLM.__call__ = call_slowly
 sys.exit(main())
 """
 """The command line with passes of a large model, so that both Ctrl-C fall into the same pass."""

@@ -2,10 +2,11 @@
 
     python benchmarks/exactness.py MODEL ... --copies 4 8 compressed --budgets min 0.5 1 2 --state exactness.jsonl
 
-Work: one prompt (*text*), a server with four clients (*server*), and a chat whose prompt cache grows (*chat*), for each
-model, copy and budget, in a memory cgroup of 1.05 budgets where one can be made. Answers of *text* and *chat* are
-compared by tokens and all bits of the log probabilities, those of *server* by text. Stock mlx-lm runs without a limit,
-with the prefill step of the plan, since another one may give other bits. Prompts are parts of a text.
+Work: one prompt (*text*), a server with four clients (*server*), a chat whose prompt cache grows (*chat*), and a text
+cut into calls whose logits all count (*score*), for each model, copy and budget, in a memory cgroup of 1.05 budgets
+where one can be made. Answers are compared by tokens and all bits of the log probabilities, those of *server* by text.
+Stock mlx-lm runs without a limit, with the prefill step of the plan, since another one may give other bits. Prompts are
+parts of a text.
 
 ``--state`` has a line of JSON for each case that is done: the same command goes on from there, and prints a table in
 Markdown. The exit status is 1 if an answer differs or a case fails, other than by a budget that is too small.
@@ -42,8 +43,11 @@ from mlx_flash import FlashConfig
 from mlx_flash.config import parse_budget
 from mlx_flash.memory.footprint import peak_footprint
 
-KINDS = {"text": 1, "server": 4, "chat": 4}
+KINDS = {"text": 1, "server": 4, "chat": 4, "score": 1}
 """Kinds of work, and their prompts: one, one for each client, or one for each turn."""
+
+SCORED_TOKENS = 256
+"""Tokens of a call whose logits all count, at most."""
 
 TEMPLATE_TOKENS = 64
 """Room for the chat template, and for tokens that a part of the text has more than it had in the text."""
@@ -79,6 +83,9 @@ def work(job: Job) -> Run:
             return {"budget_bytes": model.plan.budget_bytes, "step": model.plan.prefill_step_size}
     else:
         model, tokenizer, *_ = mlx_lm.load(job.model)
+    if job.kind == "score":
+        tokens = tokenizer.encode(job.prompts[0])
+        return {"answers": [scored(model, tokens, min(SCORED_TOKENS, job.step or 1))], "peak_bytes": peak_footprint()}
     answers, prompt_cache = [], make_prompt_cache(model)
     for prompt in job.prompts:
         if job.kind == "server":
@@ -93,6 +100,15 @@ def work(job: Job) -> Run:
             digest.update(step.token.to_bytes(4, "little") + np.array(step.logprobs.astype(mx.float32)).tobytes())
         answers.append({"text": "".join(words), "num_tokens": len(words), "digest": digest.hexdigest()})
     return {"answers": answers, "peak_bytes": peak_footprint()}
+
+
+def scored(model: Any, tokens: Sequence[int], size: int) -> Run:
+    """Return a digest of the logits of all tokens, in calls of so many."""
+    digest = sha256()
+    for at in range(0, len(tokens), size):
+        for row in model(mx.array([tokens[at : at + size]]))[0].astype(mx.float32):
+            digest.update(np.array(row).tobytes())
+    return {"text": "", "num_tokens": len(tokens), "digest": digest.hexdigest()}
 
 
 def run_case(job: Job, stock: Callable[[int], Run]) -> Run:

@@ -7,14 +7,12 @@ Example:
     python scripts/fuzz.py header --cases 1000000
     python scripts/fuzz.py all --jobs 16 --seconds 100 --cases 10000000 --json fuzz.json
     python scripts/fuzz.py header --seed 7 --first 123400 --cases 100
-    pip install atheris && python scripts/fuzz.py header --guided --seconds 300
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import logging
 import os
@@ -28,14 +26,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import mlx.core as mx
 
-from fuzzing import CHUNK, TARGETS, ByteDice, run
+from fuzzing import CHUNK, TARGETS, run
 
 BATCHES = dict.fromkeys(TARGETS, 50_000) | {"config": 10_000, "state": 10_000, "prompt_cache": 20_000}
 """Cases of a child."""
@@ -68,15 +64,8 @@ class Progress:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 1 when a case failed."""
-    parser = make_parser()
-    args = parser.parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     names = list(TARGETS) if args.target == "all" else [args.target]
-    if args.guided or args.kept:
-        if importlib.util.find_spec("atheris") is None:
-            parser.error("--guided and --kept need atheris. Hint: pip install atheris")
-        options = args.kept or [f"-max_total_time={args.seconds or 60:.0f}", f"-seed={args.seed + 1}"]  # 0 is any seed
-        failed = [name for name in names if run_guided(name, options)]
-        return int(bool(failed))
     began = time.monotonic()
     deadline = began + args.seconds if args.seconds else float("inf")
     targets = [Progress(name, args.first - args.first % CHUNK) for name in names]
@@ -106,12 +95,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="children at once (default: 1)")
     parser.add_argument("--seconds", type=float, help="begin no child after this time")
-    parser.add_argument(
-        "--guided",
-        action="store_true",
-        help="let atheris choose the cases by the code that they reach; takes --seconds (default: 60) and --seed alone",
-    )
-    parser.add_argument("--kept", nargs=1, metavar="FILE", help="run the case that atheris kept as FILE")
     parser.add_argument("--json", type=Path, help="file for all numbers, written after each child")
     return parser
 
@@ -159,12 +142,7 @@ def note(
 
 
 def start(name: str, folder: Path, seed: int, numbers: range) -> int:
-    """Run some cases in a child. Return its number."""
-    return in_child(folder, lambda: run(name, folder, seed, numbers, lambda: signal.alarm(SECONDS_A_CHUNK)))
-
-
-def in_child(folder: Path, work: Callable[[], object]) -> int:
-    """Do some work in a child with limits. Return the child's number."""
+    """Run some cases in a child with limits. Return its number."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -175,33 +153,12 @@ def in_child(folder: Path, work: Callable[[], object]) -> int:
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
         logging.disable(logging.CRITICAL)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        work()
+        run(name, folder, seed, numbers, lambda: signal.alarm(SECONDS_A_CHUNK))
         status = 0
     finally:
         if sys.exc_info()[0]:
             traceback.print_exc()
         os._exit(status)
-
-
-def run_guided(name: str, options: list[str]) -> int:
-    """Let atheris choose cases of a target. Return the exit status of the child that runs them."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        _, status = os.waitpid(in_child(Path(folder), lambda: fuzz_guided(name, Path(folder), options)), 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def fuzz_guided(name: str, folder: Path, options: list[str]) -> None:
-    """Run a target in this process, which atheris ends."""
-    import atheris  # type: ignore[import-not-found]
-
-    functions: list[Any] = [each for each in gc.get_objects() if isinstance(each, FunctionType)]
-    for function in functions:
-        if str(function.__module__).startswith("mlx_flash"):
-            atheris.instrument_func(function)
-    limits = [f"-timeout={SECONDS_A_CHUNK}", "-max_len=600", f"-artifact_prefix={name}-"]
-    with TARGETS[name](folder) as case:
-        atheris.Setup([name, *limits, *options], lambda data: case(ByteDice(data)))
-        atheris.Fuzz()
 
 
 if __name__ == "__main__":

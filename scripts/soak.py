@@ -1,8 +1,9 @@
-"""A server under mixed clients of all dialects for a long time, inside a kernel limit of its budget plus 5 %.
+"""A server under mixed and hostile clients of all dialects for a long time, in a kernel limit of its budget plus 5 %.
 
-Clients ask whole and streamed, leave in between, and send wrong requests and garbage. Every answer is compared with
-that of the same request alone. At the end the server must be healthy, have no more descriptors and threads than before,
-have stayed in its budget, and end on SIGTERM with status 0.
+Clients ask whole and streamed, leave in between, and send wrong requests, garbage, and bytes one by one. Every answer
+is compared with that of the same request alone. With ``--crowd`` and ``--slow-readers`` many connections are opened at
+once before. At the end the server must be healthy, have no more descriptors and threads than before, have stayed in its
+budget, and end on SIGTERM with status 0.
 
 Example:
     python scripts/soak.py --seconds 7200 --under 'scripts/small_machine --warm {limit}' --json soak.json
@@ -14,20 +15,22 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import random
+import resource
 import shlex
 import socket
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import stress
-from hostile_clients import ACTS, send
-from stress import LIMIT_ROOM, Clients, Server, make_model, serving
+from stress import LIMIT_ROOM, Clients, Server, make_model, serving, wait_for_no_client
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -107,10 +110,124 @@ WRONG: list[tuple[str, bytes]] = [
 """Requests that get an error, with a status from 400 to 501."""
 
 
+# --- clients that send no answerable request --------------------------------------------------------------------------
+
+
+def head(length: object) -> bytes:
+    """Return the head of a request for a completion."""
+    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def a_list(item: bytes) -> list[bytes]:
+    """Return the pieces of a request with a long list in the place of text."""
+    pieces = [b'{"prompt": [', *[item * 9_500] * 100, item[:-1] + b"]}"]
+    return [head(sum(map(len, pieces))), *pieces]
+
+
+LONG = json.dumps({"prompt": "x y z", "max_tokens": 400, "stream": True}).encode()
+ACTS: dict[str, list[bytes]] = {
+    "leaves": [head(len(LONG)) + LONG],
+    "leaves early": [head(100) + b"{"],
+    "garbage": [b"\x16\x03\x01" + os.urandom(300) + b"\r\n\r\n"],
+    "no JSON": [head(5) + b"{]}[!"],
+    "huge": [head(10**12) + b"x" * 100_000],
+    "large": [head(20_000_000) + b'{"prompt": "', *[b"x" * 100_000] * 20],
+    "objects": a_list(b"{},"),
+    "numbers": a_list(b"1.5,"),
+    "slow": [head(200), *[b"{"] * 5],
+    "negative": [head(-1)],
+}
+"""The bytes that clients send, piece by piece."""
+
+
+def send(port: int, pieces: list[bytes], dice: random.Random) -> None:
+    """Send something, listen for a moment, and leave."""
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            if len(piece) == 1:
+                time.sleep(0.2)
+        connection.settimeout(dice.uniform(0.01, 0.5))
+        for _ in range(dice.choice((1, 1, 3, 30))):
+            if not connection.recv(1000):
+                break
+
+
+SLOW = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+"""A request whose bytes may come one by one."""
+
+
+def is_ended(port: int) -> bool:
+    """Send a byte a second. Return whether the server ends the connection when its time is over."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), 30) as connection, contextlib.suppress(OSError):
+        connection.sendall(head(200))
+        connection.settimeout(1)
+        while time.monotonic() - began < 2 * BODY_SECONDS:
+            connection.sendall(b"{")
+            with contextlib.suppress(TimeoutError):
+                if not connection.recv(1000):
+                    break
+    return time.monotonic() - began < 2 * BODY_SECONDS
+
+
+def crowd(port: int, number: int) -> dict[str, int]:
+    """Open connections at once, each second one with a request. Return how many were answered, refused and closed."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, number + 500), limit))
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(number)]
+        for connection in found[::2]:
+            with contextlib.suppress(OSError):
+                connection.sendall(head(len(SLOW)) + SLOW)
+        for connection in found[::2]:
+            try:
+                reply = connection.recv(1000)
+            except OSError:
+                reply = b""
+            counts[reply[9:12].decode() or "closed"] += 1
+        for connection in found[1::2]:  # the server ends those that are silent, once their time is over
+            with contextlib.suppress(OSError):
+                counts["silent, open" if connection.recv(1) else "silent, closed"] += 1
+    return dict(counts)
+
+
+def read_slowly(port: int, number: int) -> str:
+    """Ask for streams and read nothing for a while, then everything. Return the tokens that came."""
+    body = json.dumps({"prompt": "x y z", "max_tokens": 1000, "stream": True, "logprobs": 20}).encode()
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(120)
+            connection.connect(("127.0.0.1", port))
+            connection.sendall(head(len(body)) + body)
+            found.append(connection)
+        time.sleep(20)
+        num_complete = 0
+        for connection in found:
+            data = b""
+            with contextlib.suppress(OSError):
+                while b"[DONE]" not in data and (part := connection.recv(1 << 16)):
+                    data = data[-20:] + part
+            num_complete += b"[DONE]" in data
+    return f"{num_complete} of {number} streams complete"
+
+
+# --- the visitors -----------------------------------------------------------------------------------------------------
+
 Act = Callable[[random.Random], str]
 """A thing to do to a server. Returns its name, and "right" or "failed" where there is something to check."""
 
 CHANCES = {"whole": 6, "streamed": 6, "leave": 3, "wrong": 3, "garbage": 2}
+
+ONE_IN = 100
+"""One request of so many has a body of a byte a second."""
+
+BODY_SECONDS = 30
+"""The time that the server gives to a body."""
 
 
 class Visitors:
@@ -138,6 +255,8 @@ class Visitors:
 
     def act(self, number: int, dice: random.Random) -> str:
         """Do one of all things."""
+        if number % ONE_IN == ONE_IN // 2:
+            return self._drip(is_in_time=number % (2 * ONE_IN) < ONE_IN)
         kind = dice.choices(list(CHANCES), list(CHANCES.values()))[0]
         return dice.choice(self._acts[kind])(dice)
 
@@ -177,6 +296,19 @@ class Visitors:
             connection.settimeout(dice.uniform(0.001, 0.3))
             connection.recv(1000)
         return "leave"
+
+    def _drip(self, *, is_in_time: bool) -> str:
+        """Send a body of a byte a second, either a request that is just in time, or one that the server must end."""
+        if not is_in_time:
+            return "right: ended" if is_ended(self._port) else "failed: a slow body was not ended"
+        with socket.create_connection(("127.0.0.1", self._port), 60) as connection:
+            connection.sendall(head(len(SLOW)) + SLOW[:15])
+            for byte in SLOW[15:]:
+                time.sleep(1)
+                connection.sendall(bytes([byte]))
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            return "right: slow" if answer.status == 200 else f"failed: slow, status {answer.status}"
 
     def _ask(self, case: Case, *, is_streamed: bool) -> str:
         """Return an answer without numbers and times, in one form for whole and streamed ones."""
@@ -274,7 +406,13 @@ def main(arguments: list[str] | None = None) -> int:
         visitors = Visitors(server.port, args.texts)
         visitors.warm_up()
         clients = Clients(server, visitors.act, args.clients, args)
-        samples = [clients.idle_sample(), *clients.run()]
+        samples = [clients.idle_sample()]
+        if args.crowd:
+            print(f"crowd: {crowd(server.port, args.crowd)}, {clients.sample()}", flush=True)
+        if args.slow_readers:
+            print(f"slow readers: {read_slowly(server.port, args.slow_readers)}, {clients.sample()}", flush=True)
+        wait_for_no_client(server.process)
+        samples += clients.run()
         is_right = samples[-1].failed == 0 and server.is_healthy()
         peak = server.peak_bytes
         status = server.end()
@@ -288,12 +426,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = stress.make_parser(__doc__, seconds=600, pause=0.2)
-    parser.add_argument("--clients", type=int, default=6, help="clients at once (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seconds", type=float, default=600, help="end after this time (default: %(default)s)")
+    add("--pause", type=float, default=0.2, help="mean seconds between requests of a client (default: %(default)s)")
+    add("--interval", type=float, default=60, help="seconds between two samples (default: 60)")
+    add("--seed", type=int, default=0)
+    add("--clients", type=int, default=6, help="clients at once (default: %(default)s)")
     numbers, most = range(1, len(TEXTS) + 1), len(TEXTS)
-    parser.add_argument("--texts", type=int, choices=numbers, default=most, help="prompts (default: %(default)s)")
-    parser.add_argument("--budget-gb", type=float, default=0.2, help="budget of the server (default: %(default)s)")
-    parser.add_argument("--under", default="", metavar="COMMAND", help="runs the server; {limit} is the kernel limit")
+    add("--texts", type=int, choices=numbers, default=most, help="prompts (default: %(default)s)")
+    add("--crowd", type=int, default=0, help="connections that are opened at once before")
+    add("--slow-readers", type=int, default=0, help="streams that nobody reads for a while before")
+    add("--budget-gb", type=float, default=0.2, help="budget of the server (default: %(default)s)")
+    add("--under", default="", metavar="COMMAND", help="runs the server; {limit} is the kernel limit")
+    add("--json", type=Path, help="file for all numbers")
     return parser
 
 

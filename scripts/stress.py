@@ -1,9 +1,10 @@
-"""Parts that the stress tests of the server share: clients in threads, samples of the server, a tiny model."""
+"""Parts of the soak test of the server: clients in threads, samples of the server, a tiny model."""
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import statistics
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from servers import LIMIT_ROOM, Server, serving  # noqa: E402
 
-__all__ = ["LIMIT_ROOM", "Clients", "Sample", "Server", "make_model", "make_parser", "serving", "wait_for_no_client"]
+__all__ = ["LIMIT_ROOM", "Clients", "Sample", "Server", "make_model", "serving", "wait_for_no_client"]
 
 SHAPE = "--layers=2 --hidden-size=64 --intermediate-size=128 --heads=4 --kv-heads=2 --vocab-size=300 --dtype=float32"
 
@@ -34,22 +35,6 @@ def make_model(path: Path) -> Path:
     make = [sys.executable, ROOT / "scripts" / "make_random_model.py", path, *SHAPE.split()]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     return path
-
-
-def make_parser(description: str | None, *, pause: float | None, seconds: float | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of all stress tests."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=seconds, help="end after this time (default: %(default)s)")
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=pause,
-        help="mean seconds between two requests of a client (default: %(default)s)",
-    )
-    parser.add_argument("--interval", type=float, default=60, help="seconds between two samples (default: 60)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for all numbers")
-    return parser
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -106,8 +91,7 @@ class Clients:
         act: does one thing to the server, with the number of the request and its dice. Returns its name, which begins
             with "right" or "failed" where there is something to check.
         number: of clients.
-        args: the options of `make_parser`.
-        requests: end after so many; None leaves it to ``args.seconds``.
+        args: the options of ``soak.py``.
     """
 
     def __init__(
@@ -116,13 +100,12 @@ class Clients:
         act: Callable[[int, random.Random], str],
         number: int,
         args: argparse.Namespace,
-        requests: int | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._server, self._act, self._args = server, act, args
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self._numbers = iter(range(requests or sys.maxsize))
+        self._numbers = itertools.count()
         self._threads = [threading.Thread(target=self._work) for _ in range(number)]
 
     def run(self) -> list[Sample]:
@@ -184,11 +167,9 @@ class Clients:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        while not self._args.seconds or time.monotonic() - self._began < self._args.seconds:
+        while time.monotonic() - self._began < self._args.seconds:
             with self._lock:
-                number = next(self._numbers, None)
-            if number is None:
-                return
+                number = next(self._numbers)
             dice = random.Random(f"{self._args.seed} {number}")
             try:
                 result = self._act(number, dice)

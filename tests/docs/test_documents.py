@@ -101,8 +101,8 @@ def subcommand_flags(name: str) -> frozenset[str] | None:
 
 
 def shared_flags() -> str:
-    """Return the text of modules that add flags for several scripts and benchmarks."""
-    files = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "scripts" / "stress.py"]
+    """Return the text of modules that add flags for several benchmarks."""
+    files = (ROOT / "benchmarks").glob("*.py")
     return "".join(text for text in (file.read_text() for file in files) if "add_argument" in text)
 
 

@@ -39,7 +39,7 @@ from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.monitor import frames, rates
+from mlx_flash.monitor import rates
 from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.rates import system_memory
 from mlx_flash.prefixes import folder as pagefile
@@ -60,28 +60,12 @@ WORDS = (
 ).split(b" ")  # fmt: skip
 """Text that parsers may stumble over."""
 
+# fmt: off
 VALUES: list[Any] = [
-    *(
-        0,
-        -1,
-        1,
-        2**31,
-        2**63,
-        10**30,
-        1.5,
-        1e308,
-        float("nan"),
-        float("inf"),
-        True,
-        None,
-        "",
-        "x",
-        "\x1b[2J\x07",
-        "../../x",
-    ),
-    *("\ud800", [], {}, [[]], {"": None}, ["a", "b"], "a" * 5000, [0] * 500),
+    0, -1, 1, 2**31, 2**63, 10**30, 1.5, 1e308, float("nan"), float("inf"), True, None, "", "x", "\x1b[2J\x07",
+    "../../x", "\ud800", [], {}, [[]], {"": None}, ["a", "b"], "a" * 5000, [0] * 500,
 ]
-
+# fmt: on
 
 TIMES = (1, 1, 2, 3, 8)
 
@@ -457,42 +441,8 @@ def state(folder: Path) -> Iterator[Case]:
     with (
         patch.object(rates, "find", lambda: found),
         patch.object(rates, "system_memory", lambda: memory),
-        remembered_lines(),
     ):
         yield case
-
-
-def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that keeps its last results, by a key made of its arguments."""
-    results: dict[Any, Any] = {}
-
-    def call(*args: Any) -> Any:
-        name = key(*args)
-        if name not in results:
-            if len(results) >= 10_000:
-                results.clear()
-            results[name] = function(*args)
-        return results[name]
-
-    return call
-
-
-@contextmanager
-def remembered_lines() -> Iterator[None]:
-    """Make each line of a frame once: most lines of a case are those of others, and lines take most of its time."""
-    make, fit, legend = frames._line, frames._fit, frames._legend
-    text = remembered(make, lambda *parts: parts)
-    fitted = remembered(  # a text that is kept has an id of its own
-        lambda text, canvas: (text, list(fit(text, canvas))), lambda text, canvas: (id(text), canvas.width)
-    )
-    changes = {
-        "_line": lambda *parts: text(*parts) if len(parts) > 1 else make(*parts),
-        "_fit": lambda *parts: fitted(*parts)[1],
-        "_legend": remembered(lambda *parts: list(legend(*parts)), lambda parts, canvas: (*parts, canvas.width)),
-        "chart": remembered(frames.chart, lambda values, top, rows, glyphs: (tuple(values), top, rows, id(glyphs))),
-    }
-    with patch.multiple(frames, **changes):
-        yield
 
 
 @contextmanager
@@ -557,25 +507,6 @@ def prompt_cache(folder: Path) -> Iterator[Case]:
 
     with OneFile(folder / "cache.safetensors") as file, patch.object(safetensors, "open_regular", file.opened):
         yield case
-
-
-class ByteDice(random.Random):
-    """Dice whose numbers are given bytes, and ordinary ones after their end."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(len(data))
-        self._data = data
-        self._at = 0
-
-    def random(self) -> float:
-        """Return a number from 0 up to 1. It takes two bytes."""
-        self._at += 2
-        taken = self._data[self._at - 2 : self._at]
-        return int.from_bytes(taken, "little") / 65536 if len(taken) == 2 else super().random()
-
-    def getrandbits(self, k: int, /) -> int:
-        """Return a number of ``k`` bits."""
-        return int(self.random() * (1 << k))
 
 
 TARGETS: dict[str, Target] = {

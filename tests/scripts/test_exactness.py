@@ -31,7 +31,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def report(state: Path) -> int:
-    words = [str(ROOT / "examples" / "pair" / "target"), "--kinds", "text", "chat", "--budgets", "1"]
+    words = [str(ROOT / "examples" / "pair" / "target"), "--kinds", "text", "chat", "score", "--budgets", "1"]
     return int(exactness.main([*words, "--prompt-tokens", "40", "--tokens", "8", "--state", str(state)]))
 
 
@@ -41,10 +41,10 @@ def test_answers_are_compared_once_and_a_wrong_one_is_noticed(
     state = tmp_path / "state.jsonl"
     assert report(state) == 0
     assert [(job.kind, job.budget, job.step is None) for job in jobs] == [
-        (kind, *each) for kind in ("text", "chat") for each in (("1", True), ("1", False), (None, False))
+        (kind, *each) for kind in ("text", "chat", "score") for each in (("1", True), ("1", False), (None, False))
     ]
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert [row.split(" | ")[-1] for row in rows] == ["1 of 1 |", "4 of 4 |"]
+    assert [row.split(" | ")[-1] for row in rows] == ["1 of 1 |", "4 of 4 |", "1 of 1 |"]
 
     jobs.clear()
     assert report(state) == 0 and not jobs
@@ -57,4 +57,4 @@ def test_answers_are_compared_once_and_a_wrong_one_is_noticed(
     state.write_text("".join(json.dumps(line) + "\n" for line in kept))
     assert report(state) == 1
     assert [job.budget for job in jobs] == ["1", "1"]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("| 3 of 4 |")
+    assert capsys.readouterr().out.splitlines()[-2].endswith("| 3 of 4 |")

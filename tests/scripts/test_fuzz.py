@@ -26,21 +26,6 @@ def test_damaged_input_is_refused(name: str, tmp_path: Path, monkeypatch: pytest
     fuzzing.run(name, tmp_path, 0, range(60))
 
 
-@pytest.mark.parametrize("name", fuzzing.TARGETS)
-def test_input_made_from_given_bytes_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    with fuzzing.TARGETS[name](tmp_path) as case:
-        for data in (b"", b"\0" * 100, b"\xff" * 100, bytes(range(256)), bytes(range(255, -1, -1))):
-            case(fuzzing.ByteDice(data))
-
-
-def test_bytes_choose_the_numbers() -> None:
-    dice = fuzzing.ByteDice(b"\0\x80\0\x40\xff\xff")
-    assert (dice.random(), dice.getrandbits(4), dice.getrandbits(8)) == (0.5, 4, 255)
-    assert fuzzing.ByteDice(b"").random() == fuzzing.ByteDice(b"").random()
-
-
 def test_the_script_reports_what_fails(tmp_path: Path) -> None:
     program = (
         "import fuzzing, sys, runpy\n"

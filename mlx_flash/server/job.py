@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.generation.member import Reading
+from mlx_flash.generation.batches import Reading
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Answer, End, Event, Failed, Reason
 from mlx_flash.server.prompts import NO_PROMPT, Prompt

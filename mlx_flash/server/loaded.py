@@ -13,7 +13,7 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from mlx_flash.errors import BudgetError, RefusedError
-from mlx_flash.generation.member import Reading
+from mlx_flash.generation.batches import Reading
 from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.kvpool import park
 from mlx_flash.layout.reachable import arrays_in

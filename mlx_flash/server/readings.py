@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import RefusedError
-from mlx_flash.generation.member import Reading
+from mlx_flash.generation.batches import Reading
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.events import Piece, TokenChance, TokenDetail, Vector
 from mlx_flash.server.job import Job

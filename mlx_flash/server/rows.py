@@ -18,8 +18,7 @@ from mlx_flash.compat.batchgenerator import Progress as PromptProgress
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation import generate_step, speculative_generate_step
-from mlx_flash.generation.batches import RowGenerator, may_batch
-from mlx_flash.generation.member import Member, Reading
+from mlx_flash.generation.batches import Member, Reading, RowGenerator, may_batch
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan

@@ -29,7 +29,7 @@ def expected_of(directory: Path, **options: Any) -> list[Tokens]:
 def by_oracles(monkeypatch: pytest.MonkeyPatch, texts: list[Tokens]) -> None:
     """Let each sequence of a batch guess two thirds of its text right."""
     known = {tuple(prompt): [token for token, _ in text] for prompt, text in zip(PROMPTS, texts, strict=True)}
-    monkeypatch.setattr("mlx_flash.generation.member.Lookup", lambda prompt: Oracle(known[tuple(prompt)]))
+    monkeypatch.setattr("mlx_flash.generation.batches.Lookup", lambda prompt: Oracle(known[tuple(prompt)]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2", "qwen3_moe"])

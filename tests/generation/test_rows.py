@@ -20,8 +20,7 @@ from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
-from mlx_flash.generation.batches import RowGenerator
-from mlx_flash.generation.member import Member
+from mlx_flash.generation.batches import Member, RowGenerator
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure

@@ -40,7 +40,6 @@ from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.monitor.rates import SystemMemory, system_memory
 from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.speed import load_speed
 from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
@@ -112,8 +111,7 @@ def _cold(engine: Engine) -> str:
 MACHINE = """
 Machine: {versions.platform}, {num_processors:processor}
 Memory: {memory.available:size} of {memory.total:size} free, {memory.swap_used:size} swapped out
-Disk: {disk.device} at {disk.mount}, {disk.file_system}, {disk.free_bytes:size} free, \
-{disk.is_network:network}, {disk.is_external:external}, {disk.is_encrypted:encrypted}
+Disk: {disk.device} at {disk.mount}, {disk.file_system}, {disk.free_bytes:size} free
 Disk speed: {profile.bytes_per_second:GB/s}, {profile.direct:direct}, {profile.queue_depth} x {profile.read_size:size}
 MLX: {versions.versions.mlx} on {device}, mlx-lm {versions.versions.mlx_lm}, Python {versions.versions.python}
 Self-test: reads are {selftest.way}, blocks lost of {selftest.num_blocks}: {lost}, {selftest.seconds:duration}
@@ -122,6 +120,9 @@ Self-test: reads are {selftest.way}, blocks lost of {selftest.num_blocks}: {lost
 
 SLOW_DISK = 1e9
 """Bytes a second below which a disk is called slow: a token of a model of 10 GB that is not in memory takes 10 s."""
+
+NEARLY_FULL = 0.05
+"""A disk with a smaller share free is nearly full: many SSDs are slower then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,26 +181,21 @@ def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
     """Return the speed of a disk. Without a model to read, a file is written for the moment."""
     direct = reads_directly(config.io)
     if path is not None:
-        return disk_profile(
-            max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path,
-            direct,
-            may_cache=config.io == "auto",
-        )
+        return disk_profile(max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path, direct)
     with sample_in(cache_directory()) as file:
-        return disk_profile(file, direct, may_cache=config.io == "auto")
+        return disk_profile(file, direct)
 
 
 def advice(found: Findings) -> Iterator[str]:
     """Yield what is worth knowing, one sentence or two each."""
     disk, memory, test = found.disk, found.memory, found.selftest
-    if disk.is_network:
-        yield f"{disk.mount} is a network file system ({disk.file_system}). Hint: copy models to an internal disk."
-    if disk.is_external:
-        yield f"{disk.device} is an external disk. Hint: copy models to an internal one if that is faster."
-    if disk.is_nearly_full:
+    if disk.free_bytes < NEARLY_FULL * disk.total_bytes:
         yield f"{disk.mount} has {size(disk.free_bytes)} of {size(disk.total_bytes)} free. Nearly full SSDs are slow."
     if found.profile.bytes_per_second < SLOW_DISK:
-        yield f"{disk.mount} reads only {found.profile.bytes_per_second / GB:.2f} GB/s, which large models wait for."
+        yield (
+            f"{disk.mount} ({disk.device}, {disk.file_system}) reads only {found.profile.bytes_per_second / GB:.2f} "
+            "GB/s, which large models wait for. Hint: copy them to a faster disk, such as an internal one."
+        )
     if not found.profile.direct:
         yield f"{disk.mount} ({disk.file_system}) has no direct reads: weights pass through the page cache."
     if memory.swap_used > memory.total // 10:
@@ -222,13 +218,12 @@ def _numbers(release: str) -> list[int]:
 
 
 def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
-    """Measure a short run, then plan for several budgets with the speeds that it reached. Print, or return for JSON."""
+    """Measure a short run, then plan for several budgets. Print, or return for JSON."""
     tokenizer = tokenizer_if_any(path, args)
     prepared = prepare_model(args, path, config)  # before the run, which takes memory
     del tokenizer
     report, plan, _ = measure(args, path, config)
-    reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed
-    budgets = budgets_of(replace(prepared, machine=prepared.machine.at_speed(reached)), config)
+    budgets = budgets_of(prepared, config)
     if not args.json:
         shown = {**report, "within_budget": None}  # the self-test is part of the process, but not of the plan
         print_rich(Group("", render_run(shown, plan), tabled(BUDGETS, budgets)), out)

@@ -41,7 +41,6 @@ from mlx_flash.monitor.words import counted, filled, printable, size, told
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION
-from mlx_flash.residency.speed import SPEEDS
 from mlx_flash.sessions import remove_orphans, remove_unheld
 from mlx_flash.storage.probe import PROFILES, sample_in
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
@@ -193,7 +192,7 @@ def list_models() -> list[Json]:
 
 def _remove_small_files() -> None:
     """Remove what was measured, and what killed processes have left. The count of disk writes stays."""
-    for measurements in (PROFILES, SPEEDS, SELF_TESTS, ATTENTION, HELD):
+    for measurements in (PROFILES, SELF_TESTS, ATTENTION, HELD):
         file = measurements.file
         for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)

@@ -354,7 +354,7 @@ def _more_facts(layout: ModelLayout, plan: ResidencyPlan) -> Json:
         "heads": _residences(layout.heads, plan),
         "embeddings": _residences(layout.embeddings, plan),
         "compression_in_words": plan.compression and compression_in_words(plan.compression),
-        "likely_seconds": None if plan.is_measured else plan.seconds_range[1],
+        "likely_seconds": plan.seconds_range[1],
         "batch_speeds": ", ".join(f"{number}: {rate(speed)}" for number, speed in speeds.items()),
         "first_tokens": ", ".join(f"{_thousands(n)} tokens {duration(seconds)}" for n, seconds in waits.items()),
         "long": long and _thousands(long),

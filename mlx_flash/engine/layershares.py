@@ -10,10 +10,10 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import Chain, Peers, RankSpeed, follow_files, share_layers
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Machine
 
 
 def make_chain(

@@ -57,7 +57,6 @@ class Passes:
         self._counters = counters
         keeps_answers = session.prefixes is not None and session.prefixes.keeps_answers
         self.is_in_memory = session.chain is None and not keeps_answers and session.engine.is_resident
-        self._meter = None if self.is_in_memory else session.meter  # nothing is read
 
     def admit(self, plan: ResidencyPlan, call: ForwardCall) -> bool:
         """Let a call of a model in memory begin as it is, if there is room for it. Return whether it may.
@@ -236,7 +235,7 @@ class Passes:
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:
         """Compute some calls in one pass, and count it."""
-        num_tokens = num_sequences = num_decoding = num_guesses = 0
+        num_tokens = num_sequences = num_decoding = 0
         for calls in lanes:
             certain = calls if calls[0].checkpoints is None else calls[:1]
             size = sum([call.num_tokens for call in certain if not call.is_head])
@@ -244,10 +243,7 @@ class Passes:
             num_tokens += size
             num_sequences += batch_size
             num_decoding += batch_size if size == batch_size else 0
-            num_guesses += len(calls) - len(certain)
         self._counters.begin(num_tokens, num_sequences, num_decoding)
-        if self._meter is not None:
-            self._meter.begin(is_comparable=len(lanes) == 1 and num_tokens == num_sequences)
         try:
             output = run()
         except BaseException:
@@ -255,8 +251,6 @@ class Passes:
             self._session.engine.recover()
             raise
         self._counters.end()
-        if len(lanes) == 1 and self._meter is not None:
-            self._meter.end(num_tokens, num_sequences, num_guesses)
         return output
 
 

@@ -33,11 +33,10 @@ from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.footprint import map_large_blocks
 from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
 from mlx_flash.residency.kv import for_context, with_stock_caches
-from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
+from mlx_flash.residency.machine import Machine, has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
-from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
-from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.status import PassCounters, Running, Status
@@ -25,12 +24,18 @@ from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
 from mlx_flash.residency.kv import largest_page
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.probe import forget_profile
+from mlx_flash.storage.probe import doubt_profile
 from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
 
 _CACHED_SIZE, _CACHED_DEPTH = 2 << 20, 4
 """Read size and queue depth where all bytes are in the page cache."""
+
+MIN_READ_BYTES = 64 << 20
+"""Less that was read says little of a disk."""
+
+HALF = 0.5
+"""Share of the probed speed below which a disk is probed once more."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -48,7 +53,6 @@ class Session:
 
     Attributes:
         engine: carries the plan out.
-        meter: measures the speed that is reached. There from :meth:`start` on.
         prefixes: the prefix cache; None where the settings want none.
         chain: what each rank computes; None where there is one rank.
     """
@@ -89,7 +93,7 @@ class Session:
             self.engine.start(progress)
         with ExitStack() as stack:
             stack.callback(self.engine.close)
-            self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats)
+            self._read_at_start = reader.stats
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
@@ -121,12 +125,18 @@ class Session:
             self._publisher.close()
         if self.prefixes is not None:
             self.prefixes.close()
-        if self._has_started:
-            machine = self._prepared.machine
-            if self.meter.save(machine.speed_key, machine.speed):
-                forget_profile(self._prepared.checkpoint.shards[0].path)
+        if self._has_started and self._is_slow():
+            doubt_profile(self._prepared.checkpoint.shards[0].path)
         self._reader.close()
         end_limit(self)
+
+    def _is_slow(self) -> bool:
+        """Return whether the disk gave less than half of its probed speed, if enough came from it to tell."""
+        plan, before, now = self._prepared.plan, self._read_at_start, self._reader.stats
+        nbytes, seconds = now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds
+        if plan.pool is not None or nbytes < MIN_READ_BYTES or now.cached_bytes > before.cached_bytes:
+            return False  # experts come as fast as calls need them
+        return nbytes < HALF * seconds * plan.disk_bytes_per_second
 
 
 def _running() -> list[Running]:
@@ -147,7 +157,7 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
 
 
 def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
-    plan, disk = prepared.plan, prepared.machine.disk
+    plan = prepared.plan
     layout, checkpoint = prepared.layout, prepared.checkpoint
     parameters = [p for unit in [*layout.units, *layout.towers] for p in [*unit.large, *unit.small]]
     records = [record for p in [*parameters, *layout.resident] for record in p.records]
@@ -164,7 +174,6 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         arrival=prepared.machine.arrival,
         tables=checkpoint.tables,
         identities=checkpoint.identities,
-        through_cache=disk.through_cache,
         room=_room(config, plan),
     )
 

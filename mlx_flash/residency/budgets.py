@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.kv import PROMISED_CONTEXT, promised_bytes
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Machine
 
 NUM_BUDGETS = 6
 CONTEXTS = tuple(1024 << i for i in range(11))

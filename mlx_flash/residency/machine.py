@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -23,14 +22,13 @@ from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.driver import context_bytes, has_own_memory, write_zeros
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.lazy import active_memory
-from mlx_flash.memory.others import OtherLoad, least
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.scores import bytes_per_pair
-from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
 from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH
 from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.safetensors import Checkpoint
 from mlx_flash.storage.selftest import reads_directly, way_of_reading
 
@@ -63,10 +61,66 @@ GROWTH_BYTES = {"cpu": BASE_STEP, "metal": BASE_STEP, "cuda": 4 * BASE_STEP}
 _counted: list[int] = []
 """The footprint that plans of this process count; empty before the first one."""
 
-MIN_PROBED_BYTES = 128 << 20
-"""Smaller files are probed anew for each plan: reading them says little of a disk."""
+CLEAN_TRIALS, MOST_TRIALS = 4, 16
+
+CLEAN = 0.8
+"""A trial on the processor is clean if this process used it for so much of the time at least."""
 
 _FALLBACK_BYTES_PER_SECOND = 10e9
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that a plan is made for.
+
+    Attributes:
+        total_memory: bytes this process could ever have.
+        available_memory: bytes that are free now.
+        base_bytes: footprint of the process before any weight.
+        active_bytes: the part of it that MLX arrays of others take.
+        context_bytes: the part of it that CUDA takes on a GPU with memory of its own: its context, and kernels.
+        runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
+        disk: how the checkpoint's disk reads.
+        compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
+        barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
+        has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
+        exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
+            head that is streamed passes through a slot whole.
+        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads need bounce buffers.
+        kv_disk_bytes: free where files of the KV cache are put.
+        largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
+        prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
+        resident_bytes_per_second: as ``compute_bytes_per_second``, for weights that stay in a GPU's own memory; 0 where
+            the processor and MLX's device share memory, so that all weights compute equally fast.
+        operation_seconds: starting an operation on a GPU with memory of its own; 0 elsewhere.
+        reached_bytes: the peak of the process while it loaded the tokenizer; 0 for none that counts.
+        compression: of the checkpoint; None where nothing is compressed.
+    """
+
+    total_memory: int
+    available_memory: int
+    base_bytes: int
+    active_bytes: int
+    runtime_bytes: int
+    disk: DiskProfile
+    compute_bytes_per_second: float
+    barrier_seconds: float
+    has_buffer_cache: bool
+    exact_tiles: bool
+    arrival: Arrival = "in place"
+    kv_disk_bytes: int = 1 << 62
+    largest_array: int = 1 << 62
+    prompt_speedup: float = 1.0
+    resident_bytes_per_second: float = 0.0
+    operation_seconds: float = 0.0
+    reached_bytes: int = 0
+    compression: Compression | None = None
+    context_bytes: int = 0
+
+    @property
+    def kept_bytes_per_second(self) -> float:
+        """Weight bytes that it works through when they stay in memory."""
+        return self.resident_bytes_per_second or self.compute_bytes_per_second
 
 
 def look_at_machine(
@@ -80,13 +134,14 @@ def look_at_machine(
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
     """
-    disk = disk_profile(shard, reads_directly(config.io), may_cache=config.io == "auto")
-    compression = None
+    disk = disk_profile(shard, reads_directly(config.io))
+    compute_speed, compression = compute_bytes_per_second(layout), None
     if checkpoint is not None and checkpoint.tables:
-        compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, 1.0, computes_on_cores())
+        cores = computes_on_cores()
+        compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, compute_speed, cores)
         disk = replace(disk, bytes_per_second=compression.weight_bytes_per_second)
-    key = speed_key(shard, layout, disk)
-    speed = _speed(key, shard, layout, disk)
+    read_size, queue_depth = _reads(config, disk, compression)
+    speeds = prompt_speedup(layout), resident_bytes_per_second(layout), operation_seconds()
     bytes_per_pair(layout.attention)  # tried before the footprint is taken: on a GPU, kernels that have run take memory
     return Machine(
         total_memory=total_memory(),
@@ -95,26 +150,18 @@ def look_at_machine(
         active_bytes=active_memory(),
         context_bytes=context_bytes(),
         runtime_bytes=RUNTIME_BYTES[_back_end()] + bool(layout.experts) * RUNTIME_BYTES_OF_EXPERTS[_back_end()],
-        disk=DiskProfile(
-            speed.disk_bytes_per_second,
-            *_reads(config, disk, compression),
-            disk.direct,
-            disk.through_cache,
-        ),
-        compute_bytes_per_second=speed.compute_bytes_per_second,
-        barrier_seconds=speed.barrier_seconds,
+        disk=replace(disk, read_size=read_size, queue_depth=queue_depth),
+        compute_bytes_per_second=compute_speed,
+        barrier_seconds=barrier_seconds(),
         has_buffer_cache=mx.default_device() == mx.gpu,
+        exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
         arrival=way_of_reading(),
         kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
         largest_array=int(mx.device_info().get("max_buffer_length", 1 << 62)),
-        exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
-        prompt_seconds_per_token=speed.prompt_seconds_per_token,
-        is_measured=speed.is_measured,
-        prompt_speedup=speed.prompt_speedup,
-        speed_key=key,
-        resident_bytes_per_second=speed.resident_bytes_per_second,
-        operation_seconds=speed.operation_seconds,
-        compression=compression and replace(compression, compute_bytes_per_second=speed.compute_bytes_per_second),
+        prompt_speedup=speeds[0],
+        resident_bytes_per_second=speeds[1],
+        operation_seconds=speeds[2],
+        compression=compression,
     )
 
 
@@ -150,37 +197,6 @@ def _counted_base() -> int:
     if not _counted or not _counted[0] - BASE_STEP < now <= _counted[0] + step:
         _counted[:] = [round_up(now, BASE_STEP)]
     return _counted[0]
-
-
-def speed_key(shard: Path, layout: ModelLayout, disk: DiskProfile) -> str:
-    """Return the name under which the speeds of a model on its disk are kept."""
-    kind = "direct" if disk.direct else "buffered"
-    place = f"{platform.node()}:{shard.stat().st_dev}:{kind}:{_back_end()}"
-    return f"{place}:{shard.resolve().parent}:{layout.nbytes}"
-
-
-def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Speed:
-    """Return the speeds that the last run reached; without one, those of a probe.
-
-    Later plans use those of the probe too, unless other processes were busy meanwhile.
-    """
-    known = load_speed(key)
-    if known is not None:
-        if has_own_memory():
-            prompt_speedup(layout)  # for the same footprint as after a probe
-        return known
-    others = OtherLoad()
-    speed = Speed(
-        disk.bytes_per_second,
-        compute_bytes_per_second(layout),
-        barrier_seconds(),
-        prompt_speedup=prompt_speedup(layout),
-        resident_bytes_per_second=resident_bytes_per_second(layout),
-        operation_seconds=operation_seconds(),
-    )
-    if shard.stat().st_size >= MIN_PROBED_BYTES and not others.is_high:
-        save_speed(key, speed)
-    return speed
 
 
 def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
@@ -271,7 +287,7 @@ def prompt_speedup(layout: ModelLayout) -> float:
     linear = _largest_linear(layout)
     if linear is None:
         return 1.0
-    part, arena = _some_rows(linear)
+    part, arena = _some_rows(linear, _PROMPT_TOKENS // 2 if computes_on_cores() else 1)
     one, many = (_inputs(linear, part, num_tokens) for num_tokens in (1, _PROMPT_TOKENS))
     first, second = _least(lambda: _seconds_after_writing(part, one, arena)), _least(lambda: _seconds(part, many))
     return _PROMPT_TOKENS * first / second
@@ -290,10 +306,6 @@ def _back_end() -> str:
     return "cuda" if has_own_memory() else "metal"
 
 
-def _device_type() -> mx.DeviceType:
-    return mx.DeviceType(mx.default_device().type)
-
-
 def _largest_linear(layout: ModelLayout) -> nn.Module | None:
     modules = [
         (parameter.nbytes, parameter.container)
@@ -304,10 +316,10 @@ def _largest_linear(layout: ModelLayout) -> nn.Module | None:
     return max(modules, key=lambda entry: entry[0])[1] if modules else None
 
 
-def _some_rows(linear: nn.Module) -> tuple[nn.Module, Arena]:
-    """Return the first rows of a linear layer, with the memory that holds them instead of weights."""
+def _some_rows(linear: nn.Module, divisor: int = 1) -> tuple[nn.Module, Arena]:
+    """Return the first rows of a linear layer, fewer with a divisor, in memory of their own instead of weights."""
     weight = linear["weight"]
-    limit = _PROBE_BYTES[_device_type()]
+    limit = _PROBE_BYTES[mx.DeviceType(mx.default_device().type)] // divisor
     limit //= _QUANTIZED_SHARE if "scales" in linear and mx.default_device() == mx.cpu else 1
     num_rows = weight.shape[0]
     rows = max(1, min(num_rows, limit * num_rows // max(1, weight.nbytes)))
@@ -333,7 +345,14 @@ def _inputs(linear: nn.Module, part: nn.Module, num_tokens: int) -> mx.array:
 
 
 def _least(trial: Callable[[], float]) -> float:
-    return least(trial, on_cores=computes_on_cores())
+    """Return the least of several times. Trials go on while other processes take the processor in between."""
+    times: list[float] = []
+    num_clean = 0
+    while num_clean < CLEAN_TRIALS and len(times) < MOST_TRIALS:
+        began, used = time.perf_counter(), time.process_time()
+        times.append(trial())
+        num_clean += not computes_on_cores() or time.process_time() - used >= CLEAN * (time.perf_counter() - began)
+    return min(times)
 
 
 def _seconds(function: Callable[[mx.array], mx.array | list[mx.array]], x: mx.array) -> float:

@@ -124,7 +124,6 @@ class ResidencyPlan:
         kv_seconds: what reading the KV cache of that context adds to a pass.
         lent_seconds: what weights in the room for waiting parts of prompts save a pass that decodes.
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
-        is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
         compression: of the checkpoint; None where nothing is compressed.
         kept_every: tokens between two windows and states of a prompt that the prefix cache keeps; 0 if it keeps none.
     """
@@ -156,7 +155,6 @@ class ResidencyPlan:
     kv_seconds: float = 0.0
     lent_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
-    is_measured: bool = False
     compression: Compression | None = None
     kept_every: int = 0
     context_bytes: int = 0
@@ -215,7 +213,7 @@ class ResidencyPlan:
     @property
     def seconds_range(self) -> tuple[float, float]:
         """Predicted time at the beginning, from and to: a short probe sees the disk and the processor at their best."""
-        return self.opening_seconds, self.opening_seconds * (1.0 if self.is_measured else PROBE_OPTIMISM)
+        return self.opening_seconds, PROBE_OPTIMISM * self.opening_seconds
 
     def seconds_to_first_token(self, num_tokens: int) -> float:
         """Return the predicted time from a prompt to its first token, with no token found in a cache."""

@@ -15,12 +15,11 @@ from mlx_flash.memory.pagecache import round_up
 from mlx_flash.memory.pressure import MemoryReading
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
 from mlx_flash.residency.lent import opening_seconds
-from mlx_flash.residency.machine import BASE_STEP
+from mlx_flash.residency.machine import BASE_STEP, Machine
 from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb
 from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.search import best, everything, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.task import Reserve, Task, cache_limit_of
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE, SMALL_READS_SHARE

@@ -12,10 +12,10 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.kv import in_memory, kept_every, on_disk, prefix_bytes, promised_bytes
 from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes, shares_on_disk
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, add_up, choose
 from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, UnitSize
-from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.timing import pool_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import ExpertSizes, ModelSizes
-from mlx_flash.residency.speed import Machine
 from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3
@@ -30,8 +30,7 @@ def with_times(sizes: ModelSizes, machine: Machine, plan: ResidencyPlan) -> Resi
     plan = replace(
         plan,
         streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
-        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(sizes, machine, streaming),
-        is_measured=machine.is_measured,
+        prompt_seconds_per_token=_prompt_seconds(sizes, machine, streaming),
     )
     if not plan.kv.num_on_disk:
         return plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +19,10 @@ class Measurements:
 
     Args:
         name: of the file.
-        max_age: entries that are older, in seconds, are dropped when another one is saved.
     """
 
-    def __init__(self, name: str, max_age: float = math.inf) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._max_age = max_age
 
     @property
     def file(self) -> Path:
@@ -42,19 +39,7 @@ class Measurements:
 
     def save(self, key: str, entry: dict[str, Any]) -> None:
         """Add an entry, and the time."""
-        now = time.time()
-        kept = {name: known for name, known in self.load().items() if self._is_fresh(known, now)}
-        self._write({**kept, key: {**entry, "time": now}})
-
-    def drop(self, start: str) -> None:
-        """Drop all entries whose keys begin with some text."""
-        self._write({name: known for name, known in self.load().items() if not name.startswith(start)})
-
-    def _write(self, entries: dict[str, Any]) -> None:
+        entries = {**self.load(), key: {**entry, "time": time.time()}}
         with suppress(OSError):  # such as a read-only home
             make_private(self.file.parent)
             write_atomically(self.file, json.dumps(entries, indent=1))
-
-    def _is_fresh(self, entry: object, now: float) -> bool:
-        written = entry.get("time") if isinstance(entry, dict) else None
-        return isinstance(written, float) and 0 <= now - written <= self._max_age

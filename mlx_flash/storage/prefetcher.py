@@ -231,7 +231,6 @@ class BackgroundPrefetcher:
         read_size: bytes of one read; rounded up to whole pages.
         queue_depth: reads in flight at once, ahead and for callers that wait.
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
-        through_cache: read through the page cache, although reads could bypass it; the pages are dropped at once.
         room: returns the memory in bytes that the page cache may use for the files; None for none.
         tables: the places of the blocks in files of compressed tensors. Without its table, a file is read as it is.
         identities: the files as they were when the model was loaded. Without its own, a file counts as it is opened.
@@ -252,7 +251,6 @@ class BackgroundPrefetcher:
         read_size: int = DEFAULT_READ_SIZE,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         arrival: Arrival = "in place",
-        through_cache: bool = False,
         room: Callable[[], int] = lambda: 0,
         tables: Mapping[Path, BlockTable] | None = None,
         identities: Mapping[Path, FileIdentity] | None = None,
@@ -260,7 +258,7 @@ class BackgroundPrefetcher:
         tables, known = tables or {}, identities or {}
         self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
-        self._ranges = RangeReader(self.read_size, arrival, through_cache=through_cache)
+        self._ranges = RangeReader(self.read_size, arrival)
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
         self._lock = threading.Lock()

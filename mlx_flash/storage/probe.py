@@ -6,17 +6,12 @@ import math
 import mmap
 import os
 import platform
-import plistlib
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,7 +19,6 @@ from mlx_flash import enginethread
 from mlx_flash.errors import WriteError
 from mlx_flash.files import nearest
 from mlx_flash.memory.hugepages import use_huge_pages
-from mlx_flash.memory.others import OtherLoad
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.measured import Measurements
@@ -53,15 +47,6 @@ def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview
         yield path
 
 
-NETWORK = {"9p", "afpfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "webdav"}
-"""File systems whose bytes come over a network."""
-
-NEARLY_FULL = 0.05
-"""A disk with a smaller share free is nearly full: many SSDs are slower then."""
-
-_BLOCK = Path("/sys/class/block")
-
-
 @dataclass(frozen=True, slots=True)
 class Disk:
     """A disk.
@@ -71,9 +56,6 @@ class Disk:
         mount: where it is mounted.
         file_system: kind of file system.
         total_bytes, free_bytes: its room.
-        is_network: its bytes come over a network.
-        is_external: attached by a cable, as over USB; None where the system does not say.
-        is_encrypted: encrypted by the system; None where it does not say.
     """
 
     device: str
@@ -81,14 +63,6 @@ class Disk:
     file_system: str
     total_bytes: int
     free_bytes: int
-    is_network: bool
-    is_external: bool | None
-    is_encrypted: bool | None
-
-    @property
-    def is_nearly_full(self) -> bool:
-        """True when little is free."""
-        return self.free_bytes < NEARLY_FULL * self.total_bytes
 
 
 def disk_of(path: Path) -> Disk:
@@ -98,52 +72,12 @@ def disk_of(path: Path) -> Disk:
     part = max(mounts, key=lambda part: len(Path(part.mountpoint).parts), default=None)
     device, mount, kind = ("?", "/", "?") if part is None else (part.device, part.mountpoint, part.fstype)
     usage = shutil.disk_usage(found)
-    is_external, is_encrypted = _look_at_macos(mount) if sys.platform == "darwin" else _look_at_linux(device, found)
-    return Disk(device, mount, kind, usage.total, usage.free, kind in NETWORK, is_external, is_encrypted)
-
-
-def _look_at_linux(device: str, path: Path) -> tuple[bool | None, bool | None]:
-    """Return whether a block device is external, and whether it is encrypted: through all devices that it lies on."""
-    node = _BLOCK / Path(os.path.realpath(device)).name
-    if not device.startswith("/dev/") or not node.exists():
-        return None, None
-    nodes = _with_slaves(node.resolve())
-    is_external = any("/usb" in str(node) or _says(node, "removable", "1") for node in nodes)
-    return is_external, any(_says(node, "dm/uuid", "CRYPT-") for node in nodes)
-
-
-def _with_slaves(node: Path) -> list[Path]:
-    """Return a block device, the disk that it is a part of, and those that they lie on."""
-    found = [node, node.parent] if (node / "partition").exists() else [node]
-    slaves = [slave.resolve() for each in found for slave in (each / "slaves").glob("*")]
-    return found + [each for slave in slaves for each in _with_slaves(slave)]
-
-
-def _says(node: Path, name: str, beginning: str) -> bool:
-    file = node / name
-    return file.is_file() and file.read_text().startswith(beginning)
-
-
-def _look_at_macos(mount: str) -> tuple[bool | None, bool | None]:
-    """Return what ``diskutil`` says: whether a disk is external, and whether it is encrypted."""
-    try:
-        done = subprocess.run(["diskutil", "info", "-plist", mount], capture_output=True, check=True, timeout=10)
-        told: dict[str, Any] = plistlib.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, plistlib.InvalidFileException):
-        return None, None
-    internal, encrypted = told.get("Internal"), told.get("FileVault", told.get("Encryption"))
-    return None if internal is None else not internal, encrypted
+    return Disk(device, mount, kind, usage.total, usage.free)
 
 
 CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))
 """(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight
 are enough for the fastest."""
-
-CACHE_CANDIDATES = ((4 << 20, 4), (1 << 20, 8))
-"""The same for reads through the page cache, whose pages are dropped at once."""
-
-WORTH_COPYING = 1.15
-"""Such reads take half a core for each GB/s. They replace direct ones that are this much slower."""
 
 SAMPLE_BYTES = 64 << 20
 """Bytes that are read for each candidate, at another place of the file each time."""
@@ -177,41 +111,41 @@ class DiskProfile:
         read_size: bytes of one read.
         queue_depth: reads in flight at once.
         direct: whether reads can bypass the page cache.
-        through_cache: whether they are faster through it, although they can bypass it.
     """
 
     bytes_per_second: float
     read_size: int
     queue_depth: int
     direct: bool
-    through_cache: bool = False
 
 
-def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfile:
+def disk_profile(path: Path, direct: bool) -> DiskProfile:
     """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
     Args:
-        path: a file to read from; nothing is written to its disk. Profiles of small files are not stored, nor those
-            that were measured beside busy processes.
+        path: a file to read from; nothing is written to its disk. Profiles of small files are not stored.
         direct: whether to read past the page cache where the file system can.
-        may_cache: whether to read through it where that is faster.
     """
-    status = path.stat()
-    may_cache = may_cache and direct
-    key = _disk(path) + ("any" if may_cache else "direct" if direct else "buffered")
+    key = _disk(path) + ("direct" if direct else "buffered")
     remembered = _remembered(key)
     if remembered is not None:
         return remembered
-    others = OtherLoad()
-    profile = enginethread.run(partial(probe_disk, path, direct, may_cache))  # no interrupt leaves a file open there
-    if status.st_size >= 2 * SAMPLE_BYTES and not others.is_high:
-        PROFILES.save(key, asdict(profile))
+    profile = enginethread.run(lambda: probe_disk(path, direct))  # no interrupt leaves a file open there
+    if path.stat().st_size >= 2 * SAMPLE_BYTES:
+        known = PROFILES.load().get(key)
+        was_doubted = isinstance(known, dict) and known.get("was_doubted", False)
+        PROFILES.save(key, {**asdict(profile), "was_doubted": was_doubted})
     return profile
 
 
-def forget_profile(path: Path) -> None:
-    """Forget the profile of the disk that holds a file: it reads otherwise now, so the next load probes it."""
-    PROFILES.drop(_disk(path))
+def doubt_profile(path: Path) -> None:
+    """Have the next load probe the disk that holds a file once more: a run read it at less than half of its speed.
+
+    What that probe finds stays, whatever runs reach then.
+    """
+    for key, entry in PROFILES.load().items():
+        if key.startswith(_disk(path)) and isinstance(entry, dict) and not entry.get("was_doubted"):
+            PROFILES.save(key, {"was_doubted": True})
 
 
 def _disk(path: Path) -> str:
@@ -229,42 +163,29 @@ def sample_in(folder: Path) -> Iterator[Path]:
         yield file
 
 
-def probe_disk(path: Path, direct: bool, may_cache: bool = False) -> DiskProfile:
+def probe_disk(path: Path, direct: bool) -> DiskProfile:
     """Measure a disk, in about a second at 1 GB/s. A small file is read once, and gets the default settings."""
     nbytes = path.stat().st_size
     if nbytes < 2 * SAMPLE_BYTES:
         found = _measure(path, direct, SMALL_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
         return replace(found, read_size=DEFAULT_READ_SIZE)
-    best = _best(path, CANDIDATES, partial(_measure, path, direct))
-    if not may_cache or not best.direct:
-        return best
-    cached = _best(path, CACHE_CANDIDATES, partial(_measure, path, direct, through_cache=True))
-    return cached if cached.bytes_per_second > best.bytes_per_second * WORTH_COPYING else best
-
-
-def _best(path: Path, candidates: Sequence[tuple[int, int]], measure: Callable[..., DiskProfile]) -> DiskProfile:
-    """Return the fastest of some read sizes and queue depths. Each is measured at other places of the file."""
-    trials = [candidate for _ in range(ROUNDS) for candidate in candidates]
-    nbytes = path.stat().st_size
+    trials = [candidate for _ in range(ROUNDS) for candidate in CANDIDATES]
     best: DiskProfile | None = None
     for i, (read_size, queue_depth) in enumerate(trials):
         enginethread.check()
         start = (nbytes - SAMPLE_BYTES) * i // len(trials) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-        found = measure(read_size, queue_depth, start, SAMPLE_BYTES)
+        found = _measure(path, direct, read_size, queue_depth, start, SAMPLE_BYTES)
         if best is None or found.bytes_per_second > best.bytes_per_second * WORTH_IT:
             best = found
     assert best is not None
     return best
 
 
-def _measure(
-    path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int, *, through_cache: bool = False
-) -> DiskProfile:
-    reader = BackgroundPrefetcher(
-        [path], direct=direct, read_size=read_size, queue_depth=queue_depth, through_cache=through_cache
-    )
+def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
+    """Return the speed of reads of a part of a file: each trial takes another part."""
+    reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
     try:
-        if through_cache or not reader.is_direct:
+        if not reader.is_direct:
             drop_file(path, start, nbytes)  # a file that was just downloaded would be read at the speed of memory
         buffer = _buffer(reader.read_size * queue_depth)
         pieces = [
@@ -276,7 +197,7 @@ def _measure(
         reader.start(reads, buffer).wait()
         seconds = time.perf_counter() - began
         rate = max(nbytes, 1) / max(seconds, 1e-9)
-        return DiskProfile(rate, read_size, queue_depth, reader.is_direct, through_cache)
+        return DiskProfile(rate, read_size, queue_depth, reader.is_direct)
     finally:
         reader.close()
 
@@ -296,9 +217,8 @@ def _remembered(key: str) -> DiskProfile | None:
             "read_size": int(read_size),
             "queue_depth": int(queue_depth),
             "direct": bool(is_direct),
-            "through_cache": bool(through_cache),
         }:
             is_fresh = 0 <= time.time() - written <= MAX_AGE_SECONDS
             if is_fresh and 0 < speed < math.inf and read_size > 0 and queue_depth > 0:
-                return DiskProfile(speed, read_size, queue_depth, is_direct, through_cache)
+                return DiskProfile(speed, read_size, queue_depth, is_direct)
     return None  # too old, or written by another version

@@ -78,7 +78,6 @@ class RangeReader:
     Args:
         read_size: the longest range in bytes.
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
-        through_cache: read through the page cache, although reads could bypass it.
 
     Attributes:
         num_retries: reads that were repeated after an I/O error.
@@ -88,8 +87,7 @@ class RangeReader:
         DriverError: the driver is to copy, and cannot.
     """
 
-    def __init__(self, read_size: int, arrival: Arrival, *, through_cache: bool = False) -> None:
-        self._through_cache = through_cache
+    def __init__(self, read_size: int, arrival: Arrival) -> None:
         self._read_size = read_size
         self.num_retries = 0
         self.in_place = arrival == "in place"
@@ -117,7 +115,7 @@ class RangeReader:
         Raises:
             ReadError: bytes could not be read.
         """
-        fd = None if keep_cached or self._through_cache else file.direct_fd
+        fd = None if keep_cached else file.direct_fd
         wanted = _Range(file, fd, segment, start, stop, buffer, keep_cached)
         if file.table is not None:
             self._read_blocks(wanted, file.table)

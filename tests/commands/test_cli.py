@@ -336,7 +336,7 @@ def test_plan_table(model: Path) -> None:
 
 def test_plan_warns_of_prompts_that_take_longer_than_a_minute(model: Path) -> None:
     prepared = prepare(model, FlashConfig(ram_budget_gb="min"))
-    plan = replace(prepared.plan, prefill_step_size=16, is_measured=False)
+    plan = replace(prepared.plan, prefill_step_size=16)
     for seconds, warned in ((0.01, False), (0.1, True), (30.0, True)):
         slow = replace(plan, streaming=replace(plan.streaming, seconds=seconds), opening_seconds=seconds)
         file = io.StringIO()

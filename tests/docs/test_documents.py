@@ -159,7 +159,7 @@ def missing_file(code: str) -> str | None:
 
 
 WRITTEN = {"config.json", "receipt.json", "config.toml", "opencode.json", "mlx_flash_hook.py", "hosts.json", "hello.py"}
-WRITTEN |= {"model.safetensors.index.json", "sitecustomize.py", "selftest.json", "disks.json", "speeds.json"}
+WRITTEN |= {"model.safetensors.index.json", "sitecustomize.py", "selftest.json", "disks.json"}
 WRITTEN |= {"last.json", "tokenizer.json", "generation_config.json"}
 """Files that programs write, or that belong to a model."""
 

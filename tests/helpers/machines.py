@@ -12,6 +12,7 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.activations import ActivationSizes
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import (
@@ -21,7 +22,6 @@ from mlx_flash.residency.sizes import (
     TensorSize,
     UnitSize,
 )
-from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile
 

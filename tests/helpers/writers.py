@@ -30,7 +30,6 @@ from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.prefixes.folder import Blob
 from mlx_flash.prefixes.store import PrefixStore
-from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage import probe, selftest
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -192,19 +191,6 @@ class Probe(Writer):
         return probe.PROFILES.load()["disk"]["read_size"] == 4096
 
 
-class Speeds(Writer):
-    speed = Speed(1e9, 1e10, 1e-4, 1e-3, is_measured=True)
-
-    def write(self) -> None:
-        save_speed("model", self.speed)
-
-    def look(self) -> bool:
-        return load_speed("model") in (None, self.speed)
-
-    def check(self) -> bool:
-        return load_speed("model") == self.speed
-
-
 class SelfTests(Writer):
     def write(self) -> None:
         selftest.RESULTS.save("device", asdict(selftest.SelfTest("in place", 1, {}, 0.1)))
@@ -320,7 +306,7 @@ class Telemetry(Writer):
 
 
 WRITERS = (
-    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, Speeds, SelfTests, SelfTestFile, Receipt, Routing),
+    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTests, SelfTestFile, Receipt, Routing),
     *(Governor, Telemetry),
 )
 

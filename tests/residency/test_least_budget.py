@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_flash.residency.speed import Machine
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters
 
@@ -20,7 +21,6 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Machine
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, WIDE_LLAMA, same_bits, save, saved_once, stock
 from zoo import configuration
 

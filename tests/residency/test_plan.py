@@ -46,6 +46,7 @@ from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.candidate import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, tile_rows
 from mlx_flash.residency.kv import KV_SHARE
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
 from mlx_flash.residency.planner import PROFILE_SHARES, make_plan
 from mlx_flash.residency.reserve import ACTIVATION_SHARE, CONTEXT_LENGTHS
@@ -59,7 +60,6 @@ from mlx_flash.residency.sizes import (
     UnitSize,
     expected_hits,
 )
-from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.timing import simulate
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import CANDIDATES, DiskProfile

@@ -22,10 +22,10 @@ from machines import (
     with_budget,
 )
 from mlx_flash.config import FlashConfig
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.probe import DiskProfile
 
 factors = st.floats(-1, 1).map(lambda power: 10**power)
@@ -33,17 +33,15 @@ factors = st.floats(-1, 1).map(lambda power: 10**power)
 
 
 def at_other_speed(machine: Machine, disk: float, compute: float, others: float) -> Machine:
-    """The machine with other measured speeds, of a probe or of a run."""
+    """The machine with other measured speeds."""
     return replace(
         machine,
         disk=replace(machine.disk, bytes_per_second=machine.disk.bytes_per_second * disk),
         compute_bytes_per_second=machine.compute_bytes_per_second * compute,
         barrier_seconds=machine.barrier_seconds * others,
-        prompt_seconds_per_token=1e-4 * others,
         prompt_speedup=max(1.0, others),
         resident_bytes_per_second=2 * machine.compute_bytes_per_second * compute,
         operation_seconds=1e-6 * others,
-        is_measured=not machine.is_measured,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from mlx_flash.residency.speed import Machine
 
 from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
@@ -14,7 +15,6 @@ from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.kv import DENSE_PAGE_BYTES, kept_every, prefix_bytes
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.probe import DiskProfile
 
 LAYER = tuple(8192 * n for n in (4096, 1024, 1024, 4096, 14336, 14336, 14336))

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +20,7 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.storage import probe
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
-from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
+from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, doubt_profile, probe_disk
 from models import save
 from reading import descriptors, num_cached_pages, reader_threads, write_file
 from zoo import configuration
@@ -43,14 +42,6 @@ def small(tmp_path: Path) -> Path:
     return write_file(tmp_path / "small", 2 * SAMPLE - 1)
 
 
-@pytest.fixture(autouse=True)
-def load(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The load of other processes: none, unless a test says so."""
-    others = SimpleNamespace(is_high=False)
-    monkeypatch.setattr(probe, "OtherLoad", lambda: others)
-    return others
-
-
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
     return write_file(tmp_path / "big", 2 * SAMPLE + 4097)
@@ -61,7 +52,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The ``direct`` of every look that is taken from now on; each finds FAKE."""
     calls: list[bool] = []
 
-    def look(path: Path, direct: bool, may_cache: bool) -> DiskProfile:
+    def look(path: Path, direct: bool) -> DiskProfile:
         calls.append(direct)
         return FAKE
 
@@ -79,7 +70,6 @@ def entry(**changes: object) -> dict[str, object]:
         "read_size": 1 << 20,
         "queue_depth": 4,
         "direct": True,
-        "through_cache": False,
         "time": time.time() - 100,
         **changes,
     }
@@ -130,29 +120,6 @@ def test_the_fastest_wins_unless_an_earlier_one_is_nearly_as_fast(big: Path, mon
     assert probe_disk(big, True).bytes_per_second == 1.0
     assert len(set(starts)) == probe.ROUNDS * len(CANDIDATES)
     assert all(start % 4096 == 0 and start + SAMPLE <= big.stat().st_size for start in starts)
-
-
-@pytest.mark.parametrize(("cached", "chosen"), [(1.1, False), (1.2, True)])
-def test_reads_through_the_page_cache_are_chosen_where_they_are_clearly_faster(
-    big: Path, monkeypatch: pytest.MonkeyPatch, cached: float, chosen: bool
-) -> None:
-    def measure(*args: int, through_cache: bool = False) -> DiskProfile:
-        return DiskProfile(cached if through_cache else 1.0, args[2], args[3], True, through_cache)
-
-    monkeypatch.setattr(probe, "_measure", measure)
-    found = probe_disk(big, True, may_cache=True)
-    assert found.through_cache == chosen
-    assert found.direct
-    assert not probe_disk(big, True).through_cache
-
-
-def test_a_look_through_the_page_cache_leaves_nothing_there(big: Path) -> None:
-    with big.open("rb") as file:
-        os.fsync(file.fileno())  # pages that are not written yet stay
-    found = probe._measure(big, True, 4 << 20, 1, 0, 2 * SAMPLE, through_cache=True)
-    assert found.through_cache
-    if sys.platform == "linux":
-        assert num_cached_pages(big) < 50
 
 
 def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,12 +240,11 @@ def test_other_entries_are_kept(big: Path, probed: list[bool]) -> None:
     assert "elsewhere:1:direct" in json.loads(disks().read_text())
 
 
-def test_profile_beside_busy_processes_is_not_kept(big: Path, probed: list[bool], load: SimpleNamespace) -> None:
-    load.is_high = True
-    assert disk_profile(big, True) == FAKE and not disks().exists()
-    load.is_high = False
-    assert disk_profile(big, True) == disk_profile(big, True) == FAKE
-    assert len(probed) == 2
+def test_doubted_profile_is_measured_once_more(big: Path, probed: list[bool]) -> None:
+    for _ in range(3):
+        assert disk_profile(big, True) == FAKE
+        doubt_profile(big)
+    assert probed == [True, True]
 
 
 def test_old_profile_is_measured_again(big: Path, probed: list[bool]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_flash.residency.speed import Machine
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters
 
@@ -18,6 +17,7 @@ import children
 from adapters import save_adapter
 from mlx_flash import FlashConfig, generate_step, load_model
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes

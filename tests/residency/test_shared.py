@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from mlx_flash.residency.speed import Machine
 
 from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
@@ -13,6 +12,7 @@ from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import Held
 from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.kv import DENSE_PAGE_BYTES, kept_every, prefix_bytes
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.storage.probe import DiskProfile

@@ -1,6 +1,6 @@
 """Hits of an expert pool of other sizes, on recorded routing: the engine's policy, least recently used, the optimum.
 
-    mlx-flash generate --model DIR --prompt Hi --routing-trace trace.jsonl
+    python benchmarks/routing.py DIR trace.jsonl --ram-budget-gb 4
     python benchmarks/eviction.py trace.jsonl --pools 0.1 0.25 0.5 0.75 --json out.json
 
 All layers share one pool, whose slots are a share of all experts. A call of few tokens needs all its experts at once:
@@ -28,9 +28,9 @@ from harness import describe, describe_cold, write_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from routing import FORMAT
 
 from mlx_flash.experts.eviction import Uses
-from mlx_flash.experts.routingtrace import FORMAT
 
 PROMPT_TOKENS = 16
 """A call of this many tokens or more is one of a prompt."""

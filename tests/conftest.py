@@ -40,7 +40,7 @@ QUICK = {
     "test_placement",
     "test_pool",
     "test_residency_kv",
-    "test_routingtrace",
+    "test_routing",
     "test_run",
     "test_slots",
     "test_stream",

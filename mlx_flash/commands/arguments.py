@@ -203,7 +203,6 @@ GENERATE = (
     *IDLE,
     JSON,
     flag("--resident", "keep everything in memory, by mlx-lm alone, to compare with"),
-    flag("--routing-trace FILE", "record the experts of each token, for benchmarks", Path),
 )
 _STAYS = "time that the model stays in memory without a message, such as 5m (default: until the end)"
 _ANSWER = f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})"

@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -33,7 +32,6 @@ from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
-from mlx_flash.experts.routingtrace import RoutingTrace
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.kv.diskcache import load_saved
@@ -73,7 +71,6 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         run = Recorder(model, len(prompt), time.perf_counter() - began)
         step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
         progress = stack.enter_context(Status("Prefill", args.verbose)).show
-        stack.enter_context(routing_trace(model, args))
         options = generation_options(args, tokenizer)
         options |= {"prompt_cache": saved.cache, "draft_model": draft}
         if args.num_draft_tokens is not None:
@@ -140,30 +137,6 @@ def open_prompt_cache(args: argparse.Namespace) -> SavedCache:
         raise ConfigError(f"--prompt-cache-file {file} is quantized with {found}: give these flags")
     num_tokens = max((entry.offset for entry in cache if isinstance(getattr(entry, "offset", None), int)), default=0)
     return SavedCache(cache, num_tokens, json.loads(metadata["tokenizer_config"]))
-
-
-@contextlib.contextmanager
-def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
-    """Record the experts of each call when ``--routing-trace`` is given.
-
-    Raises:
-        ConfigError: the plan does not read experts one by one.
-    """
-    if args.routing_trace is None:
-        yield
-        return
-    experts = model.engine.experts if isinstance(model, FlashLLM) and model.engine is not None else None
-    if experts is None:
-        raise ConfigError(
-            "--routing-trace records experts that are read one by one, and this run reads none that way. Hint: it "
-            "needs a mixture of experts, a budget for some of them, and neither --resident nor --expert-pool-gb 0."
-        )
-    with RoutingTrace(args.routing_trace, args.model, experts.stacks) as trace:
-        experts.listeners.append(trace)
-        try:
-            yield
-        finally:
-            experts.listeners.remove(trace)
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:

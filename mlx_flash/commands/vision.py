@@ -32,7 +32,6 @@ _WITHOUT = {
     "draft_model": None,
     "prompt_cache_file": None,
     "prefill_response": None,
-    "routing_trace": None,
     "xtc_probability": 0.0,
     "min_tokens_to_keep": 1,
 }

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.nn as nn
 
 from mlx_flash.compat.expertstacks import computes_as_expert_stack
-from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ExpertPlacement, ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.trace import CallTrace
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, RowPlacement, place_groups, place_rows
+from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place_groups, place_rows
 from mlx_flash.storage.safetensors import TensorRecord
-
-_MAX_CACHED = 4096
-"""Results that are kept: finding experts takes seconds in large mixtures, and plan and engine both need it."""
 
 
 def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
@@ -70,7 +67,7 @@ def expert_records(parameter: Parameter) -> tuple[TensorRecord, ...]:
     return _rows(parameter.records, parameter.array.shape[0], parameter.nbytes)
 
 
-@lru_cache(maxsize=_MAX_CACHED)
+@lru_cache(maxsize=4096)  # finding experts takes seconds in large mixtures
 def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tuple[TensorRecord, ...]:
     found: list[TensorRecord] = []
     row_bytes = nbytes // num_rows
@@ -84,53 +81,25 @@ def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tupl
     return tuple(found) if len(found) == num_rows else ()
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertPlacement:
-    """Places of an expert's arrays in a slot, the same for all experts of a stack.
-
-    Attributes:
-        read: the tensors that are read, and the reads.
-        kept: where the rows go of arrays that are in memory always.
-        nbytes: size of the slot; one page of it is room for alignment.
-    """
-
-    read: RowPlacement
-    kept: tuple[int, ...]
-    nbytes: int
-
-
 def place_experts(stack: ExpertStack, alignment: int) -> ExpertPlacement:
-    """Lays the arrays of an expert out in a slot.
+    """Return the places of the arrays of an expert in a slot. They are found once: plan and engine both need them.
 
     Args:
         stack: whose experts.
         alignment: what kernels want addresses to be multiples of.
     """
-    read = _place(_Columns(tuple(expert_records(parameter) for parameter in stack.unit.large)), alignment)
+    if alignment not in stack.placements:
+        stack.placements[alignment] = _place(stack, alignment)
+    return stack.placements[alignment]
+
+
+def _place(stack: ExpertStack, alignment: int) -> ExpertPlacement:
+    read = place_rows(list(zip(*map(expert_records, stack.unit.large), strict=True)), alignment)
     kept, cursor = [], read.nbytes + DIRECT_ALIGNMENT
     for parameter in stack.unit.small:
         kept.append(cursor - DIRECT_ALIGNMENT)
         cursor += round_up(parameter.nbytes // stack.num_experts, COPY_ALIGNMENT)
     return ExpertPlacement(read, tuple(kept), round_up(cursor, DIRECT_ALIGNMENT))
-
-
-class _Columns:
-    """The rows of stacks as a key: what :func:`_rows` gives is the same object for the same stack."""
-
-    def __init__(self, columns: tuple[tuple[TensorRecord, ...], ...]) -> None:
-        self.columns = columns
-        self._ids = tuple(map(id, columns))
-
-    def __hash__(self) -> int:
-        return hash(self._ids)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Columns) and self._ids == other._ids
-
-
-@lru_cache(maxsize=_MAX_CACHED)
-def _place(key: _Columns, alignment: int) -> RowPlacement:
-    return place_rows(list(zip(*key.columns, strict=True)), alignment)
 
 
 def matrices_of(stack: ExpertStack) -> list[list[int]]:

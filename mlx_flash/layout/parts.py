@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from mlx_flash.compat.attention import AttentionCall
 from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
+from mlx_flash.storage.placement import RowPlacement
 from mlx_flash.storage.safetensors import TensorRecord
 
 
@@ -104,6 +105,21 @@ def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return isinstance(module, kinds) and any(type(module).__call__ is kind.__call__ for kind in kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Places of an expert's arrays in a slot, the same for all experts of a stack.
+
+    Attributes:
+        read: the tensors that are read, and the reads.
+        kept: where the rows go of arrays that are in memory always.
+        nbytes: size of the slot; one page of it is room for alignment.
+    """
+
+    read: RowPlacement
+    kept: tuple[int, ...]
+    nbytes: int
+
+
 @dataclass(slots=True, eq=False)
 class ExpertStack:
     """A module that computes each token with the experts that its caller chose.
@@ -117,6 +133,7 @@ class ExpertStack:
         router: what ``block`` uses before it calls the experts.
         gate: the module in ``block`` that returns the scores of the experts, if one does.
         is_widened: whether MLX copies their weights in a wider type in each call.
+        placements: of its experts, as far as they were found, by the alignment of addresses.
     """
 
     unit: Unit
@@ -127,6 +144,7 @@ class ExpertStack:
     router: list[Parameter]
     gate: nn.Module | None
     is_widened: bool = False
+    placements: dict[int, ExpertPlacement] = field(default_factory=dict)
 
     @property
     def expert_bytes(self) -> int:

@@ -131,6 +131,12 @@ class _Watched(SwappedClass):
         watch.trace.called.setdefault(id(self), module)
         if is_expert_stack(module):
             _note_route(watch, module, *args, **kwargs)
+        return self._noted(own_class(module).__call__, *args, **kwargs)
+
+    def _noted(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module's own class."""
+        watch: _Watch = self._flash_state
+        module = cast(nn.Module, self)
         _note_widened(watch.trace, module, *args)
         outer = watch.under_way[-1] if watch.under_way else None
         call = _Call(module, (*args, *kwargs.values()), frozenset([id(self)]).union(outer.inside if outer else ()))
@@ -138,7 +144,7 @@ class _Watched(SwappedClass):
         for value in call.arguments:
             watch.given.setdefault(id(value), set()).add(id(self))
         try:
-            result = own_class(module).__call__(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
         finally:
             watch.under_way.pop()
         if isinstance(result, mx.array):
@@ -160,17 +166,8 @@ class _WatchedTable(_Watched):
 
     def as_linear(self, x: mx.array) -> mx.array:
         watch: _Watch = self._flash_state
-        module: Any = self
-        outer = watch.under_way[-1] if watch.under_way else None
         watch.trace.heads.add(id(self))
-        _note_widened(watch.trace, module, x)
-        watch.under_way.append(_Call(module, (x,), frozenset([id(self)]).union(outer.inside if outer else ())))
-        try:
-            return cast(mx.array, cast(Any, own_class(module)).as_linear(self, x))
-        finally:
-            call = watch.under_way.pop()
-            if outer is not None:
-                outer.used |= call.used
+        return cast(mx.array, self._noted(own_class(self).as_linear, x))
 
 
 def _used(module: _Watched, key: Any, value: Any) -> Any:

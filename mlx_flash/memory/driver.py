@@ -21,7 +21,6 @@ from mlx_flash.errors import FlashError
 _LIBRARY = "libcuda.so.1"
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_ZERO_BYTES = 4 << 20
 
 _MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
 _INSUFFICIENT_SIZE = 7  # NVML_ERROR_INSUFFICIENT_SIZE
@@ -121,19 +120,6 @@ class DriverCopies:
 def has_own_memory() -> bool:
     """Return whether MLX computes on a GPU that has memory of its own, apart from the processor's."""
     return mx.default_device() == mx.gpu and mx.cuda.is_available()
-
-
-def write_zeros(memory: memoryview) -> None:
-    """Fill MLX's memory with zeros, as reads fill it that the driver copies. Raises: DriverError."""
-    copies = DriverCopies(min(len(memory), _ZERO_BYTES))
-    try:
-        zeros = copies.bounce_buffer
-        for start in range(0, len(memory), len(zeros)):
-            part = memory[start : start + len(zeros)]
-            copies.start(zeros[: len(part)], part)
-        copies.finish()
-    finally:
-        copies.close()
 
 
 def clear(memory: memoryview) -> None:

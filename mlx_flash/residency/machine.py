@@ -19,7 +19,7 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.buffers import free_unused
-from mlx_flash.memory.driver import context_bytes, has_own_memory, write_zeros
+from mlx_flash.memory.driver import clear, context_bytes, has_own_memory
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
@@ -234,7 +234,7 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
 
 def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
     if way_of_reading() == "copied by the driver":
-        write_zeros(arena.memory)
+        clear(arena.memory)
     else:
         arena.fill(0)
     return _seconds(part, x)

@@ -148,7 +148,7 @@ class Towers:
         self._resident: set[int] = set()
         self._before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
         for unit in units:
-            swap_class(unit.module, TowerUnit, TowerState(self, unit))
+            swap_class(unit.module, TowerUnit, partial(self.call, unit))
 
     def call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Read a unit, call it, evaluate what it computed, and let go of its weights.
@@ -235,21 +235,12 @@ class Towers:
         self._units = []
 
 
-@dataclass(frozen=True, slots=True)
-class TowerState:
-    """The towers that a unit belongs to, and the unit."""
-
-    towers: Towers
-    unit: Unit
-
-
 class TowerUnit(SwappedClass):
     """A module of a tower that is read when it is called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state: TowerState = self._flash_state
-        run = partial(own_class(cast(nn.Module, self)).__call__, self)
-        return state.towers.call(state.unit, run, args, kwargs)
+        call: Callable[..., Any] = self._flash_state
+        return call(partial(own_class(cast(nn.Module, self)).__call__, self), args, kwargs)
 
 
 def _largest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array | None:

@@ -700,15 +700,14 @@ def test_a_pool_too_small_names_the_least(mixture: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def traced(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """The report of a run, and the routing that it recorded."""
-    file = tmp_path_factory.mktemp("trace") / "routing.jsonl"
+def of_mixture(mixture: Path) -> dict[str, Any]:
+    """The report of a run."""
     command = ["generate", "--model", mixture, "--prompt", PROMPT, *SAMPLED, "--prefill-step-size", 16]
-    return run_json(*command, *POOL, "--routing-trace", file, forks=False), file
+    return run_json(*command, *POOL, forks=False)
 
 
-def test_report_of_a_mixture(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
-    report, _ = traced
+def test_report_of_a_mixture(of_mixture: dict[str, Any], mixture: Path) -> None:
+    report = of_mixture
     assert report["within_budget"] is True and report["generation_tokens"] == 24
     assert 0 < report["expert_hit_rate"] < 1
     assert 0 < report["expert_bytes_read_per_token"] <= report["bytes_read_per_token"]
@@ -738,38 +737,6 @@ def test_the_summary_tells_about_experts(mixture: Path) -> None:
     words = " ".join(summary.split())
     assert "Experts:" in summary and "% in memory when they were needed" in words and "predicted ones right" in words
     assert all(len(line) <= 80 for line in summary.splitlines())
-
-
-def test_a_routing_trace_has_every_pass(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
-    report, file = traced
-    header, *calls = [json.loads(line) for line in file.read_text().splitlines()]
-    assert header["format"] == 1 and header["model"] == str(mixture) and header["top_k"] == 2
-    assert [layer["num_experts"] for layer in header["layers"]] == [16] * 4
-    assert {layer["expert_bytes"] for layer in header["layers"]} == {3 * 128 * 128 * 4}
-    num_passes = 1 + max(number for number, *_ in calls)
-    assert [(number, layer) for number, _, layer, _ in calls] == [(n, i) for n in range(num_passes) for i in range(4)]
-    tokens = [tokens for _, tokens, layer, _ in calls if layer == 0]
-    prompt = report["prompt_tokens"]
-    prefill = [min(16, prompt - 1 - i) for i in range(0, prompt - 1, 16)]
-    assert tokens == prefill + [1] * 24
-    for _, num_tokens, _, chosen in calls:
-        experts = [expert for expert, _ in chosen]
-        assert experts == sorted(set(experts)) and set(experts) <= set(range(16))
-        assert sum(count for _, count in chosen) == 2 * num_tokens
-
-
-def test_a_trace_of_what_is_not_routed_is_refused(model: Path, mixture: Path, tmp_path: Path) -> None:
-    file = tmp_path / "none.jsonl"
-    for path, flags in (
-        (model, ("--ram-budget-gb", "min")),
-        (mixture, ("--resident",)),
-        (mixture, ("--ram-budget-gb", 2)),
-    ):
-        line = error_of("generate", "--model", path, "-m", 2, *flags, "--routing-trace", file)
-        assert "--routing-trace" in line and "Hint:" in line
-    line = error_of("generate", "--model", mixture, "-m", 2, *POOL, "--routing-trace", tmp_path / "no" / "trace")
-    assert "No such file or directory" in line and "trace" in line
-    assert not file.exists()
 
 
 WRONG_NUMBERS = [

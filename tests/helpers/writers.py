@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
@@ -24,10 +20,8 @@ from mlx_flash.commands.verify import FORMAT, read_receipt, save_receipt
 from mlx_flash.convert import derived
 from mlx_flash.convert.derived import adopt_derived, hold, list_copies, read_manifest
 from mlx_flash.convert.pack import pack
-from mlx_flash.experts.routingtrace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
-from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.prefixes.folder import Blob
 from mlx_flash.prefixes.store import PrefixStore
 from mlx_flash.storage import probe, selftest
@@ -247,26 +241,6 @@ class Receipt(Writer):
         return len(read_receipt(self._path)["files"]["a"]) == 10_000
 
 
-class Routing(Writer):
-    """A routing trace, of which every line that was written stays."""
-
-    raises = True
-
-    def write(self) -> None:
-        stack = SimpleNamespace(unit=SimpleNamespace(name="mlp"), num_experts=4, expert_bytes=8, top_k=2)
-        with RoutingTrace(self.folder / "trace.jsonl", "m", [cast(ExpertStack, stack)]) as trace:
-            for _ in range(20):
-                trace(0, np.array([[1, 0]]))
-
-    def look(self) -> bool:
-        path = self.folder / "trace.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return all(isinstance(json.loads(line), dict | list) for line in lines)
-
-    def check(self) -> bool:
-        return len((self.folder / "trace.jsonl").read_text().splitlines()) == 21 and self.look()
-
-
 class Governor(Writer):
     def write(self) -> None:
         governor = WriteGovernor(self.folder, gb_per_day=1)
@@ -306,7 +280,7 @@ class Telemetry(Writer):
 
 
 WRITERS = (
-    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTests, SelfTestFile, Receipt, Routing),
+    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTests, SelfTestFile, Receipt),
     *(Governor, Telemetry),
 )
 

@@ -253,7 +253,7 @@ def test_probe_writes_as_the_reader_does(tmp_path: Path, monkeypatch: pytest.Mon
     layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
     written: list[int] = []
     monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
-    monkeypatch.setattr(machine, "write_zeros", lambda memory: written.append(len(memory)))
+    monkeypatch.setattr(machine, "clear", lambda memory: written.append(len(memory)))
     compute_bytes_per_second(layout)
     assert not written
     monkeypatch.setattr(machine, "way_of_reading", lambda: "copied by the driver")

@@ -12,12 +12,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import zoo
+from benchmark_modules import load_benchmark
 from mlx_flash import FlashLLM
 from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pooledstacks import Routing
-from mlx_flash.experts.routingtrace import RoutingTrace
 from streamed import streamed_whole
 from zoo.weights import VARIANTS, save
+
+RoutingTrace = load_benchmark("routing").RoutingTrace
 
 PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
 

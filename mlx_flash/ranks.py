@@ -723,7 +723,7 @@ def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Mod
     """Return a layout without the modules, arrays and cache entries that only other ranks' layers use."""
     modules = {id(m) for layer in others for m in layer.modules()} - {id(m) for layer in own for m in layer.modules()}
     containers = _containers(others) - _containers(own)
-    entries = [entry for entry in layout.cache_entries if not entry.users or entry.users - modules]
+    entries = [entry for entry in layout.trace.cache_entries if not entry.users or entry.users - modules]
 
     def keep(units: Sequence[Unit]) -> list[Unit]:
         return [unit for unit in units if id(unit.module) not in modules]
@@ -735,7 +735,7 @@ def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Mod
         resident=[parameter for parameter in layout.resident if id(parameter.container) not in containers],
         experts=[stack for stack in layout.experts if id(stack.unit.module) not in modules],
         cache=add_sizes([entry.sizes for entry in entries]),
-        cache_entries=entries,
+        trace=replace(layout.trace, cache_entries=entries),
     )
 
 

@@ -273,7 +273,7 @@ def _check_folder(path: Path) -> None:
 def _check_kernels(model: nn.Module, layout: ModelLayout, path: Path) -> None:
     """Refuse (CheckpointError) a model that MLX cannot compute here. Otherwise the first call would fail half-way."""
     for name, module in model.named_modules():
-        if not has_kernel(module) and id(module) not in layout.widened:
+        if not has_kernel(module) and id(module) not in layout.trace.widened:
             raise CheckpointError(
                 f"MLX's back end on this machine computes experts in float32 only; {name}.weight of {path} is "
                 f"{str(module.weight.dtype).removeprefix('mlx.core.')}. Hint: convert the model with "

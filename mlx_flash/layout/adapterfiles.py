@@ -17,8 +17,8 @@ from mlx_flash.compat.tape import result_bytes, tape_of
 from mlx_flash.errors import CheckpointError, FlashError
 from mlx_flash.files import read_regular
 from mlx_flash.layout.load import UNCLEAR_ERRORS
-from mlx_flash.layout.parts import Parameter
-from mlx_flash.layout.trace import CallTrace, zeros_for
+from mlx_flash.layout.parts import CallTrace, Parameter
+from mlx_flash.layout.trace import zeros_for
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_shard
 from mlx_flash.storage.shards import refuse_unreadable
 

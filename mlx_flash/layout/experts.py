@@ -9,8 +9,7 @@ from functools import lru_cache
 import mlx.nn as nn
 
 from mlx_flash.compat.expertstacks import computes_as_expert_stack
-from mlx_flash.layout.parts import ExpertPlacement, ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.layout.trace import CallTrace
+from mlx_flash.layout.parts import CallTrace, ExpertPlacement, ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place_groups, place_rows
 from mlx_flash.storage.safetensors import TensorRecord

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +166,70 @@ class Held:
     has_keys: bool = False
 
 
+Place = tuple[int, Any]
+"""An array in a module tree: ``id`` of the module that holds it, and the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The origin of a call of experts.
+
+    Attributes:
+        top_k: experts of each token.
+        block: the module that calls them, given one array, and whose router chooses; None when it is not so.
+        norm: the module that makes the block's input, if there is one.
+        router: the arrays that the block uses before it calls the experts.
+        gate: the module that the block calls before them and that returns their scores, if there is one.
+    """
+
+    top_k: int
+    block: nn.Module | None = None
+    norm: nn.Module | None = None
+    router: frozenset[Place] = frozenset()
+    gate: nn.Module | None = None
+
+
+@dataclass(slots=True)
+class CallTrace:
+    """The traces that a model's calls left on its modules.
+
+    Attributes:
+        called: the modules that were called, each once, in the order of their first calls.
+        users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
+        cache_entries: entries of the model's cache, and the modules that were given each of them.
+        routes: of each module that was called with tokens and the experts for them, what came before.
+        attention: the calls of MLX's attention for two tokens.
+        has_own_attention: whether layers compute scores themselves: there are fewer calls than growing caches, or masks
+            that differ by head.
+        nodes_per_token: operations that a call records for each token before any is computed: those of a loop over
+            tokens, in recurrent layers.
+        num_operations: operations of a call for one token; 0 where the time to start them does not matter.
+        logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
+        heads: the ``id`` of each embedding that was called as the output head.
+        widened: bytes of the copy of a weight that MLX makes in the wider type of its input, by the module's ``id``.
+    """
+
+    called: dict[int, nn.Module]
+    users: dict[Place, frozenset[int]]
+    cache_entries: list[CacheEntry] = field(default_factory=list)
+    routes: dict[int, Route] = field(default_factory=dict)
+    attention: tuple[AttentionCall, ...] = ()
+    has_own_attention: bool = False
+    nodes_per_token: int = 0
+    num_operations: int = 0
+    logits_bytes: int = 0
+    heads: set[int] = field(default_factory=set)
+    widened: dict[int, int] = field(default_factory=dict)
+
+    def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
+        """Return True if a module is called, and arrays are used during its calls only."""
+        return id(module) in self.called and self.encloses(module, places)
+
+    def encloses(self, module: nn.Module, places: Iterable[Place]) -> bool:
+        """Return True if nothing but a module's calls uses arrays, if anything does."""
+        return all(id(module) in self.users.get(place, (id(module),)) for place in places)
+
+
 @dataclass(slots=True, eq=False)
 class ModelLayout:
     """A model, split into what can be streamed and how.
@@ -178,19 +242,13 @@ class ModelLayout:
         tied: names of the embeddings that serve as the head too.
         finer: ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their
             parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
-        cache: sizes of the model's cache.
-        cache_entries: its entries, and the modules that use each of them.
+        trace: what its calls do.
+        cache: sizes of its cache.
         experts: the stacks of experts in the layers, in calling order.
-        attention: the calls of MLX's attention that the model makes.
-        has_own_attention: whether layers compute attention scores themselves.
-        nodes_per_token: operations that a call records for each token, in loops of recurrent layers.
-        num_operations: operations of a call for one token; 0 where the time to start them does not matter.
-        logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
         held: the memory that a call holds while it waits for a unit.
         adapted: the adapters that make whole matrices in each call. They are computed one after another.
         made_bytes: the memory of matrices that a call makes: of one adapter, and copies of the weights of one layer in
             the type of their input.
-        widened: the ``id`` of each module whose weight is copied so.
         towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
             compute, one after another.
     """
@@ -200,19 +258,13 @@ class ModelLayout:
     embeddings: list[Unit]
     resident: list[Parameter]
     tied: set[str]
+    trace: CallTrace
     finer: list[list[Unit]] = field(default_factory=list)
     cache: CacheSizes = field(default_factory=CacheSizes)
-    cache_entries: list[CacheEntry] = field(default_factory=list)
     experts: list[ExpertStack] = field(default_factory=list)
-    attention: tuple[AttentionCall, ...] = ()
-    has_own_attention: bool = False
-    nodes_per_token: int = 0
-    num_operations: int = 0
-    logits_bytes: int = 0
     held: Held = field(default_factory=Held)
     adapted: tuple[nn.Module, ...] = ()
     made_bytes: int = 0
-    widened: Collection[int] = ()
     towers: list[Unit] = field(default_factory=list)
 
     @property

@@ -17,80 +17,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat.arrays import num_nodes
-from mlx_flash.compat.attention import AttentionCall, observed_attention
+from mlx_flash.compat.attention import observed_attention
 from mlx_flash.compat.caches import entries_of, is_recurrent
 from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
-from mlx_flash.layout.parts import Parameter, is_embedding
+from mlx_flash.layout.parts import CallTrace, Parameter, Place, Route, is_embedding
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class
 from mlx_flash.memory.driver import has_own_memory
 
 _MORE_TOKENS = 8
 """Tokens by which two calls differ whose recorded operations are compared."""
-
-Place = tuple[int, Any]
-"""An array in a module tree: ``id`` of the module that holds it, and the key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The origin of a call of experts.
-
-    Attributes:
-        top_k: experts of each token.
-        block: the module that calls them, given one array, and whose router chooses; None when it is not so.
-        norm: the module that makes the block's input, if there is one.
-        router: the arrays that the block uses before it calls the experts.
-        gate: the module that the block calls before them and that returns their scores, if there is one.
-    """
-
-    top_k: int
-    block: nn.Module | None = None
-    norm: nn.Module | None = None
-    router: frozenset[Place] = frozenset()
-    gate: nn.Module | None = None
-
-
-@dataclass(slots=True)
-class CallTrace:
-    """The traces that a model's calls left on its modules.
-
-    Attributes:
-        called: the modules that were called, each once, in the order of their first calls.
-        users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
-        cache_entries: entries of the model's cache, and the modules that were given each of them.
-        routes: of each module that was called with tokens and the experts for them, what came before.
-        attention: the calls of MLX's attention for two tokens.
-        has_own_attention: whether layers compute scores themselves: there are fewer calls than growing caches, or masks
-            that differ by head.
-        nodes_per_token: operations that a call records for each token before any is computed: those of a loop over
-            tokens, in recurrent layers.
-        num_operations: operations of a call for one token; 0 where the time to start them does not matter.
-        logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
-        heads: the ``id`` of each embedding that was called as the output head.
-        widened: bytes of the copy of a weight that MLX makes in the wider type of its input, by the module's ``id``.
-    """
-
-    called: dict[int, nn.Module]
-    users: dict[Place, frozenset[int]]
-    cache_entries: list[CacheEntry] = field(default_factory=list)
-    routes: dict[int, Route] = field(default_factory=dict)
-    attention: tuple[AttentionCall, ...] = ()
-    has_own_attention: bool = False
-    nodes_per_token: int = 0
-    num_operations: int = 0
-    logits_bytes: int = 0
-    heads: set[int] = field(default_factory=set)
-    widened: dict[int, int] = field(default_factory=dict)
-
-    def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
-        """Return True if a module is called, and arrays are used during its calls only."""
-        return id(module) in self.called and self.encloses(module, places)
-
-    def encloses(self, module: nn.Module, places: Iterable[Place]) -> bool:
-        """Return True if nothing but a module's calls uses arrays, if anything does."""
-        return all(id(module) in self.users.get(place, (id(module),)) for place in places)
 
 
 @dataclass(slots=True)

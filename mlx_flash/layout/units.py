@@ -19,8 +19,8 @@ from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
 from mlx_flash.layout.held import measure_held
 from mlx_flash.layout.load import LoadedModel, iter_parameters
-from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, is_embedding, is_linear
-from mlx_flash.layout.trace import Place, rehearse
+from mlx_flash.layout.parts import ModelLayout, Parameter, Place, Unit, is_embedding, is_linear
+from mlx_flash.layout.trace import rehearse
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
@@ -60,19 +60,13 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         heads=[unit for unit in heads if unit.large],
         embeddings=[unit for unit in embeddings if unit.large],
         resident=[parameter for parameter in tree.parameters if id(parameter) not in taken],
+        trace=tree.trace,
         tied={unit.name for unit in embeddings if id(unit.module) in tree.trace.heads},
         finer=list(tree.finer([unit for unit in layers if unit.large])),
         cache=add_sizes([entry.sizes for entry in tree.trace.cache_entries]),
-        cache_entries=tree.trace.cache_entries,
         experts=find_experts(layers, tree.parameters, tree.trace),
-        attention=tree.trace.attention,
-        has_own_attention=tree.trace.has_own_attention,
-        nodes_per_token=tree.trace.nodes_per_token,
-        num_operations=tree.trace.num_operations,
-        logits_bytes=tree.trace.logits_bytes,
         adapted=adapted,
         made_bytes=adapted_bytes(adapted, tree.parameters) + tree.widened_bytes(roots),
-        widened=tree.trace.widened.keys(),
         towers=[unit for unit in towers if unit.large],
     )
     return replace(layout, held=measure_held(loaded, layout, tree.parameters))

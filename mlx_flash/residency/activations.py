@@ -88,8 +88,8 @@ def measure_activations(layout: ModelLayout, config: dict[str, Any]) -> Activati
     top_k = {id(p): stack.top_k for stack in layout.experts for p in stack.unit.large}
     default = config.get("num_experts_per_tok") or _DEFAULT_EXPERTS
     widths = [sum(_outputs(p, top_k.get(id(p), default)) for p in unit.large) for unit in layout.layers]
-    tried = bytes_per_pair(layout.attention)
-    num_heads = max((call.num_heads for call in layout.attention), default=0)
+    tried = bytes_per_pair(layout.trace.attention)
+    num_heads = max((call.num_heads for call in layout.trace.attention), default=0)
     num_heads = num_heads or next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
     unfused = max(tried, unfused_bytes_per_pair(num_heads, itemsize))
     heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
@@ -101,17 +101,17 @@ def measure_activations(layout: ModelLayout, config: dict[str, Any]) -> Activati
         # for each token.
         states += 4 * layout.cache.largest_state
     logits_per_token = max(heads, default=0) * max(itemsize, 4)
-    masks = [call.mask[0].size for call in layout.attention if isinstance(call.mask, tuple)]
+    masks = [call.mask[0].size for call in layout.trace.attention if isinstance(call.mask, tuple)]
     return ActivationSizes(
         per_token=2 * itemsize * max(widths, default=0) + states,
-        scores_per_pair=unfused if layout.has_own_attention else tried,
+        scores_per_pair=unfused if layout.trace.has_own_attention else tried,
         unfused_per_pair=unfused,
         logits_per_token=logits_per_token,
         embedding_per_token=2 * rows,
-        graph_per_token=_NODE_BYTES * layout.nodes_per_token,
+        graph_per_token=_NODE_BYTES * layout.trace.nodes_per_token,
         # MLX on CUDA keeps the array before each token until all are computed, so it cannot write in place.
         copies_per_pair=layout.cache.largest_scan if has_own_memory() else 0,
-        returned_per_token=layout.logits_bytes or logits_per_token,
+        returned_per_token=layout.trace.logits_bytes or logits_per_token,
         held=layout.held,
         masks_per_pair=_NUM_MASKS * max([*masks, *([1] if layout.cache.windows else [])], default=0),
         per_call=layout.made_bytes,

@@ -20,14 +20,6 @@ CONTEXTS = tuple(1024 << i for i in range(11))
 _ENDLESS_GB = 1e6
 
 
-def plan_with(sizes: ModelSizes, config: FlashConfig, machine: Machine, budget: int) -> ResidencyPlan | None:
-    """Return the plan for a budget in bytes; None where it is too small."""
-    try:
-        return make_plan(sizes, replace(config, ram_budget_gb=budget / GB), machine)
-    except BudgetError:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
     """A budget and its plan.
@@ -46,12 +38,14 @@ def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -
     promised = PROMISED_CONTEXT if promised_bytes(sizes, config) else 0
     contexts = {length: _minimum(sizes, config, machine, length) for length in CONTEXTS}
     for budget in _budgets(sizes, config, machine):
-        plan = plan_with(sizes, config, machine, budget)
-        if plan is not None:
-            fitting = [length for length, least in contexts.items() if least is not None and least <= budget]
-            yield BudgetRow(plan, max([promised, *fitting]))
-            if not plan.read_bytes:
-                return
+        try:
+            plan = make_plan(sizes, replace(config, ram_budget_gb=budget / GB), machine)
+        except BudgetError:
+            continue
+        fitting = [length for length, least in contexts.items() if least is not None and least <= budget]
+        yield BudgetRow(plan, max([promised, *fitting]))
+        if not plan.read_bytes:
+            return
 
 
 def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[int]:

@@ -142,7 +142,7 @@ def look_at_machine(
         disk = replace(disk, bytes_per_second=compression.weight_bytes_per_second)
     read_size, queue_depth = _reads(config, disk, compression)
     speeds = prompt_speedup(layout), resident_bytes_per_second(layout), operation_seconds()
-    bytes_per_pair(layout.attention)  # tried before the footprint is taken: on a GPU, kernels that have run take memory
+    bytes_per_pair(layout.trace.attention)  # before the footprint: on a GPU, kernels that have run take memory
     return Machine(
         total_memory=total_memory(),
         available_memory=available_memory(),

@@ -268,7 +268,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measu
         cache=layout.cache,
         activations=activations,
         finer=tuple(tuple(map(measured.unit, cut)) for cut in layout.finer),
-        num_operations=layout.num_operations,
+        num_operations=layout.trace.num_operations,
     )
 
 

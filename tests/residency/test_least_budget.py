@@ -197,7 +197,7 @@ def test_what_mlx_records_of_a_loop_over_tokens_is_planned(tmp_path: Path) -> No
     """A recurrent layer records some 30 operations a token before the first is computed: 0.5 kB each, in no array."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 4000}
     directory = save(tmp_path, configuration("mamba") | shape)
-    assert prepare(directory, FlashConfig(ram_budget_gb="min")).layout.nodes_per_token >= 6 * 20
+    assert prepare(directory, FlashConfig(ram_budget_gb="min")).layout.trace.nodes_per_token >= 6 * 20
     done = children.run("-c", RECURRENT_PROGRAM, directory, "0.16", forks=False)
     assert done.returncode == 0, done.stderr.decode()
     budget, peak, step = map(int, done.stdout.split())
@@ -205,4 +205,4 @@ def test_what_mlx_records_of_a_loop_over_tokens_is_planned(tmp_path: Path) -> No
 
 
 def test_attention_records_nothing_more_for_more_tokens(directories: Callable[[str], Path]) -> None:
-    assert prepare(directories("llama"), FlashConfig(ram_budget_gb="min")).layout.nodes_per_token == 0
+    assert prepare(directories("llama"), FlashConfig(ram_budget_gb="min")).layout.trace.nodes_per_token == 0

@@ -39,6 +39,7 @@ from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.reachable import Opaque, arrays_in
 from mlx_flash.layout.swap import mixed_class
+from mlx_flash.layout.trace import zeros_like
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.safetensors import Checkpoint, read_shard
 
@@ -521,7 +522,7 @@ class Chain:
             yield
         finally:
             self._users = self._wait_turn = None
-            _fill(entries, _nothing)
+            _fill(entries, zeros_like)
 
     @contextmanager
     def computing(self, cache: Sequence[Any] | None) -> Iterator[None]:
@@ -668,11 +669,6 @@ def _fill(entries: Sequence[Any], make: Callable[[mx.array], mx.array]) -> None:
         for name, value in vars(entry).items() if is_elsewhere(entry) else ():
             if isinstance(value, mx.array | list | tuple | dict):
                 vars(entry)[name] = tree_map(replaced, value)
-
-
-def _nothing(like: mx.array) -> mx.array:
-    """Return zeros that take no memory."""
-    return mx.broadcast_to(mx.zeros((), like.dtype), like.shape)
 
 
 def _arrays_of(result: Any) -> list[mx.array]:

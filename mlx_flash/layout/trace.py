@@ -236,12 +236,17 @@ def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
         put_back()
 
 
+def zeros_like(array: mx.array) -> mx.array:
+    """Return zeros that take no memory."""
+    return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
+
+
 @contextmanager
 def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Put zeros, which take no memory, in the place of all arrays."""
     try:
         for parameter in parameters:
-            parameter.bind(mx.broadcast_to(mx.zeros((), parameter.array.dtype), parameter.array.shape))
+            parameter.bind(zeros_like(parameter.array))
         yield
     finally:
         for parameter in parameters:

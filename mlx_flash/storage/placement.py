@@ -125,15 +125,8 @@ def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
         alignment: the address alignment that the back end's kernels need, a power of two up to a page. Addresses are
             multiples of the item size in any case.
     """
-    cursor = 0
-    segments: list[Segment] = []
-    offsets = [0] * len(records)
-    for run in runs_of(records):
-        segment, cursor = _segment([records[i] for i in run], cursor, alignment)
-        segments.append(segment)
-        for index, piece in zip(run, segment.pieces, strict=True):
-            offsets[index] = piece.buffer_offset
-    return Placement(cursor, tuple(segments), tuple(offsets))
+    placed = place_rows([records], alignment)
+    return Placement(placed.nbytes, placed.segments[0], placed.offsets)
 
 
 def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Placement:
@@ -247,19 +240,6 @@ def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
         return first.path == second.path and 0 <= second.offset - first.end <= MERGE_GAP
 
     return grouped(order, follows)
-
-
-def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tuple[Segment, int]:
-    """Return the read of neighbours placed from ``cursor`` on, and the first free page after them."""
-    if all(is_aligned(record, alignment) for record in records):
-        segment = read_in_place(records, cursor)
-        return segment, cursor + segment.nbytes
-    run = []
-    for record in records:
-        at = round_up(cursor, max(alignment, COPY_ALIGNMENT))
-        run.append((record, at))
-        cursor = at + record.nbytes
-    return read_scattered(run), round_up(cursor, DIRECT_ALIGNMENT)
 
 
 def is_aligned(record: TensorRecord, alignment: int) -> bool:

@@ -23,9 +23,10 @@ from mlx_flash.engine.prepare import Prepared
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.reachable import arrays_in
+from mlx_flash.layout.trace import as_it_was, zeros_for
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.vision.towers import TowerRehearsal, Towers, needed_bytes, weightless
+from mlx_flash.vision.towers import TowerRehearsal, Towers, needed_bytes
 
 _INPUTS = ("inputs", "input_ids", "inputs_embeds", "input_embeddings", "decoder_input_ids")
 """Names under which mlx-vlm's loops give tokens, or embeddings of them, to a language model."""
@@ -148,16 +149,15 @@ class FlashVLM(ModelFacade):
         return enginethread.run(partial(self._rehearse, rehearsal, absent, inputs))
 
     def _rehearse(self, rehearsal: TowerRehearsal, absent: list[Parameter], inputs: Mapping[str, Any]) -> int | None:
-        begin, put_back = weightless(self._model, absent)
-        try:
-            begin()
+        modules = {id(module): module for _, module in self._model.named_modules()}
+        with as_it_was(modules.values()), zeros_for(absent):
             self.towers.rehearsal = rehearsal
-            return needed_bytes(self._model.get_input_embeddings, self._named(inputs), rehearsal)
-        except (ValueError, RuntimeError):
-            return None
-        finally:
-            self.towers.rehearsal = None
-            put_back()
+            try:
+                return needed_bytes(self._model.get_input_embeddings, self._named(inputs), rehearsal)
+            except (ValueError, RuntimeError):
+                return None
+            finally:
+                self.towers.rehearsal = None
 
     def _named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs under the model's own names: the tokens, which come first, have several."""

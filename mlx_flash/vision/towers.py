@@ -18,9 +18,10 @@ from mlx_flash.engine.engine import bind_views
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError
-from mlx_flash.layout.parts import Parameter, Unit
+from mlx_flash.layout.parts import Unit
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, swap_class
+from mlx_flash.layout.trace import zeros_like
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.residency.plan import in_gb
@@ -103,26 +104,11 @@ def _traced(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         positional, named = given
         return arrays_in(run(*positional, **named))
 
-    return result_bytes(tape_of(called, [_zeros(array) for array in floats]))
+    return result_bytes(tape_of(called, [zeros_like(array) for array in floats]))
 
 
 def _is_floating(leaf: object) -> bool:
     return isinstance(leaf, mx.array) and bool(mx.issubdtype(leaf.dtype, mx.floating))
-
-
-def _zeros(array: mx.array) -> mx.array:
-    return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
-
-
-def weightless(model: nn.Module, parameters: Sequence[Parameter]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return what puts zeros, which take no memory, in the place of some weights, and what leaves a model as it was."""
-    modules = {id(module): module for _, module in model.named_modules()}
-
-    def begin() -> None:
-        for parameter in parameters:
-            parameter.bind(_zeros(parameter.array))
-
-    return begin, remember(modules.values())
 
 
 class Towers:

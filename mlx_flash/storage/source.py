@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
 from mlx_flash.memory.pagecache import open_buffered, open_direct
 from mlx_flash.storage.blocks import BlockTable
+
+_WORDS = {
+    "device": "device",
+    "inode": "inode",
+    "nbytes": "size",
+    "modified_ns": "modification time",
+    "changed_ns": "change time",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,11 @@ class FileIdentity:
     nbytes: int
     modified_ns: int
     changed_ns: int
+
+    def differences(self, other: FileIdentity) -> str:
+        """Return the names of the values that differ, for an error."""
+        theirs = asdict(other)
+        return ", ".join(_WORDS[name] for name, value in asdict(self).items() if theirs[name] != value)
 
 
 def identity_of(path: Path | str | int) -> FileIdentity:
@@ -111,7 +124,7 @@ class SourceFile:
             )
         raise FileChangedError(
             f"cannot go on reading '{tensor}' from {self.path}: the file was changed or replaced by another one since "
-            "the model was loaded. Hint: load the model again."
+            f"the model was loaded (other {self.identity.differences(found)}). Hint: load the model again."
         )
 
     def stored(self, start: int, stop: int) -> tuple[int, int]:

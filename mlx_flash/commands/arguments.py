@@ -1,4 +1,4 @@
-"""Flags of the command line. Flags that mlx-lm has too keep its names and defaults.
+"""Flags of the command line. Those that mlx-lm has too have its names and defaults, which tests compare.
 
 Nothing here imports MLX, so that help appears at once.
 """
@@ -6,10 +6,7 @@ Nothing here imports MLX, so that help appears at once.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -126,28 +123,6 @@ def kv_bits(text: str) -> int | None:
 count = number(int, 1)
 port = number(int, 1, 65535)
 
-OF_MLX_LM: dict[str, Type] = {
-    "--temp": number(float, 0, 1000),
-    "--top-p": number(float, 0, 1),
-    "--min-p": number(float, 0, 1),
-    "--top-k": number(int, 0),
-    "--xtc-probability": number(float, 0, 1),
-    "--xtc-threshold": number(float, 0, 0.5),
-    "--min-tokens-to-keep": count,
-    "--seed": number(int, 0, 2**64 - 1),
-    "--max-tokens": max_tokens,
-    "--max-kv-size": count,
-    "--kv-bits": kv_bits,
-    "--kv-group-size": one_of(32, 64, 128),
-    "--quantized-kv-start": number(int, 0),
-    "--num-draft-tokens": count,
-    "--port": port,
-    "--decode-concurrency": count,
-    "--prompt-concurrency": count,
-    "--prompt-cache-size": number(int, 0),
-}
-"""The types of mlx-lm's flags, by name."""
-
 LOG = 2
 """Value of ``args.verbose`` that asks for the log, too."""
 
@@ -175,13 +150,39 @@ def flag(form: str, text: str, kind: Type | None = None, **options: Any) -> Flag
 
 _MAYBE = argparse.BooleanOptionalAction
 
+DEFAULT_PROMPT = "hello"
+"""The prompt of ``mlx_lm.generate``, where none is given."""
+
+DEFAULT_MODEL = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+"""The model of ``mlx_lm.chat``, where none is given."""
+
 JSON = flag("--json", "write one JSON object to stdout")
 VISION = flag("--vision", "load a model that sees with mlx-vlm, and not as text alone with mlx-lm", action=_MAYBE)
-DRAFTED = flag(
-    "--num-draft-tokens N", "most tokens to guess at a time with a draft model (default: as many as pay)", count
+TRUST = flag("--trust-remote-code", "run the code that comes with a tokenizer")
+ADAPTER = flag("--adapter-path DIR", "a LoRA adapter")
+SYSTEM = flag("--system-prompt TEXT", "the system prompt")
+MAX_KV_SIZE = flag("--max-kv-size N", "tokens that a cache keeps; older ones are dropped", count)
+DRAFT = (
+    flag("--draft-model MODEL", "a smaller model that guesses tokens"),
+    flag("--num-draft-tokens N", "most tokens to guess at a time with a draft model (default: as many as pay)", count),
 )
-"""A flag of mlx-lm that has no default here."""
-
+_TEMPERATURE, _SHARE = number(float, 0, 1000), number(float, 0, 1)
+SAMPLING = (
+    flag("--temp T", "temperature of sampling; 0 takes the likeliest token", _TEMPERATURE, default=0.0),
+    flag("--top-p P", "keep the likeliest tokens of this share", _SHARE, default=1.0),
+    flag("--min-p P", "keep tokens of this share of the likeliest one's probability", _SHARE, default=0.0),
+    flag("--top-k N", "keep so many of the likeliest tokens; 0 keeps all", number(int, 0), default=0),
+)
+XTC = (
+    flag("--xtc-probability P", "share of tokens for which XTC leaves out the likeliest", _SHARE, default=0.0),
+    flag("--xtc-threshold P", "least probability of what XTC leaves out", number(float, 0, 0.5), default=0.1),
+)
+SEED = number(int, 0, 2**64 - 1)
+QUANTIZED = (
+    flag("--kv-bits N", "bits of quantized keys and values (default: not quantized)", kv_bits),
+    flag("--kv-group-size N", "numbers with a scale of their own", one_of(32, 64, 128), default=64),
+    flag("--quantized-kv-start N", "tokens of a cache before it is quantized", number(int, 0), default=5000),
+)
 ACCESS = (
     flag("--api-key-file FILE", "a key that clients must send (also MLX_FLASH_API_KEY)", Path),
     flag("--no-auth", "let other machines connect without a key"),
@@ -192,14 +193,30 @@ IDLE = (
 )
 """Flags of other programs that only cause a warning (:data:`mlx_flash.config.IDLE`)."""
 
+_PIPED = f"the prompt; '-' reads it from standard input (default: what is piped in, or {DEFAULT_PROMPT!r})"
 _LOUD = "False: text alone on stdout; without a value: print the log, too"
 GENERATE = (
+    flag("--prompt -p TEXT", _PIPED),
     flag("--max-tokens -m N", "tokens to generate at most; -1: no limit", max_tokens, default=100),
     flag("--verbose BOOL", _LOUD, boolean, nargs="?", const=LOG, default=True),
+    SYSTEM,
+    flag("--prefill-response TEXT", "the beginning of the answer"),
     flag("--chat-template-config JSON", "for the chat template", json_object),
+    flag("--ignore-chat-template", "take the prompt as it is, without the chat template"),
+    flag("--use-default-chat-template", "no effect: no tokenizer has such a template any more"),
     flag("--image FILE", "pictures for the prompt, in their order; needs mlx-vlm", Path, nargs="+"),
-    DRAFTED,
     VISION,
+    ADAPTER,
+    TRUST,
+    flag("--extra-eos-token TOKEN", "more tokens that end the answer", nargs="+", default=()),
+    *SAMPLING,
+    flag("--min-tokens-to-keep N", "tokens that --min-p keeps at least", count, default=1),
+    *XTC,
+    flag("--seed N", "seed of the random numbers", SEED),
+    *DRAFT,
+    MAX_KV_SIZE,
+    flag("--prompt-cache-file FILE", "keys and values of mlx_lm.cache_prompt, which the prompt goes on from"),
+    *QUANTIZED,
     *IDLE,
     JSON,
     flag("--resident", "keep everything in memory, by mlx-lm alone, to compare with"),
@@ -214,6 +231,15 @@ CHAT = (
     flag("--keepalive --keep-alive TIME", _STAYS, duration),
     flag("--max-tokens -m N", _ANSWER, max_tokens),
     flag("--verbose", "print the log, and all measurements", action="store_const", const=LOG, default=False),
+    SYSTEM,
+    ADAPTER,
+    TRUST,
+    flag("--temp T", "temperature of sampling (default: the Modelfile's, or 0.0)", _TEMPERATURE),
+    flag("--top-p P", "keep the likeliest tokens of this share (default: the Modelfile's, or 1.0)", _SHARE),
+    *XTC,
+    flag("--seed N", "seed of the random numbers", SEED, default=0),
+    MAX_KV_SIZE,
+    flag("--pipeline", "refused: a conversation is for one rank"),
     *IDLE,
 )
 RUN = (
@@ -227,34 +253,44 @@ RUN = (
     *ACCESS,
     *CHAT,
 )
-_WITHOUT_EFFECT = ("--pipeline", "--use-default-chat-template")
-"""mlx-lm's flags that change nothing: ranks always share layers, and no tokenizer has such a template any more."""
-
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _CACHES = "the most memory of prompt caches, such as 2GB (default: half of the memory for keys and values)"
 _ORIGINS = "origins of web pages that may ask, with commas between them; * is any (default: none)"
 _UNLOADED = "time that an idle model stays in memory, such as 5m (default: until another one needs the memory)"
 _UNKNOWN = "let the first model answer requests for unknown names (default: if it is the only one)"
 SERVE = (
     flag("--models-dir DIR", "a folder of model directories and Modelfiles", Path),
+    flag("--host HOST", "address of the server", default="127.0.0.1"),
+    flag("--port PORT", "port of the server", port, default=8080),
     flag("--max-tokens N", "most tokens of an answer, where a request names none", count, default=4096),
     flag("--any-model-name", _UNKNOWN, action=_MAYBE),
     flag("--strict", "refuse requests with unknown fields (default: ignore and list them)"),
     flag("--allowed-origins ORIGINS", _ORIGINS, words, default=[]),
+    flag("--log-level LEVEL", "what the log has", choices=_LEVELS, default="INFO"),
+    flag("--chat-template TEXT", "a chat template in the place of the tokenizer's", default=""),
     flag("--chat-template-args JSON", "variables of the chat template", json_object, default={}),
+    ADAPTER,
+    TRUST,
+    *SAMPLING,
+    flag("--decode-concurrency N", "most answers that are generated together", count, default=32),
+    flag("--prompt-concurrency N", "most prompts that are computed together", count, default=8),
+    flag("--prompt-cache-size N", "most prompt caches that are kept", number(int, 0), default=10),
     flag("--prompt-cache-bytes SIZE", _CACHES, size),
+    *QUANTIZED,
     flag("--keepalive --keep-alive TIME", _UNLOADED, duration),
     flag("--image-folder DIR", "a folder whose files requests may name as pictures; implies --vision", Path),
     VISION,
-    DRAFTED,
+    *DRAFT,
     *ACCESS,
-    *(flag(name, argparse.SUPPRESS) for name in _WITHOUT_EFFECT),
+    flag("--pipeline", argparse.SUPPRESS),  # ranks always share layers
+    flag("--use-default-chat-template", argparse.SUPPRESS),  # no tokenizer has one any more
 )
 PLAN = (
     VISION,
     JSON,
     flag("--budgets", "compare budgets: peak, speed, first token, longest context"),
     flag("--ranks N", "show the layers of each of N machines like this one", number(int, 1, 4096), default=1),
-    flag("--trust-remote-code", "run the code that comes with a tokenizer"),
+    TRUST,
 )
 
 
@@ -311,6 +347,9 @@ SHOWN = frozenset(
 )
 """Flags in the short help of commands with many flags."""
 
+MANY = 10
+"""Commands with more flags of their own than this have many."""
+
 
 class _Formatter(argparse.HelpFormatter):
     """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags.
@@ -361,51 +400,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"mlx-flash: error: {message}{end} Hint: {self.prog} --help\n")
 
 
-@functools.cache
-def flags_of(program: str) -> Sequence[tuple[list[str], dict[str, Any]]]:
-    """Return the names and keywords of each ``add_argument`` in the source of a module of mlx-lm."""
-    tree = _parse(program)
-    constants, found = _constants(tree), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-            names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
-            given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
-            found.append((names, {name: value for name, value in given.items() if value is not None}))
-    return found
-
-
-def default_of(program: str, flag: str) -> Any:
-    """Return mlx-lm's default of a flag."""
-    return next(options["default"] for names, options in flags_of(program) if flag in names)
-
-
-def _parse(module: str) -> ast.Module:
-    spec = importlib.util.find_spec("mlx_lm")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return ast.parse((Path(folders[0]) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-
-
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the constants that a module defines, or imports from its neighbours."""
-    found: dict[str, Any] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            found |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.ImportFrom) and node.level and node.module:
-            names = [alias.name for alias in node.names if alias.name.isupper()]
-            imported = _constants(_parse(node.module)) if names else {}
-            found |= {name: imported[name] for name in names if name in imported}
-    return found
-
-
-def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
-    """Return the value of an expression of literals, types and module constants; None for anything else."""
-    try:
-        return eval(compile(ast.Expression(node), "mlx-lm", "eval"), dict(constants))
-    except NameError:
-        return None
-
-
 SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not in {"enabled", "poison_released_slots"})
 """The fields of ``FlashConfig`` that are flags of every command."""
 
@@ -413,10 +407,6 @@ BASICS = ("ram_budget_gb", "context_length", "prefill_step_size")
 """The settings that help shows first; the others are for tuning."""
 
 _ALL_HELP = "--help-tuning"
-
-
-_DESCRIBED = "{help} (default: the Modelfile's, or {default})"
-"""Help of flags whose values a Modelfile may give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,10 +421,7 @@ class Command:
         place: its module and function in this folder; both have the command's name if this is empty.
         usage: the arguments after the model in a usage line.
         streams: the command loads models, so it takes the flags of all settings.
-        borrows: the program of mlx-lm whose flags it has too, with their defaults.
-        without: flags of that program that are left out.
-        unset: flags of that program whose default is None here, and their help, made of mlx-lm's help and default.
-        defaults: arguments that have no flag, or another default than mlx-lm's.
+        defaults: arguments that have no flag, or another default than that of their flag.
     """
 
     help: str
@@ -443,9 +430,6 @@ class Command:
     place: str = ""
     usage: str = "[flags]"
     streams: bool = True
-    borrows: str = ""
-    without: Sequence[str] = ()
-    unset: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -498,8 +482,8 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
         made = adding.add_parser(name, help=command.help, description=text, usage=usage, allow_abbrev=False)
         if name == chosen:
             found = made
-            own = [] if command.borrows else [names for names, _ in command.flags]
-            found.shown = SHOWN.union(*own)
+            own = [names for names, _ in command.flags]
+            found.shown = SHOWN if len(own) > MANY else SHOWN.union(*own)
             _add_flags(found, command)
     return parser, found
 
@@ -515,13 +499,6 @@ def _add_flags(parser: Parser, command: Command) -> None:
         _add_setting(parser, name, help_texts[name])
     for names, given in command.flags:
         parser.add_argument(*names, **given)
-    for names, given in flags_of(command.borrows) if command.borrows else ():
-        if (first := names[0]) not in command.without:
-            borrowed = {**given, **({"type": OF_MLX_LM[first]} if first in OF_MLX_LM else {})}
-            if first in command.unset:
-                borrowed |= {"default": None, "help": command.unset[first].format(**given)}
-            with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
-                parser.add_argument(*names, **borrowed)
     parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
     with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name
         parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
@@ -571,16 +548,11 @@ COMMANDS = {
         "generate text",
         GENERATE,
         "MODEL",
-        borrows="generate",
-        without=("--quantize-activations",),
-        unset={"--prompt": "the prompt; '-' reads it from standard input (default: what is piped in, or {default!r})"},
     ),
     "run": Command(
         "chat with, prompt, or serve a model or a Modelfile",
         RUN,
         usage="[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
-        borrows="chat",
-        unset={"--temp": _DESCRIBED, "--top-p": _DESCRIBED},
         defaults={"seed": None},
     ),
     "chat": Command(
@@ -588,15 +560,12 @@ COMMANDS = {
         CHAT,
         "[MODEL]",
         place="run.run",
-        borrows="chat",
-        unset={"--temp": _DESCRIBED, "--top-p": _DESCRIBED},
         defaults={"words": (), "prompt": None, "file": None, "serve": False},
     ),
     "serve": Command(
         "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
         SERVE,
         "[[NAME=]MODEL ...]",
-        borrows="server",
     ),
     "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL"),
     "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),

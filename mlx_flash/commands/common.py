@@ -18,7 +18,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
-from mlx_flash.commands.arguments import SETTINGS, default_of
+from mlx_flash.commands.arguments import DEFAULT_PROMPT, SETTINGS
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import Modelfile, check_text
@@ -105,9 +105,8 @@ def prompt_text(args: argparse.Namespace, read: Callable[[TextIO], str]) -> str:
         return check_text(args.prompt.replace("\\n", "\n").replace("\\t", "\t"), "--prompt")
     if piped := read(io.StringIO() if sys.stdin.isatty() else sys.stdin):
         return check_text(piped, "standard input")
-    default = str(default_of("generate", "--prompt"))
-    note(f"mlx-flash: there is no --prompt: the prompt is {default!r}, as with mlx_lm.generate")
-    return default
+    note(f"mlx-flash: there is no --prompt: the prompt is {DEFAULT_PROMPT!r}, as with mlx_lm.generate")
+    return DEFAULT_PROMPT
 
 
 def load_tokenizer(

@@ -25,7 +25,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from rich.console import RenderableType
 from rich.text import Text
 
-from mlx_flash.commands.arguments import default_of
+from mlx_flash.commands.arguments import DEFAULT_MODEL
 from mlx_flash.commands.common import Status, labelled, make_config, note, note_lines, print_rich
 from mlx_flash.commands.models import is_remote
 from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
@@ -686,7 +686,7 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
     if len(words) > 1:
         raise ConfigError(f"run takes one prompt, not {len(words)}. Hint: put a prompt of several words in quotes.")
     if model is None and args.command == "chat":
-        model = default_of("chat", "--model")
+        model = DEFAULT_MODEL
     if model is not None and args.file is not None:
         raise ConfigError(f"run: both a model, {model}, and a Modelfile, {args.file}, are given. Hint: leave one out.")
     if model is None and args.file is None and not Path("Modelfile").exists():

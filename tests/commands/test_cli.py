@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -21,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 from huggingface_hub import scan_cache_dir
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, setup_arg_parser
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
@@ -30,7 +31,14 @@ from children import ROOT
 from mlx_flash import __version__, cli
 from mlx_flash.commands import dispatch
 from mlx_flash.commands import models as modellist
-from mlx_flash.commands.arguments import COMMANDS, SETTINGS, make_parser, parse_arguments
+from mlx_flash.commands.arguments import (
+    COMMANDS,
+    DEFAULT_MODEL,
+    DEFAULT_PROMPT,
+    SETTINGS,
+    make_parser,
+    parse_arguments,
+)
 from mlx_flash.commands.common import prompt_text
 from mlx_flash.commands.report import render_plan
 from mlx_flash.config import GB, FlashConfig
@@ -431,13 +439,48 @@ def test_help_shows_the_basics_first_and_tuning_last(command: str) -> None:
         assert {"--queue-depth", "--kv-cache", "--io"} <= set(flags_in(tuning[0]))
 
 
-def test_generate_takes_the_flags_and_defaults_of_mlx_lm() -> None:
-    ours = vars(parse_arguments(["generate", "--model", "x"]))
-    theirs = vars(setup_arg_parser().parse_args([]))
-    not_supported = {"image", "quantize_activations"}
-    of_its_own = {"model", "prompt", "prefill_step_size", "num_draft_tokens"}  # first, piped, by the plan, by the pace
-    for name in theirs.keys() - not_supported - of_its_own:
+def defaults_of(program: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the defaults of the flags of a program of mlx-lm, which parses its arguments first."""
+    found: list[dict[str, Any]] = []
+
+    def parse(self: argparse.ArgumentParser, *_: object) -> None:
+        found.append({action.dest: action.default for action in self._actions})
+        raise Stop
+
+    class Stop(Exception):
+        pass
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        importlib.import_module(f"mlx_lm.{program}").main()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "program", "of_its_own"),
+    [
+        # the prompt is piped in, the step is the plan's, and the number of guesses follows the pace
+        ("generate", "generate", {"prompt", "prefill_step_size", "num_draft_tokens", "image", "quantize_activations"}),
+        ("chat", "chat", {"prefill_step_size", "temp", "top_p", "max_tokens"}),  # a Modelfile may have some
+        (
+            "serve",
+            "server",
+            {"prefill_step_size", "num_draft_tokens", "max_tokens", "allowed_origins", "chat_template_args"},
+        ),
+    ],
+)
+def test_flags_have_the_names_and_defaults_of_mlx_lm(
+    command: str, program: str, of_its_own: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = vars(parse_arguments([command, "--model", "x"])), defaults_of(program, monkeypatch)
+    assert len(theirs) > 10
+    for name in theirs.keys() - of_its_own - {"help", "model"}:
         assert ours[name] == theirs[name], name
+
+
+def test_what_is_not_given_is_as_with_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert defaults_of("generate", monkeypatch)["prompt"] == DEFAULT_PROMPT
+    assert defaults_of("chat", monkeypatch)["model"] == DEFAULT_MODEL
 
 
 @pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if command.model])

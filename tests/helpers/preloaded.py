@@ -6,7 +6,7 @@ import shutil
 from importlib import import_module
 
 import roomy
-from mlx_flash.commands import arguments, dispatch
+from mlx_flash.commands import dispatch
 
 for name in (
     "mlx_flash.commands.serve",
@@ -20,6 +20,4 @@ for name in (
     import_module(name)
 for name in ("generate", "run", "plan", "bench", "verify", "doctor", "exec", "list", "pack", "cache"):
     dispatch._load_command(name)
-for command in ("generate", "serve"):
-    arguments.make_parser(command)  # the flags of mlx-lm's programs are read from their source
 shutil.disk_usage = roomy.disk_usage

@@ -39,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def monitor() -> int:
+    """Run ``flash-monitor``, which is ``mlx-flash monitor``. Return the exit status."""
+    words = sys.argv[1:]
+    return main(words if words in (["--version"], ["-V"]) else ["monitor", *words])
+
+
 def _open_standard_streams() -> None:
     """Open standard streams that the caller closed, as some services do.
 

@@ -22,6 +22,7 @@ from mlx_flash.config import FLAGS, FlashConfig, did_you_mean, parse_setting, se
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import DEFAULT_MAX_TOKENS
 from mlx_flash.monitor.words import seconds_of
+from mlx_flash.telemetry import INTERVAL_SECONDS
 
 Type = Callable[[str], Any]
 
@@ -327,6 +328,14 @@ CREATE = (
     flag("-f --file MODELFILE", "the Modelfile", default="Modelfile"),
 )
 RM = (flag("-y --yes", "do not ask"),)
+MONITOR = (
+    flag("--once", "print one frame and exit; exit status 1 when no engine runs"),
+    flag("--json", "print one JSON object for each engine and look, instead of frames"),
+    flag("--pid N", "show only the engines of this process", count),
+    flag("--interval SECONDS", "time between two looks", number(float, 0.05, 3600), default=INTERVAL_SECONDS),
+    flag("--no-color", "no colours, as with the variable NO_COLOR"),
+    flag("--ascii", "only ASCII characters (default where the encoding has no others)"),
+)
 STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
 COMPLETION = (flag("shell", "the shell that runs the printed code", choices=("bash", "zsh", "fish")),)
 CACHE = (flag("action", "clear removes everything that is not in use", choices=("list", "clear")), JSON)
@@ -586,6 +595,7 @@ COMMANDS = {
     ),
     "ps": Command("list running engines", (JSON,), place="engines.ps", usage="[--json]", streams=False),
     "stop": Command("end a running engine", STOP, "PID|MODEL", "engines.stop", streams=False),
+    "monitor": Command("show running engines, live: q quits, Tab shows the next engine", MONITOR, streams=False),
     "exec": Command(
         "run any program that uses mlx-lm, streaming",
         EXEC,

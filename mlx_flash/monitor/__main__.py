@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_flash.monitor.app import main
+from mlx_flash.cli import monitor
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(monitor())

@@ -7,7 +7,6 @@ case takes tens of microseconds.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import json
@@ -33,6 +32,8 @@ from mlx_lm.models.cache import KVCache, save_prompt_cache
 
 from mlx_flash import FlashConfig, telemetry
 from mlx_flash import config as config_module
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.commands.monitor import draw, print_json
 from mlx_flash.config import VARIABLE_PREFIX
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.diskcache import load_saved
@@ -40,7 +41,6 @@ from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
 from mlx_flash.monitor import rates
-from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.rates import system_memory
 from mlx_flash.prefixes import folder as pagefile
 from mlx_flash.prefixes.folder import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
@@ -406,7 +406,7 @@ def telemetry_file(folder: Path) -> Iterator[Case]:
 def state(folder: Path) -> Iterator[Case]:
     """A state, shown by the monitor, half of the time after another one. Control characters count as failure."""
     seeds, memory = [JsonSeeds(state) for state in STATES], system_memory()
-    args, path = make_parser().parse_args([]), folder / "0-0.json"
+    args, path = parse_arguments(["monitor"]), folder / "0-0.json"
     consoles: list[Any] = [SimpleNamespace(width=width, encoding="utf-8") for width in (20, 80, 200)]
     found: list[telemetry.Published] = []
 
@@ -433,8 +433,8 @@ def state(folder: Path) -> Iterator[Case]:
         look(watcher, damaged, 1.0)
         for line in draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60))):
             check(line.plain)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            print_json(watcher)
+        out = io.StringIO()
+        print_json(watcher, out)
         (line,) = out.getvalue().splitlines()
         json.loads(line)
 

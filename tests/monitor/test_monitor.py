@@ -28,10 +28,11 @@ from rich.text import Text
 
 from children import ROOT
 from interrupt_points import interrupted_in, total_points
+from mlx_flash import __version__, cli
 from mlx_flash import telemetry as facts
-from mlx_flash.monitor import app
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.commands.monitor import Terminal, draw, print_lines
 from mlx_flash.monitor import rates as system
-from mlx_flash.monitor.app import Terminal, print_lines
 from mlx_flash.monitor.frames import (
     ASCII,
     UNICODE,
@@ -280,8 +281,8 @@ def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
     publisher.close()
     watcher.look()
     assert watcher.histories == [] and watcher.to_json() == []
-    args = app.make_parser().parse_args([])
-    lines = [line.plain for line in app.draw(watcher, args, Console(width=80), 24)]
+    args = parse_arguments(["monitor"])
+    lines = [line.plain for line in draw(watcher, args, Console(width=80), 24)]
     assert "llama-big" in lines[0] and "tokens: 20 in, 10 out; ended " in lines[1]
     watcher.look()
     assert watcher.ended is not None
@@ -511,18 +512,22 @@ def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> Non
     (runtime / "mlx-flash").chmod(0o755)
     done = run("--once")
     assert done.returncode == 1
-    assert re.fullmatch(r"flash-monitor: error: .* can be used by others .*\n", done.stderr)
+    assert re.fullmatch(r"mlx-flash: error: .* can be used by others .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("flag", [["--interval", "0"], ["--interval", "nan"], ["--interval", "x"], ["--pid", "x"]])
 def test_wrong_flags(flag: list[str]) -> None:
     with contextlib.redirect_stderr(io.StringIO()), pytest.raises(SystemExit) as caught:
-        app.main(flag)
+        cli.main(["monitor", *flag])
     assert caught.value.code == 2
 
 
+def test_version() -> None:
+    assert run("--version").stdout == f"mlx-flash {__version__}\n"
+
+
 def test_it_needs_no_mlx() -> None:
-    program = "import sys, mlx_flash.monitor.app; print({'mlx', 'mlx.core', 'numpy', 'mlx_lm'} & set(sys.modules))"
+    program = "import sys, mlx_flash.commands.monitor; print({'mlx', 'mlx.core', 'numpy', 'mlx_lm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 
@@ -672,7 +677,7 @@ def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None
 
 def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> None:
     """One in hundreds came while rich collected the frame, and then it collected what restores the terminal as well."""
-    folders = ["monitor/app.py", str(Path(str(rich.console.__file__)))]
+    folders = ["commands/monitor.py", str(Path(str(rich.console.__file__)))]
 
     def program(run: Callable[[Callable[[], object]], bool]) -> None:
         console = Console(file=io.StringIO(), force_terminal=True, width=40, height=5)

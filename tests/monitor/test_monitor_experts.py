@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mlx_flash.monitor import app
+from mlx_flash import cli
 from mlx_flash.monitor.frames import ASCII, UNICODE, Glyphs
 from mlx_flash.monitor.rates import MINUTE, History
 from mlx_flash.sessions import PrivateFolder
@@ -319,9 +319,9 @@ def test_json_of_a_file_with_numbers_that_json_has_not(
     text = json.dumps({**envelope, "clock": 100.0, "state": told_state}).replace('"HERE"', number)
     folder = PrivateFolder(runtime / "mlx-flash")
     (folder.path / "state.json").write_text(text)
-    assert app.main(["--once", "--json"]) == 0
+    assert cli.main(["monitor", "--once", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["experts"]["num_hits"] is None and found["experts"]["num_experts"] == 3072
-    assert app.main(["--once"]) == 0
+    assert cli.main(["monitor", "--once"]) == 0
     assert "412 of 3072 experts in 2.10 GB; hits -, predicted right -" in capfd.readouterr().out
     folder.close()

@@ -32,7 +32,6 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.loading import load_model
-from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes import store as pagewriter
@@ -580,7 +579,7 @@ def test_the_monitor_and_the_cache_command_show_them(
         assert model.prefixes is not None and model.prefixes.store.flush()
         text, deadline = "", time.monotonic() + 20
         while "3 pages stored" not in text and time.monotonic() < deadline:
-            assert monitor.main(["--once"]) == 0
+            assert cli.main(["monitor", "--once"]) == 0
             text = capsys.readouterr().out
         nbytes = size(model.prefixes.counters.restored_bytes)
     assert f"699 tokens restored ({nbytes}), 699 computed; 3 pages stored" in text and "today of 20.0 GB" in text

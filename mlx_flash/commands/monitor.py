@@ -1,4 +1,4 @@
-"""The command ``flash-monitor``."""
+"""``mlx-flash monitor``, which is also ``flash-monitor``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import argparse
 import json
 import os
 import select
-import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from mlx_flash.monitor.frames import ASCII, Canvas, choose_glyphs, frame, message
 from mlx_flash.monitor.rates import Watcher
-from mlx_flash.telemetry import INTERVAL_SECONDS
 
 _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
 _SHOW_CURSOR, _LEAVE_SCREEN = "\x1b[?25h", "\x1b[?1049l"
@@ -37,10 +34,8 @@ class Terminal:
         self._in_place = console.is_terminal and not console.is_dumb_terminal
         self._keys = sys.stdin.fileno() if self._in_place and sys.stdin.isatty() else None
         self._saved: list[Any] | None = None
-        self._old_handler: Any = None
 
     def __enter__(self) -> Terminal:
-        self._old_handler = signal.signal(signal.SIGTERM, _end)
         if self._keys is not None:
             self._saved = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys)
@@ -56,7 +51,6 @@ class Terminal:
             # An exception may have come while the console collected a frame: it would collect this, too.
             self._console.file.write(_SHOW_CURSOR + _LEAVE_SCREEN)
             self._console.file.flush()
-        signal.signal(signal.SIGTERM, self._old_handler)
 
     @property
     def height(self) -> int | None:
@@ -91,73 +85,28 @@ def print_lines(console: Console, lines: Sequence[Text]) -> None:
     console.print(Text("\n").join(lines), no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-EXIT_NONE, EXIT_ERROR, EXIT_BROKEN_PIPE = 1, 1, 141
-SHORTEST_INTERVAL = 0.05
+EXIT_NONE = 1
 ONCE_SECONDS = 1.0
 """Time between the two looks that give the speeds of a single frame."""
 
 HINT = "Hint: start one with: mlx-flash generate --model DIR_OR_REPO"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the monitor.
-
-    Args:
-        argv: the arguments; None takes those of the process.
-
-    Returns:
-        The exit status.
-    """
-    args = make_parser().parse_args(argv)
-    console = Console(no_color=True if args.no_color else None, highlight=False, markup=False, emoji=False)
+def monitor(args: argparse.Namespace, out: TextIO) -> int:
+    """Show the running engines, until the user quits; Ctrl-C is no failure."""
+    color = True if args.no_color else None
+    console = Console(file=out, no_color=color, highlight=False, markup=False, emoji=False)
     try:
         if args.once:
-            return once(args, console)
-        return stream_json(args) if args.json else live(args, console)
-    except KeyboardInterrupt:
+            return once(args, console, out)
+        return stream_json(args, out) if args.json else live(args, console)
+    except KeyboardInterrupt as error:
+        if type(error) is not KeyboardInterrupt:  # SIGTERM and SIGHUP
+            raise
         return 0
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
-        return EXIT_BROKEN_PIPE
-    except OSError as error:
-        print(f"flash-monitor: error: {error}", file=sys.stderr)
-        return EXIT_ERROR
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags."""
-    parser = argparse.ArgumentParser(
-        prog="flash-monitor",
-        description="Show the running mlx-flash engines of this user. Keys: q quits, Tab shows the next engine.",
-    )
-    add = parser.add_argument
-    add("--once", action="store_true", help="print one frame and exit; exit status 1 when no engine runs")
-    add("--json", action="store_true", help="print one JSON object for each engine and look, instead of frames")
-    add("--pid", type=int, metavar="N", help="show only the engines of this process")
-    add(
-        "--interval",
-        type=_interval,
-        default=INTERVAL_SECONDS,
-        metavar="SECONDS",
-        help="time between two looks (default: 0.25)",
-    )
-    add("--no-color", action="store_true", help="no colours, as with the variable NO_COLOR")
-    add("--ascii", action="store_true", help="only ASCII characters (default where the encoding has no others)")
-    return parser
-
-
-def _interval(text: str) -> float:
-    seconds = float(text)
-    if not SHORTEST_INTERVAL <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between {SHORTEST_INTERVAL} and 3600 seconds")
-    return seconds
-
-
-def once(args: argparse.Namespace, console: Console) -> int:
+def once(args: argparse.Namespace, console: Console, out: TextIO) -> int:
     """Print one frame, or one JSON object for each engine."""
     watcher = Watcher(args.pid)
     watcher.look()
@@ -168,7 +117,7 @@ def once(args: argparse.Namespace, console: Console) -> int:
         print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
         return EXIT_NONE
     if args.json:
-        print_json(watcher)
+        print_json(watcher, out)
     else:
         print_lines(console, draw(watcher, args, console, None))
     return 0
@@ -188,7 +137,7 @@ def live(args: argparse.Namespace, console: Console) -> int:
                 watcher.choose_next()
 
 
-def stream_json(args: argparse.Namespace) -> int:
+def stream_json(args: argparse.Namespace, out: TextIO) -> int:
     """Print a line of JSON for each engine and look."""
     watcher = Watcher(args.pid)
     is_reported = False
@@ -197,7 +146,7 @@ def stream_json(args: argparse.Namespace) -> int:
         if not watcher.histories and not is_reported:
             print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
             is_reported = True
-        print_json(watcher)
+        print_json(watcher, out)
         time.sleep(args.interval)
 
 
@@ -211,15 +160,15 @@ def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: i
     return frame(shown, watcher.chosen, watcher.system, canvas)
 
 
-def print_json(watcher: Watcher) -> None:
+def print_json(watcher: Watcher, out: TextIO) -> None:
     """Print one object on one line for each engine."""
     for state in watcher.to_json():
         try:
-            print(json.dumps(state, allow_nan=False))
+            print(json.dumps(state, allow_nan=False), file=out)
         except ValueError:  # a file may hold NaN, which JSON lacks
             finite = json.loads(json.dumps(state), parse_constant=lambda name: None)
-            print(json.dumps(finite, allow_nan=False))
-    sys.stdout.flush()
+            print(json.dumps(finite, allow_nan=False), file=out)
+    out.flush()
 
 
 def _nothing(watcher: Watcher, args: argparse.Namespace) -> str:

@@ -18,17 +18,12 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_flash.errors import ConfigError, FlashError
 from mlx_flash.generation import stream_generate
 from mlx_flash.model import FlashLLM
-from mlx_flash.modelfile.parse import DEFAULT_MAX_TOKENS, Modelfile, Parameters, check_text
+from mlx_flash.modelfile.parse import DEFAULT_MAX_TOKENS, Modelfile, Parameters, check_text, recent_tokens
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
 Progress = Callable[[int, int], None]
 Listener = Callable[[Any], None]
-
-DEFAULT_REPEAT_LAST_N = 64
-"""Ollama's."""
-
-_ALL = 2**31 - 1
 
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of templates: their own refusals, and those of any expression."""
@@ -274,11 +269,9 @@ def sampling(parameters: Parameters, **xtc: Any) -> dict[str, Any]:
     )
     if parameters.temperature and parameters.top_k:
         sampler = _below_vocabulary(sampler, parameters.top_k)
-    last = DEFAULT_REPEAT_LAST_N if parameters.repeat_last_n is None else parameters.repeat_last_n
-    penalty = parameters.repeat_penalty if last else None
-    processors = make_logits_processors(
-        repetition_penalty=penalty, repetition_context_size=_ALL if last == -1 else last
-    )
+    recent = recent_tokens(parameters.repeat_last_n)
+    penalty = parameters.repeat_penalty if recent else None
+    processors = make_logits_processors(repetition_penalty=penalty, repetition_context_size=recent)
     return {"sampler": sampler, "logits_processors": processors}
 
 

@@ -281,6 +281,11 @@ class Parameters:
         return -1 if self.num_ctx is None else max(0, self.num_ctx - num_prompt_tokens)
 
 
+def recent_tokens(repeat_last_n: int | None) -> int:
+    """Return the number of recent tokens that a penalty is for: without a number Ollama's 64, of -1 all."""
+    return 64 if repeat_last_n is None else _MOST if repeat_last_n == -1 else repeat_last_n
+
+
 PARAMETERS = {field.name: field for field in fields(Parameters)}
 """The parameters of a Modelfile."""
 

@@ -12,8 +12,8 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
-from mlx_flash.modelfile.conversation import DEFAULT_REPEAT_LAST_N, first_messages
-from mlx_flash.modelfile.parse import Modelfile, named_models
+from mlx_flash.modelfile.conversation import first_messages
+from mlx_flash.modelfile.parse import Modelfile, named_models, recent_tokens
 from mlx_flash.server.sampling import Defaults
 
 DEFAULT_NAME = "default_model"
@@ -176,9 +176,6 @@ def _is_model(name: str) -> bool:
         return False
 
 
-_ALL = 1_000_000
-
-
 def source_of(modelfile: Modelfile, name: str, other: Source) -> Source:
     """Return the model of a Modelfile.
 
@@ -206,8 +203,6 @@ def _defaults(modelfile: Modelfile, defaults: Defaults) -> Defaults:
     given: dict[str, Any] = {name: getattr(parameters, name) for name in names} | {"stop": modelfile.stop or None}
     if parameters.num_predict is not None and parameters.num_predict > 0:
         given["max_tokens"] = parameters.num_predict
-    last = DEFAULT_REPEAT_LAST_N if parameters.repeat_last_n is None else parameters.repeat_last_n
-    if parameters.repeat_penalty is not None and last:
-        given["repetition_penalty"] = parameters.repeat_penalty
-        given["repetition_context_size"] = _ALL if last == -1 else last
+    if parameters.repeat_penalty is not None and (recent := recent_tokens(parameters.repeat_last_n)):
+        given |= {"repetition_penalty": parameters.repeat_penalty, "repetition_context_size": recent}
     return replace(defaults, **{name: value for name, value in given.items() if value is not None})

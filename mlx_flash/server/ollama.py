@@ -31,7 +31,15 @@ from starlette.routing import BaseRoute, Route
 from mlx_flash import __version__
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
 from mlx_flash.layout.download import is_downloaded
-from mlx_flash.modelfile.parse import Modelfile, create_model, lines_of, named_models, parse_modelfile, quoted
+from mlx_flash.modelfile.parse import (
+    Modelfile,
+    create_model,
+    lines_of,
+    named_models,
+    parse_modelfile,
+    quoted,
+    recent_tokens,
+)
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server.body import Asking, Checked, Lenient, Many
 from mlx_flash.server.catalog import LATEST, Catalog, Source
@@ -163,10 +171,6 @@ class GenerateRequest(Asked):
         if self.context and (self.raw or self.images):
             raise ValueError("context belongs to a prompt that is not raw, without images")
         return self
-
-
-_DEFAULT_REPEAT_LAST_N = 64
-_ALL = 1_000_000
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -318,12 +322,11 @@ def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:
 
 
 def _sampling(options: Options) -> Sampling:
-    found, last = sampling_of(options), options.repeat_last_n
-    if last == 0:
+    found, recent = sampling_of(options), recent_tokens(options.repeat_last_n)
+    if recent == 0:
         return replace(found, repetition_penalty=0.0, presence_penalty=0.0, frequency_penalty=0.0)
-    recent = _ALL if last == -1 else last or _DEFAULT_REPEAT_LAST_N
     found = replace(found, presence_context_size=recent, frequency_context_size=recent)
-    is_default = last is None and found.repetition_penalty is None
+    is_default = options.repeat_last_n is None and found.repetition_penalty is None
     return found if is_default else replace(found, repetition_context_size=recent)
 
 

@@ -119,7 +119,7 @@ class KVFiles:
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
         self._options = options
-        self._writer = WriteBehind(count_written)  # which calls it from its thread
+        self._writer = WriteBehind(count=count_written)
         self._numbers = count()
         self._folder: PrivateFolder | None = None
 

@@ -11,11 +11,12 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,6 +29,8 @@ from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dty
 from mlx_flash.memory.pagecache import aligned_offsets
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import SourceFile, identity_of
+
+T = TypeVar("T")
 
 Blocks = Sequence[tuple[int, memoryview]]
 """Blocks of bytes, each with its offset in a file."""
@@ -73,11 +76,7 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-Write = Future[list[int]]
-"""Blocks that are written behind. Its result is the CRC-32 of each block, if they are wanted."""
-
-
-def _failure(write: Write) -> BaseException | None:
+def _failure(write: Future[Any]) -> BaseException | None:
     """Wait for the end of a write. Return why it failed, a CancelledError if it did not begin; None if it did not."""
     try:
         return write.exception()
@@ -86,47 +85,49 @@ def _failure(write: Write) -> BaseException | None:
 
 
 class WriteBehind:
-    """A thread that writes blocks in order. It calls ``count`` with the number of bytes written."""
+    """A thread that writes in order, and the queue before it. It calls ``count`` with the bytes of each write."""
 
-    def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int = WRITE_BEHIND_BYTES,  # the most bytes queued, but for one write alone; may be changed
+        name: str = "mlx-flash-kv-writer",
+        count: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.nbytes = 0  # written, or queued for it
-        self.limit_bytes = WRITE_BEHIND_BYTES  # the most bytes queued; may be changed
+        self.limit_bytes = limit_bytes
         self._count = count
-        self._thread = ThreadPoolExecutor(1, "mlx-flash-kv-writer")
-        self._waiting: deque[tuple[Write, int]] = deque()
-
-    def submit(self, file: WrittenFile, blocks: Blocks, *, is_checked: bool = False) -> Write:
-        """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
-        nbytes = sum(len(block) for _, block in blocks)
-        self.nbytes += nbytes
-        while self._waiting and self.queued_bytes + nbytes > self.limit_bytes:
-            _failure(self._waiting[0][0])  # raised where its file is used next
-            self._waiting.popleft()
-        write = self._thread.submit(self._write, file, blocks, is_checked)
-        self._waiting.append((write, nbytes))
-        return write
+        self._thread = ThreadPoolExecutor(1, name)
+        self._waiting: deque[tuple[Future[Any], int]] = deque()
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        while self._waiting and self._waiting[0][0].done():
-            self._waiting.popleft()
-        return sum(nbytes for _, nbytes in self._waiting)
+        """Bytes that wait to be written. Any thread may ask."""
+        return sum(nbytes for write, nbytes in [*self._waiting] if not write.done())
 
-    def _write(self, file: WrittenFile, blocks: Blocks, is_checked: bool) -> list[int]:
-        for offset, block in blocks:
-            try:
-                write_at(file.fd, block, offset)
-            except OSError as error:
-                raise WriteError(
-                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
-                    f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
-                ) from error
-        self._count(sum(len(block) for _, block in blocks))
-        return [zlib.crc32(block) for _, block in blocks] if is_checked else []
+    def make_room(self, nbytes: int) -> None:
+        """Wait while more bytes would be queued than may be."""
+        while self._waiting and (self._waiting[0][0].done() or self.queued_bytes + nbytes > self.limit_bytes):
+            wait([self._waiting.popleft()[0]])
+
+    def submit(self, nbytes: int, write: Callable[[], T]) -> Future[T]:
+        """Queue a write of so many bytes, once there is room for them."""
+        self.make_room(nbytes)
+        self.nbytes += nbytes
+        written = self._thread.submit(self._write, nbytes, write)
+        self._waiting.append((written, nbytes))
+        return written
+
+    def _write(self, nbytes: int, write: Callable[[], T]) -> T:
+        result = write()
+        self._count(nbytes)
+        return result
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything is written, at most so many seconds. Return whether it is."""
+        return not wait([write for write, _ in self._waiting], timeout).not_done
 
     def close(self) -> None:
-        """End the thread, and drop the blocks that it has not begun to write."""
+        """End the thread, and drop what it has not begun to write."""
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -140,20 +141,35 @@ class WrittenFile:
         finalize(self, _remove_file, path, self._descriptors, reader)
         reader.open(path)
         self._writer = writer
-        self._pending: deque[Write] = deque()
+        self._pending: deque[Future[list[int]]] = deque()
 
     @property
     def fd(self) -> int:
         """The descriptor for writing."""
         return self._descriptors[0]
 
-    def submit(self, blocks: Blocks, *, is_checked: bool = False) -> Write:
-        """Write blocks, whose memory must not change any more. Raises: WriteError: an earlier write failed."""
+    def submit(self, blocks: Blocks, *, is_checked: bool = False) -> Future[list[int]]:
+        """Write blocks, whose memory must not change any more. The result is the CRC-32 of each if they are checked.
+
+        Raises: WriteError: an earlier write failed.
+        """
         while self._pending and self._pending[0].done():
             self._finish_first()
-        write = self._writer.submit(self, blocks, is_checked=is_checked)
+        nbytes = sum(len(block) for _, block in blocks)
+        write = self._writer.submit(nbytes, partial(self._write, blocks, is_checked))  # which keeps the file open
         self._pending.append(write)
         return write
+
+    def _write(self, blocks: Blocks, is_checked: bool) -> list[int]:
+        for offset, block in blocks:
+            try:
+                write_at(self.fd, block, offset)
+            except OSError as error:
+                raise WriteError(
+                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {self.path}: "
+                    f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
+                ) from error
+        return [zlib.crc32(block) for _, block in blocks] if is_checked else []
 
     def flush(self) -> None:
         """Wait until all pages can be read. Raises: WriteError: a write failed."""
@@ -232,7 +248,7 @@ class Draft(WrittenFile):
         super().__init__(path, reader, writer)
         self.room = room
         self._end = room
-        self._pages: dict[int, tuple[list[BlobInfo], Write]] = {}  # by layer, with no checksums yet
+        self._pages: dict[int, tuple[list[BlobInfo], Future[list[int]]]] = {}  # by layer, with no checksums yet
 
     @property
     def nbytes(self) -> int:

@@ -13,8 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder, open_locked
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.writing import Draft
+from mlx_flash.kv.writing import Draft, WriteBehind
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.folder import (
     Blob,
@@ -80,13 +81,6 @@ class Prefix(NamedTuple):
         return Prefix(self.ends[:count], self.pages[:count])
 
 
-class _Queued(NamedTuple):
-    """A page that waits to be written, or is being written."""
-
-    nbytes: int  # to write, without those that are in its draft
-    written: Future[None]
-
-
 class PrefixStore(AbstractContextManager["PrefixStore"]):
     """The pages of one model and one kind of cache, in a directory shared with other models, tenants and processes.
 
@@ -112,16 +106,15 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         self._root = root_name(model, settings, tenant, page_tokens)
         self._model, self._title = model, title
         self._governor = governor
-        self._queue_bytes = queue_bytes
         self._folder = PageFolder(directory, limit_bytes, free_space_floor)
         if not governor.zero_write:
             try:
                 self._folder.open()
             except OSError as error:
                 self._folder.stop(error)
-        self._queue: dict[str, _Queued] = {}  # by name; replaced as a whole, since telemetry reads it
+        self._writer = WriteBehind(queue_bytes, "mlx-flash-prefixes")
+        self._queued: dict[str, Future[None]] = {}  # pages that wait to be written, by name
         self._lock = threading.Lock()  # of the counts
-        self._thread = ThreadPoolExecutor(1, "mlx-flash-prefixes")
         self._counts: Counter[str] = Counter()
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +136,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         names = page_names(self._root, tokens, ends)
         count = self._folder.num_leading(names)
         snapshots = [snapshot_name(name, snapshot) for name in names] if snapshot else []
-        if not self._queue.keys().isdisjoint((*names[count:], *snapshots)):  # it is faster than computing them
+        if not self._queued.keys().isdisjoint((*names[count:], *snapshots)):  # it is faster than computing them
             self.flush(_MOST_SECONDS)
             count = self._folder.num_leading(names)
         if not snapshot:
@@ -203,21 +196,17 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
             tokens, full_pages(len(tokens), self.page_tokens) if ends is None else ends, page_index, snapshot
         )
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
-        is_large = nbytes > self._queue_bytes
-        while True:
-            if self._is_queued(key.page) or self._folder.has(key.page):
-                return "" if only_new else key.page
-            reason = self._reason_against(key, nbytes) or ("queue" if is_large and not snapshot else "")
-            if reason:
-                self._count(reason)
-                return ""
-            if self._queued_bytes + nbytes <= max(self._queue_bytes, nbytes):
-                break
-            wait([queued.written for queued in self._queue.values()], return_when=FIRST_COMPLETED)
-            self._queue = {name: queued for name, queued in self._queue.items() if not queued.written.done()}
+        is_large = nbytes > self._writer.limit_bytes
+        if self._is_queued(key.page) or self._folder.has(key.page):
+            return "" if only_new else key.page
+        if reason := self._reason_against(key, nbytes) or ("queue" if is_large and not snapshot else ""):
+            self._count(reason)
+            return ""
+        self._writer.make_room(nbytes)
         if not is_large:
             blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-        self._queue = {**self._queue, key.page: _Queued(nbytes, self._thread.submit(self._write, key, blobs, draft))}
+        self._queued = {page: write for page, write in self._queued.items() if not write.done()}
+        self._queued[key.page] = self._writer.submit(nbytes, partial(self._write, key, blobs, draft))
         if is_large:
             self.flush()
         return key.page
@@ -234,22 +223,20 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        if not wait([queued.written for queued in self._queue.values()], timeout).not_done:
-            self._queue = {}
-        return not self._queue
+        return self._writer.flush(timeout)
 
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
         self.flush()
         self._folder.is_writable = False
-        self._thread.shutdown()
+        self._writer.close()
 
     def telemetry(self) -> dict[str, int]:
         """Return how many pages were stored, not stored by reason, and damaged, and the bytes that wait."""
         with self._lock:
             refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
             counts = {name: self._counts[name] for name in ("stored", "damaged")}
-        return {"queued_bytes": self._queued_bytes, **counts, **refused}
+        return {"queued_bytes": self._writer.queued_bytes, **counts, **refused}
 
     def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
         if not 0 <= page_index < len(ends) or ends[page_index] > len(tokens):
@@ -261,18 +248,14 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         return PageKey(names[-1], "".join(names[-2:-1]), snapshot, page_index, count, self._model, self._title)
 
     def _is_queued(self, page: str) -> bool:
-        return page in self._queue and not self._queue[page].written.done()
-
-    @property
-    def _queued_bytes(self) -> int:
-        return sum(queued.nbytes for queued in self._queue.values() if not queued.written.done())
+        return page in self._queued and not self._queued[page].done()
 
     def _reason_against(self, key: PageKey, nbytes: int) -> str:
         if not self._folder.is_writable:
             return "stopped"
         if not (self._is_queued(key.parent) or self._folder.has_parent(key)):
             return "parent"
-        return "" if self._governor.may_write(self._queued_bytes + nbytes) else "wear"
+        return "" if self._governor.may_write(self._writer.queued_bytes + nbytes) else "wear"
 
     def _count(self, what: str) -> None:
         """Count a page. Warn about the first one that is not stored for a reason that users can change."""

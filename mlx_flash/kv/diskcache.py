@@ -288,7 +288,9 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         rows = self.pool.new_rows(self.rows.group, self.rows.index)
         cache = DiskQuantizedKVCache(rows, group_size, bits)
         if not self.empty():
-            rows.succeed(self.rows, _quantized(self.rows.fetch(), group_size, bits))
+            arrays = _quantized(self.rows.fetch(), group_size, bits)
+            # this cache keeps its tokens: an interrupt may leave it in use. The next append makes room
+            rows.replace(MemoryRows(rows.options, arrays, self.rows.length))
         pass_on(self, cache)
         return cache
 

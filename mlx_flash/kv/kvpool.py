@@ -207,55 +207,10 @@ class LayerRows:
             self.replace(MemoryRows(self.options, arrays, length, num_forgotten))
             self.pool.make_room(self, ())
 
-    def succeed(self, other: LayerRows, arrays: Sequence[mx.array]) -> None:
-        """Hold the tokens of another layer in another form. The next append makes room, when the other is dropped.
-
-        The other layer keeps its tokens: an interrupt may leave it in use.
-        """
-        with self.pool.lock:
-            self.replace(MemoryRows(self.options, arrays, other.length))
-
 
 def is_admitted(rows: LayerRows, length: int) -> bool:
     """Return whether the call under way was checked with so many tokens in a layer."""
     return (rows.pool.admission, length) <= rows.admitted
-
-
-class Layers:
-    """Every layer of every cache. A layer leaves with the last reference to it. Any thread may add some.
-
-    Args:
-        step: the fewest tokens that are worth sharing.
-
-    Attributes:
-        by_number: the layers; their numbers ascend.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.by_number: weakref.WeakValueDictionary[int, LayerRows] = weakref.WeakValueDictionary()
-        self._step = step
-
-    def __iter__(self) -> Iterator[LayerRows]:
-        """Iterate over the layers that there are now. Another thread may add some meanwhile."""
-        return iter([rows for reference in self.by_number.valuerefs() if (rows := reference()) is not None])
-
-    @property
-    def on_disk(self) -> dict[LayerRows, DiskRows]:
-        """The layers whose rows are on disk."""
-        return {rows: disk for rows in self if (disk := rows.disk) is not None}
-
-    def next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:
-        """Return the layer to offload next: of the sequence used longest ago, and far from those that were offloaded.
-
-        ``asking`` is the layer that new tokens come to; None before a call.
-        """
-        layers = [rows for rows in self if rows.disk is None and (rows.memory.length or rows is asking)]
-        return min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index), default=None)
-
-    def next_to_park(self, group: CacheGroup) -> LayerRows | None:
-        """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
-        others = (rows for rows in self if rows.group is not group)
-        return next((rows for rows in others if parking_pays(rows, self._step) and not copied_bytes(rows)), None)
 
 
 def _spread(index: int) -> int:
@@ -338,7 +293,7 @@ class KVPool(Opaque):
         self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to offload a layer
         self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
-        self.layers = Layers(options.step)
+        self._by_number: weakref.WeakValueDictionary[int, LayerRows] = weakref.WeakValueDictionary()
         self.no_rows = MemoryRows(options)  # in memory, of a layer on disk
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
@@ -361,18 +316,23 @@ class KVPool(Opaque):
     def new_rows(self, group: CacheGroup, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
         rows, number = LayerRows(self, group, index), next(self._numbers)
-        self.layers.by_number[number] = rows
+        self._by_number[number] = rows
         return rows
+
+    @property
+    def layers(self) -> list[LayerRows]:
+        """The layers of all caches. One leaves with the last reference to it. Any thread may add some."""
+        return [rows for reference in self._by_number.valuerefs() if (rows := reference()) is not None]
+
+    @property
+    def on_disk(self) -> dict[LayerRows, DiskRows]:
+        """The layers whose rows are on disk."""
+        return {rows: disk for rows in self.layers if (disk := rows.disk) is not None}
 
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
         return self.ledger().now
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that MLX counts as active for caches and slots."""
-        return self.ledger().arrays + self.ring.nbytes
 
     @property
     def limit(self) -> float:
@@ -383,7 +343,7 @@ class KVPool(Opaque):
         """Return the layers of all caches in numbers, and the tokens that a call adds to some."""
         alike, kinds, options, step = Counter[Any](), list[Kind](), self.options, adding.step
         tokens_of = adding.tokens.get
-        for reference in self.layers.by_number.valuerefs():  # for each pass: no function is called for a layer
+        for reference in self._by_number.valuerefs():  # for each pass: no function is called for a layer
             if (rows := reference()) is None:
                 continue
             store, new = rows.store, tokens_of(rows)
@@ -402,7 +362,7 @@ class KVPool(Opaque):
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
         ledger, files, stats = self.ledger(), self.files, self.stats
-        files_used = {disk.file for disk in self.layers.on_disk.values()} if ledger.is_on_disk else ()
+        files_used = {disk.file for disk in self.on_disk.values()} if ledger.is_on_disk else ()
         self.usage = KVUsage(
             memory_bytes=ledger.now,
             disk_bytes=sum([file.nbytes for file in files_used]) + files.draft_bytes,
@@ -562,15 +522,28 @@ class KVPool(Opaque):
         call.
         """
         while needed() > self.limit:
-            if self.ring.held and not self.layers.on_disk:
+            if self.ring.held and not self.on_disk:
                 self.ring.release()
-            elif (idle := self.layers.next_to_park(group)) is not None:
+            elif (idle := self._next_to_park(group)) is not None:
                 park(idle)
-            elif (victim := self.layers.next_to_offload(asking)) is not None:
+            elif (victim := self._next_to_offload(asking)) is not None:
                 victim.offload(new if victim is asking else ())
                 release_freed_memory()
             else:
                 return
+
+    def _next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:
+        """Return the layer to offload next: of the sequence used longest ago, and far from those that were offloaded.
+
+        ``asking`` is the layer that new tokens come to; None before a call.
+        """
+        layers = [rows for rows in self.layers if rows.disk is None and (rows.memory.length or rows is asking)]
+        return min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index), default=None)
+
+    def _next_to_park(self, group: CacheGroup) -> LayerRows | None:
+        """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
+        others, step = (rows for rows in self.layers if rows.group is not group), self.options.step
+        return next((rows for rows in others if parking_pays(rows, step) and not copied_bytes(rows)), None)
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""

@@ -189,7 +189,7 @@ def program(name: str, folder: Path) -> Program:
         gc.collect()
         pool.ring.release()
         assert bool(pool.stats.num_offloaded) == ("budget_bytes" in changes or "always_on_disk" in changes)
-        assert pool.memory_bytes == pool.reserved_bytes == pool.note().disk_bytes == 0
+        assert pool.memory_bytes == pool.note().reserved_bytes == pool.note().disk_bytes == 0
         pool.close()
         assert not list(folder.iterdir())
 

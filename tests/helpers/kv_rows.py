@@ -13,7 +13,7 @@ from mlx_flash.kv.kvpool import Adding, KVPool, LayerRows
 def offload_all(pool: KVPool) -> None:
     """Sends every layer that has tokens to disk, as a budget would."""
     for rows in list(pool.layers):
-        if rows not in pool.layers.on_disk and rows.memory.length:
+        if rows not in pool.on_disk and rows.memory.length:
             rows.offload(())
 
 

@@ -169,7 +169,7 @@ def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pyt
         for entry in itertools.chain(*caches[1:]):
             entry.trim(680)
         slot = model.plan.cache.largest_row * model.kv.options.slot_tokens(700)
-        before = mx.get_active_memory() - model.kv.reserved_bytes
+        before = mx.get_active_memory() - model.kv.note().reserved_bytes
         room = 5 * slot + model.kv.options.step * sum(model.plan.kv.rows) * NUM_CONTEXTS
         model.plan = replace(model.plan, budget_bytes=10**9, kv=replace(model.plan.kv, limit=room))
         rows = [model.row(mx.array([[k]]), cache, STEP) for k, cache in enumerate(caches)]

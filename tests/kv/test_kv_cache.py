@@ -215,8 +215,8 @@ class Against(RuleBasedStateMachine):
         parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
         arrays = {id(array): array.nbytes for array in (*buffers, *parts)}
         held = sum(arrays.values())
-        assert self.pool.reserved_bytes == held + self.pool.ring.nbytes
-        if not self.pool.layers.on_disk:
+        assert self.pool.note().reserved_bytes == held + self.pool.ring.nbytes
+        if not self.pool.on_disk:
             assert self.pool.memory_bytes == held + self.pool.ring.held
         assert not any(memory.arrays and memory.pages for memory in memories)
 
@@ -576,7 +576,7 @@ def test_offloaded_layers_are_spread_over_the_depth(options: Callable[..., KVOpt
     pool = mine[0].pool
     order = []
     for _ in range(4):
-        victim = pool.layers.next_to_offload(mine[0].rows)
+        victim = pool._next_to_offload(mine[0].rows)
         assert victim is not None
         victim.offload(())
         order.append(victim.index)
@@ -590,7 +590,7 @@ def test_the_conversation_used_longest_ago_is_offloaded_first(options: Callable[
         feed(caches, [KVCache(), KVCache()], seed, 64)
     victims = []
     for _ in old:
-        victim = pool.layers.next_to_offload(new[0].rows)
+        victim = pool._next_to_offload(new[0].rows)
         assert victim is not None
         victim.offload(())
         victims.append(victim)
@@ -605,7 +605,7 @@ def test_a_new_cache_in_the_place_of_one_that_went_holds_nothing(options: Callab
     assert pool.memory_bytes == pool.note().memory_bytes > 0
     del old
     new = make_caches([KVCache(), KVCache()], pool.options, pool)
-    assert len(new) == 2 and pool.memory_bytes == pool.reserved_bytes == pool.note().memory_bytes == 0
+    assert len(new) == 2 and pool.memory_bytes == pool.note().reserved_bytes == pool.note().memory_bytes == 0
 
 
 def test_layers_that_come_while_others_are_added_up(options: Callable[..., KVOptions]) -> None:

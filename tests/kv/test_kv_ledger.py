@@ -82,7 +82,7 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
     elif name == "trim":
         for cache in caches:
             cache.trim(count)
-    elif name == "offload" and (victim := pool.layers.next_to_offload(layers[0])) is not None and victim.memory.length:
+    elif name == "offload" and (victim := pool._next_to_offload(layers[0])) is not None and victim.memory.length:
         victim.offload(())
 
 
@@ -94,11 +94,11 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
     memories = [rows.memory for rows in pool.layers]
     parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
     arrays = {id(array): array.nbytes for array in (*parts, *(array for memory in memories for array in memory.arrays))}
-    held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.layers.on_disk.values())
+    held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.on_disk.values())
     assert pool.memory_bytes == pool.ledger().now >= held + tails + pool.ring.held
-    assert pool.reserved_bytes == held + pool.ring.nbytes
-    assert pool.ledger().is_on_disk == bool(pool.layers.on_disk)
-    if not pool.layers.on_disk:
+    assert pool.note().reserved_bytes == held + pool.ring.nbytes
+    assert pool.ledger().is_on_disk == bool(pool.on_disk)
+    if not pool.on_disk:
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
     layers = [cache.rows for caches in together for cache in caches]

@@ -438,8 +438,8 @@ def test_offloaded_layers_leave_the_counted_memory(heap: str, tmp_path: Path) ->
     pool.budget_bytes = counted // 2
     pool.make_room(caches[0].rows, ())
     gone = counted - pool.memory_bytes
-    assert len(pool.layers.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
-    for disk in pool.layers.on_disk.values():
+    assert len(pool.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
+    for disk in pool.on_disk.values():
         disk.file.flush()
     assert before - footprint() > gone - WRITE_BEHIND_BYTES
     pool.close()

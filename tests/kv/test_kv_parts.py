@@ -110,7 +110,7 @@ def test_slots_of_short_sequences_are_as_short(directories: Callable[[str], Path
         held = model.plan.ledger.slots_held([lane.tokens for lane in lanes])
         counted = waits + held + need(model.plan, lanes).activations + (model.plan.kv.limit or 0)
         model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=10**9))
-        num_passes, active = model.counters.num_passes, mx.get_active_memory() - model.kv.reserved_bytes
+        num_passes, active = model.counters.num_passes, mx.get_active_memory() - model.kv.note().reserved_bytes
         mx.reset_peak_memory()
         model.advance(rows)
         assert all(row.is_done and row.error is None for row in rows) and model.counters.num_passes == num_passes + 1

@@ -79,12 +79,12 @@ def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
     for start in range(0, 512, 64):
         limit = two if start < 256 else one
         assert pool.admit(adding([cache.rows for cache in caches], 64, 64, sizes), limit) == 0
-        assert pool.memory_bytes + pool.under_way_bytes * bool(pool.layers.on_disk) <= limit
+        assert pool.memory_bytes + pool.under_way_bytes * bool(pool.on_disk) <= limit
         rows = mx.random.normal((1, 2, 64, 32))
         seen.append(rows)
         for cache in caches:
             keys, _ = cache.update_and_fetch(rows, rows)
             assert bool(mx.array_equal(keys, mx.concatenate(seen, axis=2)))
             assert pool.memory_bytes <= limit
-    assert len(pool.ring.slots) == 1 or not pool.layers.on_disk
+    assert len(pool.ring.slots) == 1 or not pool.on_disk
     pool.close()

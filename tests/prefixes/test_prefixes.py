@@ -544,7 +544,7 @@ def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
     caches = make_caches([KVCache() for _ in range(8)], pool.options, pool)
     for cache in caches:
         cache.update_and_fetch(mx.ones((1, 2, 640, 64)), mx.ones((1, 2, 640, 64)))
-    for disk in pool.layers.on_disk.values():
+    for disk in pool.on_disk.values():
         disk.file.flush()
     assert governor.telemetry()["session_bytes"] == pool.note().written_bytes > 100_000, "cap or not"
     pool.close()

@@ -72,8 +72,8 @@ def test_caches_stay_within_their_share(
             most = max(most, pool.memory_bytes)
     assert most <= share.limit <= max(room, least_bytes(sizes, config, CONTEXT, STEP))
     # the plan counts slots that take all of their memory, and a copy of the largest: less may be on disk
-    assert len(pool.layers.on_disk) <= share.num_on_disk
-    assert pool.layers.on_disk or share.num_on_disk <= 3
+    assert len(pool.on_disk) <= share.num_on_disk
+    assert pool.on_disk or share.num_on_disk <= 3
     assert pool.note().disk_bytes <= share.disk_bytes
     pool.close()
 

@@ -121,10 +121,8 @@ def generate(folder: Path, count: int = 5) -> list[int]:
         ["--dtype=float32"],
         ["--dtype=float16", "--tie-word-embeddings"],
         ["--dtype=bfloat16", "--layers=24"],
-        ["--mode=affine"],
-        ["--quantize-bits=4", "--tie-word-embeddings"],
-        ["--mode=mxfp4"],
-        ["--mode=mxfp8"],
+        ["--quantize-bits=4"],
+        ["--quantize-bits=8", "--tie-word-embeddings"],
     ],
     ids=" ".join,
 )
@@ -135,20 +133,19 @@ def test_model_loads_strictly_and_generates(made: Callable[..., Path], arguments
 
 
 def test_config_says_what_was_made(made: Callable[..., Path]) -> None:
-    config = json.loads((made("--mode=nvfp4") / "config.json").read_text())
+    config = json.loads((made("--quantize-bits=4") / "config.json").read_text())
     assert config["model_type"] == "llama"
-    assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["torch_dtype"] == "bfloat16"
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
-    assert config["quantization"] == {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    assert config["quantization"] == {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
-@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
-def test_quantized_weights_have_the_deviation_of_the_others(made: Callable[..., Path], mode: str) -> None:
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantized_weights_have_the_deviation_of_the_others(made: Callable[..., Path], bits: int) -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(made(f"--mode={mode}"))
+    model, _ = load_model(made(f"--quantize-bits={bits}"))
     layer = model.layers[0].mlp.down_proj
     weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
     values = weight.astype(mx.float32) * 128**0.5
@@ -185,8 +182,8 @@ def test_same_seed_same_bytes_other_seed_other_bytes(tiny: Path, tmp_path: Path)
     assert read_tensors(make(again, "--seed=1", "--force"))["lm_head.weight"] != before
 
 
-def test_layout_and_sharding_change_the_files_but_no_value(tiny: Path, made: Callable[..., Path]) -> None:
-    other = made("--layout=sequential", "--shard-size-gb=0.00005")
+def test_sharding_changes_the_files_but_no_value(tiny: Path, made: Callable[..., Path]) -> None:
+    other = made("--shard-size-gb=0.00005")
     headers = read_headers(other)
     assert len(headers) > 2
     assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(headers):05d}\.safetensors", name) for name in headers)
@@ -195,20 +192,12 @@ def test_layout_and_sharding_change_the_files_but_no_value(tiny: Path, made: Cal
     assert index["weight_map"] == {k: f for f, h in headers.items() for k in h if k != "__metadata__"}
     assert index["metadata"]["total_size"] == sum(len(raw) for _, _, raw in read_tensors(other).values())
     assert generate(other) == generate(tiny)
-
-
-def test_layouts_order_the_data(tiny: Path, made: Callable[..., Path]) -> None:
     (header,) = read_headers(tiny).values()
-    sequential = read_headers(made("--layout=sequential", "--shard-size-gb=0.00005")).values()
-    order = [name for part in sequential for name in stored_order(part)]
-    assert all(list(part) == ["__metadata__", *stored_order(part)] for part in sequential)
-    assert order[0] == "model.embed_tokens.weight"
-    assert order[-1] == "lm_head.weight"
-    assert stored_order(header) != order
+    assert stored_order(header) != sorted(stored_order(header))  # as mlx's writer leaves them
     assert header["__metadata__"] == {"format": "mlx"}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_huggingface_naming_loads_to_the_same_model(made: Callable[..., Path], architecture: str) -> None:
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -218,7 +207,6 @@ def test_huggingface_naming_loads_to_the_same_model(made: Callable[..., Path], a
     theirs = made("--naming=huggingface", "--shard-size-gb=0.0001", *arguments)
     ours = made(*arguments)
     (marker,) = {
-        "llama": ["self_attn.rotary_emb.inv_freq"],
         "qwen3_moe": ["mlp.experts.3.gate_proj.weight"],
         "mixtral": ["block_sparse_moe.experts.3.w2.weight"],
     }[architecture]
@@ -298,7 +286,7 @@ def test_skewed_routing_resembles_a_trained_model(tmp_path: Path, monkeypatch: p
 
 def test_skewed_values_depend_on_seed_and_name_only(made: Callable[..., Path], tmp_path: Path) -> None:
     first = read_tensors(made(*SKEWED))
-    assert read_tensors(made("--layout=sequential", "--shard-size-gb=0.00005", *SKEWED)) == first
+    assert read_tensors(made("--shard-size-gb=0.00005", *SKEWED)) == first
     other = read_tensors(made("--seed=1", *SKEWED))
     assert not [name for name in first if "norm" not in name and first[name] == other[name]]
 
@@ -313,7 +301,7 @@ def test_a_pattern_made_in_pieces_equals_the_whole() -> None:
 
 
 def test_skewed_quantized_models_keep_routers_unquantized(made: Callable[..., Path]) -> None:
-    folder = made("--mode=affine", "--group-size=32", *SKEWED)
+    folder = made("--quantize-bits=4", "--group-size=32", *SKEWED)
     tensors = read_tensors(folder)
     whole = ("mlp.gate.", "embed_tokens", "lm_head")
     assert not [name for name in tensors if name.endswith("scales") and any(part in name for part in whole)]
@@ -334,7 +322,6 @@ def test_routers_are_found_without_knowing_the_architecture(tmp_path: Path, conf
     [
         (["--architecture=llama"], "needs a mixture of experts"),
         (["--architecture=mixtral", "--tie-word-embeddings"], "one head of its own"),
-        (["--routing-skew=-1"], "not a number of at least zero"),
     ],
     ids=str,
 )
@@ -363,24 +350,9 @@ def test_any_architecture_from_a_config(tmp_path: Path) -> None:
     }
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "gemma3", "vocab_size": 280, "text_config": text}))
-    result = run_make(tmp_path / "m", f"--config={config}", "--layers=4", "--dtype=float32")
+    result = run_make(tmp_path / "m", f"--config={config}", "--dtype=float32")
     assert result.returncode == 0, result.stderr
     assert len(generate(tmp_path / "m")) == 5
-    assert any("layers.3." in name for name in read_tensors(tmp_path / "m"))
-
-
-def test_quantization_per_module_is_kept(tmp_path: Path, made: Callable[..., Path]) -> None:
-    first = made("--mode=affine")
-    config = json.loads((first / "config.json").read_text())
-    path = "model.layers.0.mlp.up_proj"
-    config["quantization"] |= {path: {"group_size": 32, "bits": 8}, "lm_head": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run_make(tmp_path / "second", f"--config={tmp_path / 'config.json'}")
-    assert result.returncode == 0, result.stderr
-    tensors = read_tensors(tmp_path / "second")
-    assert tensors[f"{path}.weight"][1] == [128, 16]
-    assert "lm_head.scales" not in tensors
-    assert len(generate(tmp_path / "second")) == 5
 
 
 def test_tokenizer_round_trip_and_chat_template(tiny: Path) -> None:
@@ -409,15 +381,6 @@ def test_tokenizer_has_a_token_for_each_row_of_a_large_embedding(tmp_path: Path)
     assert len(tokens) < len(" the rest")
     assert tokenizer.decode(tokens) == " the rest"
     assert all(tokenizer.convert_ids_to_tokens(index) for index in range(0, 20000, 997))
-
-
-@pytest.mark.parametrize("arguments", [["--dtype=float32"], ["--quantize-bits=4"]], ids=" ".join)
-def test_size_in_gb_is_met(tmp_path: Path, arguments: list[str]) -> None:
-    make_arguments = [argument for argument in TINY if not argument.startswith("--layers")]
-    result = run_make(tmp_path / "m", "--size-gb=0.003", *make_arguments, *arguments)
-    assert result.returncode == 0, result.stderr
-    size = sum(len(raw) for _, _, raw in read_tensors(tmp_path / "m").values())
-    assert abs(size - 3e6) < 3e5
 
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
@@ -453,7 +416,7 @@ def test_refuses_to_overwrite_without_force(tmp_path: Path) -> None:
 
 def test_a_killed_run_leaves_no_model(tmp_path: Path) -> None:
     out = tmp_path / "m"
-    process = subprocess.Popen([sys.executable, str(MAKE), str(out), "--size-gb=4"])
+    process = subprocess.Popen([sys.executable, str(MAKE), str(out), "--layers=40"])
     deadline = time.monotonic() + 20
     while not any(path.stat().st_size > 1e6 for path in out.glob(".*.partial")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -475,10 +438,8 @@ def test_a_killed_run_leaves_no_model(tmp_path: Path) -> None:
     [
         (["--heads=5"], "not divisible by --heads"),
         (["--dtype=float8"], "unknown dtype"),
-        (["--quantize-bits=7"], "--quantize-bits in"),
+        (["--quantize-bits=7"], "--quantize-bits is one of"),
         (["--vocab-size=100"], "at least 261"),
-        (["--layers=x"], "invalid int"),
-        (["--size-gb=0"], "not above zero"),
         (["--config=absent.json"], "cannot read absent.json"),
         (["--naming=huggingface", "--quantize-bits=4"], "does not go with quantization"),
     ],
@@ -490,11 +451,7 @@ def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], messag
 
 
 def test_huggingface_naming_is_not_guessed(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "n_ctx": 64, "n_embd": 64, "n_head": 2, "n_layer": 1, "n_positions": 64}
-    config |= {"layer_norm_epsilon": 1e-5, "vocab_size": 300}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    message = refused(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--naming=huggingface")
-    assert "not known for 'gpt2'" in message
+    assert "not known for 'llama'" in refused(tmp_path / "m", *TINY, "--naming=huggingface")
 
 
 # The smaller machine

@@ -546,9 +546,8 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
     elif get_origin(kind) is Literal:
         options["choices"] = get_args(kind)
     else:
-        metavar = {int: "N", Path: "DIR", str: "NAME"}.get(kind, name.rpartition("_")[2].upper())
-        options |= {"metavar": "GB" if name == "ssd_write_gb_per_day" else metavar}
-        options |= {"type": setting(name)}
+        metavar = {int: "N", Path: "DIR", str: "NAME"}.get(kind, "MB" if name.endswith("_mb") else "GB")
+        options |= {"metavar": metavar, "type": setting(name)}
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 

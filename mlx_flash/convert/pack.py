@@ -546,8 +546,10 @@ class CompressedPlan(ShardPlan):
 
     @cached_property
     def _sizes(self) -> dict[str, tuple[int, int]]:
-        """The bytes of a block and of a run of each tensor."""
-        return {tensor.name: _block_sizes(tensor, tensor.name in self.tables) for tensor in self.tensors}
+        """The bytes of a block and of a run of each tensor. Experts of a stack are runs, so each can be read alone."""
+        blocks = {t.name: TABLE_BLOCK_BYTES if t.name in self.tables else BLOCK_BYTES for t in self.tensors}
+        runs = {t.name: t.nbytes // t.shape[0] if len(t.shape) == 3 and t.nbytes else t.nbytes for t in self.tensors}
+        return {name: (blocks[name], max(runs[name], 1)) for name in blocks}
 
     @property
     def data_start(self) -> int:
@@ -600,12 +602,6 @@ class _Local(threading.local):
 
     def encode(self, block: bytes, itemsize: int) -> bytes:
         return self._encoder.encode(block, itemsize)
-
-
-def _block_sizes(tensor: TensorSpec, is_table: bool) -> tuple[int, int]:
-    """Return the bytes of a block and of a run. Experts of a stack are runs, so that each can be read alone."""
-    run = tensor.nbytes // tensor.shape[0] if len(tensor.shape) == 3 and tensor.nbytes else max(tensor.nbytes, 1)
-    return (TABLE_BLOCK_BYTES if is_table else BLOCK_BYTES), run
 
 
 def worth_compressing(layout: ModelLayout, checkpoint: Checkpoint) -> dict[str, float]:
@@ -703,9 +699,8 @@ def pack(
     layout = make_layout(load_lazily(source, checkpoint))
     units = streaming_order(layout, checkpoint)
     ratios = {} if compress is None else worth_compressing(layout, checkpoint)
-    ratio = 1 - sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items()) / max(
-        checkpoint.nbytes, 1
-    )
+    saved = sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items())
+    ratio = 1 - saved / max(checkpoint.nbytes, 1)
     if compress is not None and not (ratios and compress(ratio)):
         ratio, ratios = 1.0, {}
     tables = frozenset(record.name for unit in layout.embeddings for p in unit.large for record in p.records)

@@ -483,12 +483,6 @@ class BlockReader:
 
 def _whole_and_cut(table: BlockTable, blocks: range, start: int, stop: int) -> Iterator[range]:
     """Yield the blocks that are wanted as a whole together, and those at the ends that are not, by themselves."""
-    first, last = blocks.start, blocks.stop
-    if first < last and (table.starts[first] < start or table.ends[first] > stop):
-        yield range(first, first + 1)
-        first += 1
-    is_cut = first < last and table.ends[last - 1] > stop
-    if first < last - is_cut:
-        yield range(first, last - is_cut)
-    if is_cut:
-        yield range(last - 1, last)
+    for is_whole, group in groupby(blocks, lambda number: start <= table.starts[number] < table.ends[number] <= stop):
+        numbers = list(group)
+        yield from [range(numbers[0], numbers[-1] + 1)] if is_whole else [range(n, n + 1) for n in numbers]

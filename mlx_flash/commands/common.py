@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -177,8 +178,8 @@ def tabled(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **opti
 
 
 def print_json(value: Json, out: TextIO) -> None:
-    """Print one object on one line."""
-    print(json.dumps(value, allow_nan=False), file=out, flush=True)
+    """Print one object on one line. Paths become texts."""
+    print(json.dumps(value, allow_nan=False, default=os.fspath), file=out, flush=True)
 
 
 def print_rich(value: RenderableType, out: TextIO) -> None:

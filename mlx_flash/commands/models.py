@@ -166,7 +166,7 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
         total = size(sum(model["bytes"] for model in models))
         words.append(f"{counted(len(models), 'model')} of {total} downloaded from Hugging Face")
     facts = {"bytes": nbytes + prefix_bytes, "prefix_tokens": tokens, "disks": disks, **lists}
-    emit(args, {**{name: str(path) for name, path in places.items()}, **facts}, words, out)
+    emit(args, {**places, **facts}, words, out)
     return 0
 
 
@@ -183,7 +183,7 @@ def _cached(lists: Json) -> Table:
 def list_models() -> list[Json]:
     """Return the models in the cache of Hugging Face that have safetensors files, the largest first."""
     models = [
-        {"model": r.repo_id, "bytes": r.size_on_disk, "last_used": r.last_accessed, "folder": str(r.repo_path)}
+        {"model": r.repo_id, "bytes": r.size_on_disk, "last_used": r.last_accessed, "folder": r.repo_path}
         for r in repositories()
         if any(file.file_name.endswith(".safetensors") for revision in r.revisions for file in revision.files)
     ]
@@ -203,8 +203,7 @@ def _remove_small_files() -> None:
 
 def _to_json(copies: Iterable[Copy]) -> list[Json]:
     names = {"nbytes": "bytes", "is_complete": "complete"}
-    found = ({names.get(name, name): value for name, value in asdict(copy).items()} for copy in copies)
-    return [{**entry, "folder": str(entry["folder"])} for entry in found]
+    return [{names.get(name, name): value for name, value in asdict(copy).items()} for copy in copies]
 
 
 def _total(kept: Sequence[Copy] | Sequence[StoredModel]) -> int:
@@ -431,7 +430,7 @@ def look_at(name: str, config: FlashConfig) -> Json:
         entries = json.loads((path / "config.json").read_text(encoding="utf-8"))
         return {
             "base": name,
-            "folder": str(path) if probe is None else None,
+            "folder": path if probe is None else None,
             "shards": len(checkpoint.shards),
             "bytes": sum(dtypes.values()),
             "bytes_by_dtype": dict(dtypes.most_common()),
@@ -442,7 +441,7 @@ def look_at(name: str, config: FlashConfig) -> Json:
 
 def _describe(modelfile: Modelfile) -> Json:
     return {
-        "path": str(modelfile.path),
+        "path": modelfile.path,
         "system": modelfile.system,
         "parameters": modelfile.parameters.given(),
         "stop": list(modelfile.stop),
@@ -513,7 +512,7 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
     note(f"{name}: {in_words(outcome)}; {size(nbytes)} to download")
     if sys.stderr.isatty() and not args.quiet:
         enable_progress_bars()
-    folder = str(download(name, args.revision))
+    folder = download(name, args.revision)
     facts = {"model": name, "folder": folder, "downloaded_bytes": nbytes, **outcome}
     emit(args, facts, f"{name} is in {folder}", out)
     return 0

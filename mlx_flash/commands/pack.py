@@ -42,7 +42,7 @@ def pack(args: argparse.Namespace, out: TextIO) -> int:
     decision = _Decision(source, target, args.compress_always) if args.compress or args.compress_always else None
     with Status("Packing", args.verbose) as status:
         report = pack_checkpoint(source, target, progress=status.show_bytes, compress=decision)
-    facts = {**asdict(report), "target": str(report.target), **(decision.facts() if decision else {})}
+    facts = {**asdict(report), **(decision.facts() if decision else {})}
     kind = "safetensors file" if report.ratio == 1 else "file"
     more = {"is_equal": True, "files": counted(report.num_shards, kind), "verdict": decision and decision.words(report)}
     emit(args, facts, labelled(filled(PACKED, {**facts, **more})), out)

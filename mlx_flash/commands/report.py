@@ -221,12 +221,8 @@ def batch_speeds(plan: ResidencyPlan) -> dict[int, float | None]:
 
 def plan_to_json(plan: ResidencyPlan) -> Json:
     """Return every field of a plan, and its derived numbers."""
-    kv = asdict(plan.kv)
-    if plan.kv.options is not None:
-        kv["options"]["directory"] = None if plan.kv.options.directory is None else str(plan.kv.options.directory)
     return {
         **asdict(plan),
-        "kv": kv,
         "kv_bytes": plan.kv_bytes,
         "peak_bytes": plan.peak_bytes,
         "read_bytes": plan.read_bytes,

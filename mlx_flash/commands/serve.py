@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -54,11 +54,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     vision = args.vision if folder is None else True
 
     other = Source(config=config, vision=vision, tokenizer_settings=settings, defaults=defaults)
-
-    def describe(name: str, path: str | Path) -> Source:
-        modelfile = read_modelfile(path)
-        return source_of(modelfile, name, replace(other, config=_checked_config(modelfile, args, config)))
-
+    describe = _describing(args, other)
     sources = [
         describe(name, base) if base in modelfiles else replace(other, name=name, base=base) for name, base in models
     ]
@@ -88,12 +84,8 @@ def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Na
     if num_predict is not None and num_predict <= 0:
         note(f"{modelfile.path}: PARAMETER num_predict has no effect here: clients of the server set max_tokens")
 
-    def describe(name: str, path: Path) -> Source:
-        found = read_modelfile(path)
-        return source_of(found, name, Source(config=_checked_config(found, args, config)))
-
     other = Source(config=config)
-    catalog = Catalog([source_of(modelfile, modelfile.base, other)], other, describe=describe)
+    catalog = Catalog([source_of(modelfile, modelfile.base, other)], other, describe=_describing(args, other))
     options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
     return serve_catalog(catalog, options, args)
 
@@ -107,21 +99,27 @@ def _is_modelfile(base: str) -> bool:
     return Path(base).is_file() and Path(base).suffix != ".gguf"
 
 
-def _checked_config(modelfile: Modelfile, args: argparse.Namespace, shared: FlashConfig) -> FlashConfig:
-    """Return the settings of a Modelfile's model. Flags and the environment win over it.
+def _describing(args: argparse.Namespace, other: Source) -> Callable[[str, str | Path], Source]:
+    """Return what makes a model of a Modelfile. Flags, the environment, and the budget of all models win over it.
 
-    Raises:
-        ConfigError: it gives a budget of its own, or is left to mlx-lm.
+    Args:
+        args: of the command.
+        other: the settings that the Modelfile leaves open.
     """
-    config = make_config(args, modelfile.flash)
-    if config.ram_budget_gb != shared.ram_budget_gb:
-        raise ConfigError(
-            f"{modelfile.path}: FLASH_RAM_GB {config.ram_budget_gb} is for one model, and all models of a server share "
-            "one budget. Hint: give it with --ram-budget-gb, which wins over Modelfiles."
-        )
-    if not config.enabled:
-        raise ConfigError(f"{modelfile.path}: FLASH false leaves the model to mlx-lm. Hint: run mlx_lm.server.")
-    return config
+
+    def describe(name: str, path: str | Path) -> Source:
+        modelfile = read_modelfile(path)
+        config = make_config(args, modelfile.flash)
+        if config.ram_budget_gb != other.config.ram_budget_gb:
+            raise ConfigError(
+                f"{modelfile.path}: FLASH_RAM_GB {config.ram_budget_gb} is for one model, and all models of a server "
+                "share one budget. Hint: give it with --ram-budget-gb, which wins over Modelfiles."
+            )
+        if not config.enabled:
+            raise ConfigError(f"{modelfile.path}: FLASH false leaves the model to mlx-lm. Hint: run mlx_lm.server.")
+        return source_of(modelfile, name, replace(other, config=config))
+
+    return describe
 
 
 def serve_catalog(

@@ -131,8 +131,8 @@ def _same_speeds() -> Iterator[None]:
     The disk is read, as it is without tests. Tests of the measurements call the functions; child processes measure.
     """
 
-    def probe_disk(path: Path, direct: bool) -> probe.DiskProfile:
-        return replace(real(path, direct), bytes_per_second=DISK_BYTES_PER_SECOND)
+    def probe_disk(path: Path, direct: bool, may_buffer: bool) -> probe.DiskProfile:
+        return replace(real(path, direct, may_buffer), bytes_per_second=DISK_BYTES_PER_SECOND)
 
     real = probe.probe_disk
     with pytest.MonkeyPatch.context() as patch:

@@ -179,11 +179,12 @@ def examine(path: Path | None, config: FlashConfig) -> Findings:
 
 def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
     """Return the speed of a disk. Without a model to read, a file is written for the moment."""
-    direct = reads_directly(config.io)
+    direct, may_buffer = reads_directly(config.io), config.io == "auto"
     if path is not None:
-        return disk_profile(max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path, direct)
+        shard = max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes)
+        return disk_profile(shard.path, direct, may_buffer)
     with sample_in(cache_directory()) as file:
-        return disk_profile(file, direct)
+        return disk_profile(file, direct, may_buffer)
 
 
 def advice(found: Findings) -> Iterator[str]:
@@ -197,7 +198,10 @@ def advice(found: Findings) -> Iterator[str]:
             "GB/s, which large models wait for. Hint: copy them to a faster disk, such as an internal one."
         )
     if not found.profile.direct:
-        yield f"{disk.mount} ({disk.file_system}) has no direct reads: weights pass through the page cache."
+        yield (
+            f"weights pass through the page cache: {disk.mount} ({disk.file_system}) has no direct reads, or they are "
+            "slower."
+        )
     if memory.swap_used > memory.total // 10:
         yield f"{size(memory.swap_used)} are swapped out. Hint: close other programs, or take a smaller budget."
     if test.way != "in place":

@@ -64,7 +64,7 @@ class _Decision:
         with ExitStack() as stack:
             is_there = shard.stat().st_dev == folder.stat().st_dev
             file = shard if is_there else stack.enter_context(sample_in(folder))
-            disk = disk_profile(file, reads_directly("auto"))
+            disk = disk_profile(file, reads_directly("auto"), may_buffer=True)
         compute = compute_bytes_per_second(make_layout(load_lazily(source, checkpoint)))
         speeds = decode_speed(), disk.bytes_per_second, compute
         self._expected = Compression(1.0, *speeds, shares_cores=computes_on_cores())

@@ -24,14 +24,13 @@ from mlx_flash.residency.kv import largest_page
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.probe import doubt_profile
-from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
 
 MIN_READ_BYTES = 64 << 20
 """Less that was read says little of a disk."""
 
 HALF = 0.5
-"""Share of the probed speed below which a disk is probed once more."""
+"""Share of the probed speed below which a disk is probed once more. One that is faster was probed beside others."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -121,18 +120,18 @@ class Session:
             self._publisher.close()
         if self.prefixes is not None:
             self.prefixes.close()
-        if self._has_started and self._is_slow():
+        if self._has_started and self._is_unlike_probe():
             doubt_profile(self._prepared.checkpoint.shards[0].path)
         self._reader.close()
         end_limit(self)
 
-    def _is_slow(self) -> bool:
-        """Return whether the disk gave less than half of its probed speed, if enough came from it to tell."""
+    def _is_unlike_probe(self) -> bool:
+        """Return whether the disk gave half of its probed speed, or twice, if enough came from it to tell."""
         plan, before, now = self._prepared.plan, self._read_at_start, self._reader.stats
         nbytes, seconds = now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds
         if plan.pool is not None or nbytes < MIN_READ_BYTES or now.cached_bytes > before.cached_bytes:
             return False  # experts come as fast as calls need them
-        return nbytes < HALF * seconds * plan.disk_bytes_per_second
+        return not HALF < nbytes / (seconds * plan.disk_bytes_per_second) < 1 / HALF
 
 
 def _running() -> list[Running]:
@@ -160,7 +159,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     paths = sorted({record.extent.path for record in records})
     return BackgroundPrefetcher(
         paths,
-        direct=reads_directly(config.io),
+        direct=prepared.machine.disk.direct,
         read_size=plan.read_size,
         queue_depth=plan.queue_depth,
         arrival=prepared.machine.arrival,

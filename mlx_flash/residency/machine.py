@@ -134,7 +134,7 @@ def look_at_machine(
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
     """
-    disk = disk_profile(shard, reads_directly(config.io))
+    disk = disk_profile(shard, reads_directly(config.io), may_buffer=config.io == "auto")
     compute_speed, compression = compute_bytes_per_second(layout), None
     if checkpoint is not None and checkpoint.tables:
         cores = computes_on_cores()

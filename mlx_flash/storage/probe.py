@@ -8,9 +8,10 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -79,6 +80,12 @@ CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 
 """(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight
 are enough for the fastest."""
 
+BUFFERED_CANDIDATES = ((4 << 20, 4), (1 << 20, 8))
+"""The same for reads through the page cache, whose pages are dropped at once."""
+
+WORTH_COPYING = 1.15
+"""Such reads take half a core for each GB/s. They replace direct ones that are this much slower."""
+
 SAMPLE_BYTES = 64 << 20
 """Bytes that are read for each candidate, at another place of the file each time."""
 
@@ -110,7 +117,7 @@ class DiskProfile:
         bytes_per_second: bandwidth of cold reads.
         read_size: bytes of one read.
         queue_depth: reads in flight at once.
-        direct: whether reads can bypass the page cache.
+        direct: whether reads bypass the page cache: the file system can, and they are not slower.
     """
 
     bytes_per_second: float
@@ -119,18 +126,19 @@ class DiskProfile:
     direct: bool
 
 
-def disk_profile(path: Path, direct: bool) -> DiskProfile:
+def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
     """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
     Args:
         path: a file to read from; nothing is written to its disk. Profiles of small files are not stored.
         direct: whether to read past the page cache where the file system can.
+        may_buffer: whether to read through it, too, where that is faster.
     """
-    key = _disk(path) + ("direct" if direct else "buffered")
+    key = _disk(path) + ("buffered" if not direct else "any" if may_buffer else "direct")
     remembered = _remembered(key)
     if remembered is not None:
         return remembered
-    profile = enginethread.run(lambda: probe_disk(path, direct))  # no interrupt leaves a file open there
+    profile = enginethread.run(partial(probe_disk, path, direct, may_buffer))  # no interrupt leaves a file open there
     if path.stat().st_size >= 2 * SAMPLE_BYTES:
         known = PROFILES.load().get(key)
         was_doubted = isinstance(known, dict) and known.get("was_doubted", False)
@@ -139,7 +147,7 @@ def disk_profile(path: Path, direct: bool) -> DiskProfile:
 
 
 def doubt_profile(path: Path) -> None:
-    """Have the next load probe the disk that holds a file once more: a run read it at less than half of its speed.
+    """Have the next load probe the disk that holds a file once more: a run read at half of its speed, or at twice.
 
     What that probe finds stays, whatever runs reach then.
     """
@@ -163,13 +171,23 @@ def sample_in(folder: Path) -> Iterator[Path]:
         yield file
 
 
-def probe_disk(path: Path, direct: bool) -> DiskProfile:
+def probe_disk(path: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
     """Measure a disk, in about a second at 1 GB/s. A small file is read once, and gets the default settings."""
     nbytes = path.stat().st_size
     if nbytes < 2 * SAMPLE_BYTES:
         found = _measure(path, direct, SMALL_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
         return replace(found, read_size=DEFAULT_READ_SIZE)
-    trials = [candidate for _ in range(ROUNDS) for candidate in CANDIDATES]
+    best = _best(path, direct, CANDIDATES)
+    if not may_buffer or not best.direct:
+        return best
+    buffered = _best(path, False, BUFFERED_CANDIDATES)
+    return buffered if buffered.bytes_per_second > best.bytes_per_second * WORTH_COPYING else best
+
+
+def _best(path: Path, direct: bool, candidates: Sequence[tuple[int, int]]) -> DiskProfile:
+    """Return the fastest of some read sizes and queue depths. Each is measured at other places of the file."""
+    trials = [candidate for _ in range(ROUNDS) for candidate in candidates]
+    nbytes = path.stat().st_size
     best: DiskProfile | None = None
     for i, (read_size, queue_depth) in enumerate(trials):
         enginethread.check()

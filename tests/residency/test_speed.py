@@ -60,14 +60,17 @@ def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert prompt_speedup(layout) == 16 * 101
 
 
-@pytest.mark.parametrize(("planned", "is_probed_again"), [(1e15, True), (1.0, False)])
-def test_disk_slower_than_half_its_planned_speed_is_probed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: float, is_probed_again: bool
+@pytest.mark.parametrize(
+    ("planned", "half", "is_probed_again"), [(1e15, 0.5, True), (1.0, 0.5, True), (1e9, 1e-4, False)]
+)
+def test_disk_at_half_its_probed_speed_or_twice_is_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: float, half: float, is_probed_again: bool
 ) -> None:
+    monkeypatch.setattr("mlx_flash.engine.session.HALF", half)
     monkeypatch.setattr("mlx_flash.engine.session.MIN_READ_BYTES", 1)
     monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 0)  # nothing is in the page cache
     directory = save(tmp_path / "model", LLAMA)
-    key = f"{platform.node()}:{directory.stat().st_dev}:direct"
+    key = f"{platform.node()}:{directory.stat().st_dev}:any"
     PROFILES.save(key, {"bytes_per_second": planned, "read_size": 1 << 20, "queue_depth": 4, "direct": True})
     with load_model(directory, FlashConfig(ram_budget_gb="min"))[0] as model:
         run(model, [[token] for token in range(3)])

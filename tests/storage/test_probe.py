@@ -52,7 +52,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The ``direct`` of every look that is taken from now on; each finds FAKE."""
     calls: list[bool] = []
 
-    def look(path: Path, direct: bool) -> DiskProfile:
+    def look(path: Path, direct: bool, may_buffer: bool) -> DiskProfile:
         calls.append(direct)
         return FAKE
 
@@ -120,6 +120,18 @@ def test_the_fastest_wins_unless_an_earlier_one_is_nearly_as_fast(big: Path, mon
     assert probe_disk(big, True).bytes_per_second == 1.0
     assert len(set(starts)) == probe.ROUNDS * len(CANDIDATES)
     assert all(start % 4096 == 0 and start + SAMPLE <= big.stat().st_size for start in starts)
+
+
+@pytest.mark.parametrize(("buffered", "chosen"), [(1.1, False), (1.2, True)])
+def test_reads_through_the_page_cache_are_chosen_where_they_are_clearly_faster(
+    big: Path, monkeypatch: pytest.MonkeyPatch, buffered: float, chosen: bool
+) -> None:
+    def measure(path: Path, direct: bool, *args: int) -> DiskProfile:
+        return DiskProfile(1.0 if direct else buffered, args[0], args[1], direct)
+
+    monkeypatch.setattr(probe, "_measure", measure)
+    assert probe_disk(big, True, may_buffer=True).direct != chosen
+    assert probe_disk(big, True).direct
 
 
 def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:

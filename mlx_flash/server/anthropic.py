@@ -300,14 +300,12 @@ async def answer_messages(service: Service, request: Request, body: MessagesRequ
         max_tokens=body.max_tokens,
         stop=stop_texts(body.stop_sequences),
     )
-    (answer,) = service.submit(asked)
-    return await reply(request, [answer], _Writer(body), streams=body.stream)
+    return await reply(request, service.submit(asked), _Writer(body), streams=body.stream)
 
 
 async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
     """Answer with the number of tokens of a conversation. The model is loaded, because its template decides."""
-    (answer,) = service.submit(replace(generation_request(body), work="count"))
-    (whole,) = await collect_all(request, [answer])
+    (whole,) = await collect_all(request, service.submit(replace(generation_request(body), work="count")))
     return JSONResponse({"input_tokens": whole.end.num_prompt})
 
 

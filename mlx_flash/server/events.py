@@ -8,7 +8,6 @@ without `ToolCall` is broken.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -183,17 +182,18 @@ class Answer:
 
     Args:
         on_leave: called when the client has left before the end.
+        arrived: set when an event has come. The answers to one client share it.
 
     Attributes:
+        arrived: as given.
         is_over: the last event was taken, or the client has left.
     """
 
-    def __init__(self, on_leave: Callable[[], None]) -> None:
+    def __init__(self, on_leave: Callable[[], None], arrived: asyncio.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
-        self._on_leave = on_leave
+        self._on_leave, self.arrived = on_leave, arrived
         self.is_over = False
 
     def put(self, event: Event) -> None:
@@ -206,7 +206,7 @@ class Answer:
                 self._events.append(event)
         try:
             if is_awaited:
-                self._loop.call_soon_threadsafe(self._arrived.set)
+                self._loop.call_soon_threadsafe(self.arrived.set)
         except RuntimeError:  # the loop is closed, and the client with it
             self._events.clear()
 
@@ -216,28 +216,35 @@ class Answer:
             self.is_over = True
             self._on_leave()
 
-    async def refusal(self, seconds: float) -> RefusedError | None:
-        """Wait for the first event, at most so long. Return its error, if it is one."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), seconds)
+    @property
+    def first(self) -> Event | None:
+        """The next event; None if it has not come yet."""
+        return self._events[0] if self._events else None
+
+    def take(self) -> Event | None:
+        """Take the next event. Return None if it has not come yet, or the answer is over."""
         with self._lock:
-            first = self._events[0] if self._events else None
-        return first.error if isinstance(first, Failed) else None
+            event = self._events.popleft() if self._events and not self.is_over else None
+        self.is_over = self.is_over or isinstance(event, End | Failed)
+        return event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yield the events. Whoever stops early calls :meth:`leave`."""
-        while not self.is_over:
-            event = await self._next()
-            self.is_over = self.is_over or isinstance(event, End | Failed)
+        async for _, event in merged([self]):
             yield event
 
-    async def _next(self) -> Event:
-        while True:
-            with self._lock:
-                if self._events:
-                    return self._events.popleft()
-                self._arrived.clear()
-            await self._arrived.wait()
+
+async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+    """Yield the events of the answers to one client as they come, each with the number of its answer."""
+    arrived = answers[0].arrived
+    arrived.set()  # some may be here
+    while not all(answer.is_over for answer in answers):
+        await arrived.wait()
+        arrived.clear()
+        for number, answer in enumerate(answers):
+            if (event := answer.take()) is not None:
+                arrived.set()  # there may be more
+                yield number, event
 
 
 def _joined(last: Event, event: Event) -> Event | None:

@@ -211,8 +211,7 @@ async def _answer(service: Service, request: Request, body: Asked, asked: Genera
     writer = _Lines(body)
     asked = load_request(body.model, body.keep_alive) if asked is None else _with_settings(asked, body)
     writer.work = asked.work
-    (answer,) = service.submit(asked)
-    return await reply(request, [answer], writer, streams=body.stream is not False)
+    return await reply(request, service.submit(asked), writer, streams=body.stream is not False)
 
 
 def load_request(model: str, keep_alive: float | None) -> GenerationRequest:
@@ -632,8 +631,7 @@ async def delete(service: Service, request: Request, body: NamedRequest) -> Resp
         await asyncio.to_thread(service.catalog.find, name)
         raise RefusedError(f"create did not give the name {name}, and weights stay. Hint: mlx-flash rm", 403, "model")
     with contextlib.suppress(RefusedError):  # the Modelfile has an error
-        (answer,) = service.submit(GenerationRequest(model=name, work="unload"))
-        await collect(answer)
+        await collect(service.submit(GenerationRequest(model=name, work="unload")))
     created[name].unlink(missing_ok=True)
     return Response()
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector
+from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector, merged
 
 _log = logging.getLogger("mlx_flash")
 
@@ -53,29 +53,28 @@ class Whole:
     vector: Sequence[float] = ()
 
 
-async def collect(answer: Answer) -> Whole:
-    """Return a complete answer.
+async def collect(answers: Sequence[Answer]) -> list[Whole]:
+    """Return complete answers.
 
     Raises:
-        RefusedError: it failed.
+        RefusedError: one failed.
     """
-    parts: dict[str, list[str]] = {"text": [], "reasoning": []}
-    calls: list[ToolCall] = []
-    tokens: list[TokenDetail] = []
-    vector: Sequence[float] = ()
-    async for event in answer:
+    events: list[list[Event]] = [[] for _ in answers]
+    async for number, event in merged(answers):
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, End):
-            return Whole(event, "".join(parts["text"]), "".join(parts["reasoning"]), calls, tokens, vector)
-        if isinstance(event, Vector):
-            vector = event.values
-        if isinstance(event, Piece):
-            parts[event.kind].append(event.text)
-            tokens += event.tokens
-        elif isinstance(event, ToolCall):
-            calls.append(event)
-    raise ClientDisconnect
+        events[number].append(event)
+    return [*map(_whole, events)]
+
+
+def _whole(events: Sequence[Event]) -> Whole:
+    *parts, end = events
+    assert isinstance(end, End)
+    pieces = [part for part in parts if isinstance(part, Piece)]
+    text, reasoning = ("".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("text", "reasoning"))
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    vector = next((part.values for part in parts if isinstance(part, Vector)), ())
+    return Whole(end, text, reasoning, calls, [token for piece in pieces for token in piece.tokens], vector)
 
 
 async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole]:
@@ -86,7 +85,7 @@ async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole
         ClientDisconnect: the client has left.
     """
     try:
-        return await while_connected(request.receive, asyncio.gather(*map(collect, answers)))
+        return await while_connected(request.receive, collect(answers))
     finally:
         for answer in answers:
             answer.leave()
@@ -189,15 +188,24 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
     """
     began = time.monotonic()
     try:
-        refusals = asyncio.gather(*(answer.refusal(BEAT_SECONDS) for answer in answers))
-        for error in await while_connected(request.receive, refusals):
-            if error is not None:
-                raise error
+        with contextlib.suppress(asyncio.TimeoutError):
+            await while_connected(request.receive, asyncio.wait_for(_until_begun(answers), BEAT_SECONDS))
     except BaseException:
         for answer in answers:
             answer.leave()
         raise
     return Stream(_parts(writer, answers), answers, writer.media_type, writer.beat, began)
+
+
+async def _until_begun(answers: Sequence[Answer]) -> None:
+    """Wait for the first event of each answer. Raises: RefusedError: one of them is an error."""
+    firsts: list[Event | None] = [None]
+    while None in firsts:
+        await answers[0].arrived.wait()
+        answers[0].arrived.clear()
+        firsts = [answer.first for answer in answers]
+        if failed := next((first for first in firsts if isinstance(first, Failed)), None):
+            raise failed.error
 
 
 async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -215,30 +223,6 @@ async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[byt
             yield part
         if isinstance(event, Failed):
             return
-
-
-async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
-    """Yield the events of several answers as they come, each with the number of its answer."""
-    if len(answers) == 1:  # most requests: no queue
-        async for event in answers[0]:
-            yield 0, event
-        return
-    events = asyncio.Queue[tuple[int, Event]](1)
-
-    async def pass_on(number: int, answer: Answer) -> None:
-        async for event in answer:
-            await events.put((number, event))
-
-    tasks = [asyncio.ensure_future(pass_on(number, answer)) for number, answer in enumerate(answers)]
-    num_left = len(answers)
-    try:
-        while num_left:
-            number, event = await events.get()
-            num_left -= isinstance(event, End | Failed)
-            yield number, event
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 class Stream(Response):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 import time
@@ -107,14 +108,15 @@ class EngineRoom:
         with self._changed:
             if not self.is_alive:
                 raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
-            answers = [self._add(request) for request in seeded]
+            arrived = asyncio.Event()
+            answers = [self._add(request, arrived) for request in seeded]
             self._changed.notify()
         return answers
 
-    def _add(self, request: GenerationRequest) -> Answer:
+    def _add(self, request: GenerationRequest, arrived: asyncio.Event) -> Answer:
         self._number += 1
         number = self._number
-        answer = self._answers[number] = Answer(lambda: self._leave(number))
+        answer = self._answers[number] = Answer(lambda: self._leave(number), arrived)
         self._requests.append((number, request))
         return answer
 

@@ -52,7 +52,8 @@ class Room:
     def submit(self, *requests: Any) -> list[Answer]:
         self.has_begun.set()
         self.num_answers += len(requests)
-        answers = [Answer(lambda: None) for _ in requests]
+        arrived = asyncio.Event()
+        answers = [Answer(lambda: None, arrived) for _ in requests]
         for answer in answers:
             asyncio.get_running_loop().call_later(self.seconds, self.refuse, answer)
         return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from mlx_lm import utils as mlx_lm_utils
 
 import children
 import zoo
+from expert_pools import pooled
 from mlx_flash import FlashConfig
+from mlx_flash.engine import session
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ExpertStack, ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
@@ -188,3 +191,16 @@ def test_activations_of_chosen_experts(tmp_path: Path) -> None:
 def test_whole_layers_of_mixtures_stay_within_the_budget(directory: Path) -> None:
     (told,) = generate(directory, expert_pool_gb=0)
     assert told["slots"] is None
+
+
+@pytest.mark.parametrize(("is_room", "reads"), [(True, (2 << 20, 4)), (False, (1 << 20, 16))])
+def test_experts_that_the_page_cache_holds_are_read_by_few_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_room: bool, reads: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(session, "_spare_memory", lambda budget: 10**12 if is_room else 0)
+    save(tmp_path, zoo.configuration("qwen3_moe"), VARIANTS["fp32"])
+    prepared = prepare(tmp_path, FlashConfig())
+    plan = replace(pooled(prepared.plan, prepared.layout, 6), read_size=1 << 20, queue_depth=16)
+    reader = session._reader(replace(prepared, plan=plan), FlashConfig())
+    assert (reader.read_size, reader.queue_depth) == reads
+    reader.close()

@@ -111,9 +111,7 @@ def aligned_order(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
     Tensors whose size is a multiple of 16 keep their order. The others, which move what follows them, come at the end,
     larger items first.
     """
-    odd = [tensor for tensor in tensors if tensor.nbytes % TENSOR_ALIGNMENT]
-    whole = [tensor for tensor in tensors if not tensor.nbytes % TENSOR_ALIGNMENT]
-    return whole + sorted(odd, key=lambda tensor: DTYPE_SIZES[tensor.dtype], reverse=True)
+    return sorted(tensors, key=lambda t: -DTYPE_SIZES[t.dtype] if t.nbytes % TENSOR_ALIGNMENT else -math.inf)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ VISION = flag("--vision", "load a model that sees with mlx-vlm, and not as text 
 TRUST = flag("--trust-remote-code", "run the code that comes with a tokenizer")
 ADAPTER = flag("--adapter-path DIR", "a LoRA adapter")
 SYSTEM = flag("--system-prompt TEXT", "the system prompt")
-MAX_KV_SIZE = flag("--max-kv-size N", "tokens that a cache keeps; older ones are dropped", count)
+MAX_KV_SIZE = flag("--max-kv-size N", "tokens that a cache keeps; older ones are dropped (default: all)", count)
 DRAFT = (
     flag("--draft-model MODEL", "a smaller model that guesses tokens"),
     flag("--num-draft-tokens N", "most tokens to guess at a time with a draft model (default: as many as pay)", count),
@@ -213,7 +213,7 @@ GENERATE = (
     *SAMPLING,
     flag("--min-tokens-to-keep N", "tokens that --min-p keeps at least", count, default=1),
     *XTC,
-    flag("--seed N", "seed of the random numbers", SEED),
+    flag("--seed N", "seed of the random numbers (default: another one each time)", SEED),
     *DRAFT,
     MAX_KV_SIZE,
     flag("--prompt-cache-file FILE", "keys and values of mlx_lm.cache_prompt, which the prompt goes on from"),
@@ -267,8 +267,8 @@ SERVE = (
     flag("--any-model-name", _UNKNOWN, action=_MAYBE),
     flag("--strict", "refuse requests with unknown fields (default: ignore and list them)"),
     flag("--allowed-origins ORIGINS", _ORIGINS, words, default=[]),
-    flag("--log-level LEVEL", "what the log has", choices=_LEVELS, default="INFO"),
-    flag("--chat-template TEXT", "a chat template in the place of the tokenizer's", default=""),
+    flag("--log-level LEVEL", "what the log has", choices=_LEVELS, default="INFO", metavar=None),
+    flag("--chat-template TEXT", "the chat template (default: the tokenizer's)", default=""),
     flag("--chat-template-args JSON", "variables of the chat template", json_object, default={}),
     ADAPTER,
     TRUST,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -36,9 +37,6 @@ def system_memory() -> SystemMemory:
     return SystemMemory(int(memory.total), int(memory.available), int(swap.total), int(swap.used), pressure())
 
 
-Key = tuple[int, int, float]
-
-
 class Watcher:
     """The running engines, and the one that ended last.
 
@@ -57,8 +55,8 @@ class Watcher:
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
-        self._known: dict[Key, History] = {}
-        self._chosen: Key | None = None
+        self._known: dict[Path, History] = {}
+        self._chosen: Path | None = None
         self._is_picked = False  # by the user
         self.other_pids: list[int] = []
         self.histories: list[History] = []
@@ -77,13 +75,12 @@ class Watcher:
         Raises:
             PermissionError: a folder is not private to the user.
         """
-        running: dict[Key, History] = {}
+        running: dict[Path, History] = {}
         found = find()
         for published in found:
             if self._pid not in (None, published.pid):
                 continue
-            key = (published.pid, published.number, published.started)
-            history = running[key] = self._known.get(key) or History(published)
+            history = running[published.path] = self._known.get(published.path) or History(published)
             history.add(published)
         gone = [history for key, history in self._known.items() if key not in running]
         if gone:
@@ -97,7 +94,7 @@ class Watcher:
         if busy and self._chosen not in busy and not self._is_picked:
             self._chosen = busy[0]
         self.histories = list(running.values())
-        self.other_pids = sorted({published.pid for published in found} - {key[0] for key in running})
+        self.other_pids = sorted({each.pid for each in found} - {history.latest.pid for history in self.histories})
         self.system = system_memory()
 
     def choose_next(self) -> None:

@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines, tabled
-from mlx_flash.commands.vision import prepare_folder
+from mlx_flash.commands.vision import prepare_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert import derived
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
@@ -264,7 +264,7 @@ def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Json
     """
     try:
         with_vlm = loads_with_vlm(folder, None, prefers=False)
-        plan = prepare_folder(folder, config, probe, with_vlm=with_vlm).plan
+        plan = prepare_model(folder, config, probe, with_vlm=with_vlm).plan
     except BudgetError as error:
         return {
             **_UNKNOWN,

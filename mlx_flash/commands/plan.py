@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from mlx_flash.commands.common import emit, make_config, tabled, tokenizer_if_any
 from mlx_flash.commands.models import headers_of
 from mlx_flash.commands.report import Json, planning_to_json, render_plan
-from mlx_flash.commands.vision import prepare_model
+from mlx_flash.commands.vision import is_vision, prepare_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.layershares import layer_bytes, share_equally
 from mlx_flash.engine.prepare import Prepared
@@ -93,7 +93,7 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
     with headers_of(args.model) as (path, probe):
         tokenizer = tokenizer_if_any(path, args)
         config = make_config(args)
-        prepared = prepare_model(args, path, config, probe)
+        prepared = prepare_model(path, config, probe, with_vlm=is_vision(args, path, prefers=True))
         del tokenizer
     budgets = budgets_of(prepared, config) if args.budgets else []
     parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []

@@ -58,20 +58,15 @@ def is_vision(args: argparse.Namespace, path: Path, *, prefers: bool) -> bool:
     return loads_with_vlm(path, args.vision, prefers=prefers)
 
 
-def prepare_model(args: argparse.Namespace, path: Path, config: FlashConfig, probe: Path | None = None) -> Prepared:
+def prepare_model(path: Path, config: FlashConfig, probe: Path | None = None, *, with_vlm: bool) -> Prepared:
     """Return a model's plan, and what it is made of; of one that sees, with its towers. Writes nothing.
 
     Args:
-        args: of the command.
         path: the model's folder.
         config: how to stream.
         probe: a file to probe the disk with; None takes the largest shard.
+        with_vlm: mlx-vlm loads the model, and not mlx-lm.
     """
-    return prepare_folder(path, config, probe, with_vlm=is_vision(args, path, prefers=True))
-
-
-def prepare_folder(path: Path, config: FlashConfig, probe: Path | None = None, *, with_vlm: bool) -> Prepared:
-    """Return a model's plan, as :func:`prepare_model`, from mlx-vlm or from mlx-lm."""
     if not with_vlm:
         return prepare(path, config, writes=False, probe=probe)
     from mlx_flash.vision.loadvlm import prepare_vlm

@@ -4,9 +4,8 @@
 
 TOKENIZER is a folder with a tokenizer whose chat template knows tools. The model is a random one of two layers, since
 only tokens are counted; its answers are written here. Requests have the shape of Claude Code's (Anthropic's API: three
-system texts, tools, results of calls) and of Codex's (OpenAI's responses: a developer message, functions, outputs of
-calls). The server is started again before the sixth turn, or before every turn, and before the first turn of a second
-conversation.
+system texts, tools, results of calls), with and without a line that changes in each request. The server is started
+again before the sixth turn, or before every turn, and before the first turn of a second conversation.
 """
 
 from __future__ import annotations
@@ -99,47 +98,22 @@ def claude(number: int, line: str, task: str, turns: Sequence[tuple[str, dict[st
     return body | {"metadata": {"user_id": f"user_{number}"}}
 
 
-def codex(number: int, line: str, task: str, turns: Sequence[tuple[str, dict[str, Any], str]]) -> dict[str, Any]:
-    """Return the body of a request as Codex sends it. It has no line that changes."""
-    words = [("developer", prose(1200, 6)), ("user", prose(60, 7)), ("user", task)]
-    items: list[Any] = [
-        {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]} for role, text in words
-    ]
-    for at, (text, arguments, result) in enumerate(turns):
-        items.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]})
-        call = {"name": f"tool_{at}", "arguments": json.dumps(arguments), "call_id": f"call_{at}"}
-        items += [{"type": "function_call"} | call]
-        items.append({"type": "function_call_output", "call_id": f"call_{at}", "output": result})
-    tools = [
-        {"type": "function", "name": each["name"], "description": each["description"], "strict": False}
-        | {"parameters": each["input_schema"]}
-        for each in TOOLS
-    ]
-    return {"model": "default_model", "max_output_tokens": 400, "tools": tools, "input": items, "store": False}
-
-
-CLIENTS = {"Claude Code": ("/v1/messages", claude), "Codex": ("/v1/responses", codex)}
-
-
-def num_cached(usage: dict[str, Any]) -> int:
-    """Return the tokens of a prompt that the server reports as cached."""
-    details = usage.get("input_tokens_details")
-    return int(usage["cache_read_input_tokens"] if details is None else details["cached_tokens"])
-
-
-def converse(client: str, line: str, restarts: Sequence[int], serve: Any, recorder: Recorder) -> Iterator[Run]:
+def converse(line: str, restarts: Sequence[int], serve: Any, recorder: Recorder) -> Iterator[Run]:
     """Have ten turns with restarts before some, and the first turn of another conversation after a restart."""
-    path, make_body = CLIENTS[client]
     turns: list[tuple[str, dict[str, Any], str]] = []
     sizes = (60, 400, 900, 120, 30, 700, 250, 80, 500, 40)
 
     def ask(server: Live, number: int, body: dict[str, Any]) -> Run:
-        status, reply = server.post(path, body)
+        status, reply = server.post("/v1/messages", body)
         assert status == 200, reply
-        num_prompt, cached, known = len(recorder.prompts[-1]), num_cached(reply["usage"]), recorder.num_known()
+        num_prompt, cached, known = (
+            len(recorder.prompts[-1]),
+            reply["usage"]["cache_read_input_tokens"],
+            recorder.num_known(),
+        )
         computed = num_prompt - cached
         again = max(0, known - cached)
-        return {"client": client, "turn": number, "prompt": num_prompt, "computed": computed, "again": again}
+        return {"turn": number, "prompt": num_prompt, "computed": computed, "again": again}
 
     for first, last in pairwise((1, *restarts, NUM_TURNS + 1)):
         with serve() as server:
@@ -149,12 +123,12 @@ def converse(client: str, line: str, restarts: Sequence[int], serve: Any, record
                 arguments = {"path": f"src/part_{number}.py", "text": prose(25, 40 + number), "mode": "read"}
                 call = json.dumps({"name": f"tool_{at}", "arguments": arguments})
                 recorder.answer = f"{text}\n<tool_call>\n{call}\n</tool_call>"
-                body = make_body(number, line.format("c40"), "Mend the tests of the parser.", turns)
+                body = claude(number, line.format("c40"), "Mend the tests of the parser.", turns)
                 yield ask(server, number, body) | {"restarted": number in restarts}
                 turns.append((text, arguments, prose(sizes[at], 60 + number)))
     with serve() as server:
         recorder.answer = "Done."
-        body = make_body(99, line.format("9a2"), "Write the release notes.", [])
+        body = claude(99, line.format("9a2"), "Write the release notes.", [])
         yield ask(server, 1, body) | {"restarted": True, "conversation": 2}
 
 
@@ -185,11 +159,11 @@ def random_model(tokenizer: Path, folder: Path) -> Path:
 
 def show(runs: Sequence[Run]) -> None:
     """Print the tokens that were computed in each turn; in brackets those of them that were known."""
-    table = Table("client", "line", "restarts", *map(str, range(1, NUM_TURNS + 1)), "another", box=SIMPLE_HEAD)
-    for key, group in groupby(runs, lambda run: (run["client"], run["changing line"], run["restarts"])):
-        client, line, restarts = key
+    table = Table("line", "restarts", *map(str, range(1, NUM_TURNS + 1)), "another", box=SIMPLE_HEAD)
+    for key, group in groupby(runs, lambda run: (run["changing line"], run["restarts"])):
+        line, restarts = key
         cells = [f"{run['computed']} ({run['again']})" for run in group]
-        table.add_row(client, "changes" if line else "", str(restarts), *cells)
+        table.add_row("changes" if line else "", str(restarts), *cells)
     Console(width=200).print(table)
 
 
@@ -204,15 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="agent-turns-") as name:
         folder, recorder = Path(name), Recorder()
         model = random_model(args.tokenizer, folder / "model")
-        lines = [("Claude Code", "x-client-header: version=2.1.197.{}; entry=cli;"), ("Claude Code", ""), ("Codex", "")]
+        lines = ("x-client-header: version=2.1.197.{}; entry=cli;", "")
         settings: dict[str, Any] = {"context_length": 16384, "ram_budget_gb": 4.0}
         settings |= {} if args.prefixes == "unset" else {"kv_prefixes": args.prefixes}
-        for number, ((client, line), restarts) in enumerate(product(lines, ((RESTART,), range(2, NUM_TURNS + 1)))):
+        for number, (line, restarts) in enumerate(product(lines, ((RESTART,), range(2, NUM_TURNS + 1)))):
             os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{number}")
             recorder.known.clear()
             serve = partial(live, str(model), **settings)
             with recording(recorder):
-                for run in converse(client, line, restarts, serve, recorder):
+                for run in converse(line, restarts, serve, recorder):
                     runs.append({"changing line": bool(line), "restarts": len(restarts), **run})
                     print(json.dumps(runs[-1]), flush=True)
         result = {"runs": runs, **describe(folder, [])}

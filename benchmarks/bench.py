@@ -1,6 +1,6 @@
 """The short table: what a user gets from mlx-flash and from mlx-lm. ``make bench``, about seven minutes on two cores.
 
-    python benchmarks/bench.py [--rounds 3] [--folder models/bench] [--llama-bench llama-bench] [--json bench.json]
+    python benchmarks/bench.py [--rounds 3] [--folder models/bench] [--json bench.json]
 
 Two random models are made in the folder, unless they are there. Runs of both programs alternate, each in a process of
 its own, with default settings and mlx-flash's own loop without guesses. mlx-lm has all weights in memory. Files are
@@ -20,7 +20,6 @@ from typing import Any
 
 from disk import DiskProbe
 from harness import Run, describe, describe_cold, describe_model, make_cold, write_json
-from llama_cpp import LlamaBench
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -94,7 +93,7 @@ def compare(row: Row, folder: Path, number: int) -> dict[str, Run]:
     jobs = {"mlx-flash": streamed, "mlx-lm": replace(streamed, budget=None, batch=1, own=False)}
     found = {}
     for program in sorted(jobs, reverse=bool(number % 2)):
-        make_cold(weight_files(folder / row.model), drop_caches=False)
+        make_cold(weight_files(folder / row.model))
         found[program] = run_job(jobs[program])
     if row.batch == 1 and found["mlx-flash"]["token_ids"] != found["mlx-lm"]["token_ids"]:
         raise SystemExit(f"{row.name}: the tokens differ")
@@ -128,38 +127,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="of all rows (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "models" / "bench", help="for the models")
-    parser.add_argument("--llama-bench", help="llama.cpp's program, for the dense model in the same memory")
-    parser.add_argument("--gguf", type=Path, help="the dense model as a GGUF file")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     options = parser.parse_args()
     console = Console()
     models = make_models(options.folder, console.print)
     files = weight_files(models["dense"])
     probe, probes = DiskProbe(files, PROBES, GB // 4), []
-    llama = LlamaBench(options.llama_bench, options.gguf, 24) if options.llama_bench and options.gguf else None
-    if llama is not None and (reason := llama.missing()):
-        parser.error(reason)
     rounds: list[list[dict[str, Run]]] = [[] for _ in ROWS]
-    others: list[Run] = []
     for number in range(options.rounds):
         for row, found in zip(ROWS, rounds, strict=True):
             console.print(f"round {number + 1} of {options.rounds}: {row.name}")
             found.append(compare(row, options.folder, number))
-        make_cold(files, drop_caches=False)
+        make_cold(files)
         probes += probe.measure()
-        if llama is not None:
-            others.append(llama.run(int(ROWS[0].budget_gb * GB * 1.05)))
     summaries = [summarize(row, found) for row, found in zip(ROWS, rounds, strict=True)]
     console.print(table_of(summaries))
     rates = sorted(found["bytes_per_second"] / GB for found in probes)
     console.print(f"The disk read {rates[0]:.2f} to {rates[-1]:.2f} GB/s. A ratio above 1 is in favour of mlx-flash.")
-    for other in others:
-        console.print(
-            f"llama.cpp, dense, in {ROWS[0].budget_gb} GB: {other.get('tokens_per_second', 'killed')} tokens/s"
-        )
     described = describe(options.folder, describe_cold())
     described["models"] = {name: describe_model(path) for name, path in models.items()}
-    write_json(options.json, described | {"rows": summaries, "probes": probes, "llama_cpp": others})
+    write_json(options.json, described | {"rows": summaries, "probes": probes})
 
 
 if __name__ == "__main__":

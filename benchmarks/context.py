@@ -1,17 +1,13 @@
-"""Decoding with a KV cache that is larger than its share of the budget, by a streamed model.
+"""Decoding with keys and values that are larger than their share of the budget, by a streamed model.
 
-    python scripts/make_random_model.py models/deep --architecture llama --layers 32 --hidden-size 256 \
+    python scripts/make_random_model.py models/deep --architecture llama --layers 32 --hidden-size 256 \\
         --intermediate-size 512 --heads 2 --kv-heads 2 --vocab-size 4000 --dtype float32
-    python benchmarks/context.py --model models/deep --tokens 32768 --generate 8 --ram-budget-gb 0.45 --json out.json
+    python benchmarks/context.py --model models/deep --tokens 32768 --ram-budget-gb 0.45 --json out.json
 
 Attention over a prompt of this length would take an hour of a CPU. So each layer's cache gets random keys and values
 instead, the same ones in every run, in the steps and under the checks of a prompt's calls. Then tokens are decoded,
-first with mlx-lm's own caches, then with the cache on disk, each in a process of its own. Tokens and a digest of all
-logits are compared. ``--only`` makes one run in this process, so that a memory limit can hold it, and compares it with
-the runs of a JSON file. With ``--prompt`` the context is a prompt of random tokens, for models with less attention:
-
-    python scripts/make_random_model.py models/thin --architecture llama --layers 32 --hidden-size 64 \
-        --intermediate-size 128 --heads 1 --kv-heads 1 --vocab-size 1000 --dtype float32
+first with mlx-lm's own caches, then with the cache on disk, each in a process of its own. With ``--limit`` the latter
+runs in a kernel memory limit of the budget plus 5 %. Tokens and a digest of all logits are compared.
 """
 
 from __future__ import annotations
@@ -26,12 +22,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from harness import describe, describe_cold, describe_model, make_cold, may_drop_caches, run_worker, write_json
+from harness import describe, describe_cold, describe_model, make_cold, run_worker, write_json
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from servers import LIMIT_ROOM
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
@@ -62,15 +59,11 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         model.start()
         cache = make_prompt_cache(model)
         began = time.perf_counter()
-        prompt = [7]
-        if options.prompt:
-            prompt = np.random.default_rng(SEED).integers(0, model.args.vocab_size, options.tokens).tolist()
-        else:
-            fill(model, cache, options)
+        fill(model, cache, options)
         filled = time.perf_counter()
         ids, digest, times, read = [], hashlib.sha256(), [time.perf_counter()], []
         for token, logprobs in generate_step(
-            mx.array(prompt),
+            mx.array([7]),
             model,
             prompt_cache=cache,
             max_tokens=options.generate,
@@ -121,16 +114,15 @@ def main() -> int:
     if options.worker:
         print(json.dumps(run(options, options.worker)))
         return 0
-    done = json.loads(options.json.read_text())["runs"] if options.only and options.json.exists() else []
-    for mode in [] if options.only else MODES:
-        make_cold([*options.model.glob("*.safetensors")], may_drop_caches())
-        done.append(run_worker(__file__, [*sys.argv[1:], "--worker", mode], label=f"the run with {mode} caches"))
-    if options.only:
-        make_cold([*options.model.glob("*.safetensors")], may_drop_caches())
-        done.append(run(options, options.only))
+    limit = int(LIMIT_ROOM * options.ram_budget_gb * GB) if options.limit else None
+    done = []
+    for mode in MODES:
+        make_cold(options.model.glob("*.safetensors"))
+        arguments, label = [*sys.argv[1:], "--worker", mode], f"the run with {mode} caches"
+        done.append(run_worker(__file__, arguments, label=label, limit_bytes=limit if mode == "disk" else None))
     Console(stderr=True).print(table(done))
     entry = {
-        **describe(options.model, describe_cold(drop_caches=may_drop_caches())),
+        **describe(options.model, describe_cold(limited=options.limit)),
         "model": describe_model(options.model),
         "tokens": options.tokens,
         "runs": done,
@@ -162,7 +154,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decode with a long context on disk, and compare with mlx-lm's own.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="of context; default: %(default)s")
-    parser.add_argument("--prompt", action="store_true", help="the context is a prompt, which the model computes")
     parser.add_argument(
         "--prefill-step-size",
         type=int,
@@ -173,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--generate", type=int, default=8, metavar="N", help="tokens to decode; default: %(default)s")
     parser.add_argument("--ram-budget-gb", type=float, required=True, metavar="GB")
     parser.add_argument("--stock-budget-gb", type=float, default=16.0, metavar="GB", help="of the run to compare with")
-    parser.add_argument("--only", choices=MODES, help="one run, added to those of the JSON file")
+    parser.add_argument("--limit", action="store_true", help="run in a kernel memory limit of 1.05 budgets")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser.parse_args()

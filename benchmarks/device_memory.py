@@ -101,7 +101,7 @@ def context_bytes(before: int) -> int:
 
 def measure(options: argparse.Namespace, budget: str, before: int, context: int) -> Run:
     """Decode at a budget, and watch."""
-    make_cold(weight_files(options.model), drop_caches=True)
+    make_cold(weight_files(options.model))
     settings = {"io": options.io, "telemetry": False}
     job = Job(str(options.model), options.tokens, 16, parse_budget(budget), settings=settings, own=True)
     with Watcher() as watcher:
@@ -149,7 +149,7 @@ def main() -> None:
     console.print(f"in use before: {before / GB:.2f} GB; context: {context / GB:.2f} GB", highlight=False)
     found = [measure(options, budget, before, context) for budget in options.budgets]
     result = {
-        **describe(options.model, describe_cold(drop_caches=True)),
+        **describe(options.model, describe_cold()),
         "model": describe_model(options.model),
         "context_bytes": context,
         "runs": found,

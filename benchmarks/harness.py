@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,7 +35,6 @@ from mlx_flash.storage.shards import weight_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 V1, V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
 """Paths of the block-I/O controller in both versions of cgroups."""
@@ -183,18 +182,10 @@ def in_group(entry: Path, command: Sequence[object]) -> list[object]:
 # --- cold caches -----------------------------------------------------------------------------------------------------
 
 
-def may_drop_caches() -> bool:
-    """Return True when this process may drop all caches of the system."""
-    return sys.platform == "linux" and os.access(DROP_CACHES, os.W_OK)
-
-
-def make_cold(paths: Sequence[Path], drop_caches: bool) -> None:
-    """Drop the cached pages of files, and with ``drop_caches`` all caches of the system."""
+def make_cold(paths: Iterable[Path]) -> None:
+    """Drop the cached pages of files. With a limit, ``small_machine`` drops all caches of the system."""
     for path in paths:
         drop_file(path)
-    if drop_caches:
-        os.sync()
-        DROP_CACHES.write_text("3\n")
 
 
 def take_memory(nbytes: int | None = None) -> None:
@@ -210,13 +201,12 @@ def take_memory(nbytes: int | None = None) -> None:
 
 
 def describe_cold(
-    files: str | None = "checkpoint", *, drop_caches: bool = False, is_direct: bool | None = None, limited: bool = False
+    files: str | None = "checkpoint", *, is_direct: bool | None = None, limited: bool = False
 ) -> list[str]:
     """Return how a benchmark made sure that it read the disk, not a cache; for its JSON.
 
     Args:
         files: the files whose cached pages were dropped before every run; None if there were none.
-        drop_caches: all caches of the system were dropped before every run.
         is_direct: reads went past the page cache; None if this is not known.
         limited: runs were started by ``small_machine``.
     """
@@ -225,8 +215,6 @@ def describe_cold(
         ways.append("reads past the page cache" if is_direct else "buffered reads: the file system has no direct ones")
     if files is not None:
         ways.append(f"the cached pages of the {files} dropped before every run (a hint to the system)")
-    if drop_caches:
-        ways.append("all caches dropped before every run (drop_caches)")
     if limited:
         ways.append("runs in a limit: all caches dropped before each (small_machine)")
     return ways or ["nothing is read from the disk"]

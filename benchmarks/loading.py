@@ -28,7 +28,6 @@ from harness import (
     describe_cold,
     describe_model,
     make_cold,
-    may_drop_caches,
     run_worker,
     take_memory,
     write_json,
@@ -83,15 +82,14 @@ def rounds_of(path: Path, options: argparse.Namespace) -> Iterator[Run]:
     profile = disk_profile(max(files, key=lambda file: file.stat().st_size), direct=True)
     nbytes = sum(file.stat().st_size for file in files)
     probe = DiskProbe(files, [(profile.read_size, profile.queue_depth)], nbytes)
-    drop_caches = options.drop_caches and may_drop_caches()
     for number in range(options.rounds):
         for program in PROGRAMS[:: 1 - 2 * (number % 2)]:
             for state in ("cold", "warm"):
                 raw = None
                 if state == "cold":
-                    make_cold(files, drop_caches)
+                    make_cold(files)
                     raw = probe.measure()[0]["bytes_per_second"]
-                    make_cold(files, drop_caches)
+                    make_cold(files)
                 else:
                     read_through_cache(files)
                 take_memory()
@@ -145,7 +143,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--prompt-tokens", type=int, default=16, help="default: 16")
     parser.add_argument("--tokens", type=int, default=5, help="to decode (default: 5)")
-    parser.add_argument("--drop-caches", action="store_true", help="drop the system's caches before cold runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -159,7 +156,7 @@ def main() -> None:
             print(f"{run['model']} {run['state']} {run['program']}: {run['load_seconds']:.2f} s", file=sys.stderr)
     rows = summarize(runs)
     Console(width=110).print(table_of(rows))
-    about = describe(options.models[0], describe_cold(drop_caches=options.drop_caches and may_drop_caches()))
+    about = describe(options.models[0], describe_cold())
     models = [describe_model(path) for path in options.models]
     write_json(options.json, about | {"models": models, "summary": rows, "runs": runs})
 

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs: dict[tuple[str, Any], list[harness.Run]] = {case: [] for case in cases}
     for number in range(args.rounds):
         for engine, size in cases[1:] if number else cases:
-            harness.make_cold(list(args.model.glob("*.safetensors")), drop_caches=False)
+            harness.make_cold(args.model.glob("*.safetensors"))
             words = ["--model", args.model, "--tokens", args.tokens, "--worker", engine, size]
             found = harness.run_worker(__file__, words, label=f"{engine} {size}")
             runs[engine, size].append(found)

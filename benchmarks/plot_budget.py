@@ -2,16 +2,15 @@
 
     python benchmarks/plot_budget.py out.json docs/images/budget.png
 
-It draws mlx-flash in each budget, on a logarithmic scale, and with ``--compressed`` the same from a compressed copy.
-Beside it are stock mlx-lm and llama.cpp with memory-mapped weights, each in the kernel memory limit of that budget. A
-run that the kernel killed is a cross above the axis. Needs the extra ``plots``.
+It draws mlx-flash in each budget, on a logarithmic scale. Beside it are stock mlx-lm and llama.cpp with memory-mapped
+weights, each in the kernel memory limit of that budget. A run that the kernel killed is a cross above the axis. Needs
+the extra ``plots``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +28,13 @@ def best_runs(summary: dict[str, Any]) -> dict[float, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def draw(axes: Axes, result: dict[str, Any], compressed: dict[str, Any] | None = None) -> None:
+def draw(axes: Axes, result: dict[str, Any]) -> None:
     """Draw all series, the model's size and the labels."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     summary, model = result["summary"], result["model"]
     ours = best_runs(summary)
     axes.plot([*ours], [run["tokens_per_second"] for run in ours.values()], "o-", color="C0", label="mlx-flash")
-    if compressed is not None:
-        runs = best_runs(compressed["summary"])
-        speeds = [run["tokens_per_second"] for run in runs.values()]
-        axes.plot([*runs], speeds, "D-", color="C3", label="mlx-flash, compressed copy")
     draw_other(axes, summary, "llama_cpp", "llama.cpp, mmap", "s--", "C1")
     draw_other(axes, summary, "stock", "stock mlx-lm", "^:", "C2")
     size = model["nbytes"] / GB
@@ -79,8 +74,8 @@ def title(result: dict[str, Any]) -> str:
     return f"{first}\n{disk}{speed}; MLX {versions['mlx']} on {machine['device']}; {result['date'][:10]}"
 
 
-def write_picture(path: Path, draw: Callable[[Axes], None]) -> None:
-    """Write what a function draws, without a screen."""
+def write_picture(path: Path, result: dict[str, Any]) -> None:
+    """Write the picture, without a screen."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -89,7 +84,7 @@ def write_picture(path: Path, draw: Callable[[Axes], None]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    draw(axes)
+    draw(axes, result)
     figure.savefig(path, dpi=150)
 
 
@@ -97,11 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path, help="from streaming.py --json")
     parser.add_argument("picture", type=Path, help="file to write: .png, .svg or .pdf")
-    parser.add_argument("--compressed", type=Path, help="the same from a compressed copy")
     options = parser.parse_args()
     result = json.loads(options.json.read_text())
-    compressed = json.loads(options.compressed.read_text()) if options.compressed else None
-    write_picture(options.picture, lambda axes: draw(axes, result, compressed))
+    write_picture(options.picture, result)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from harness import describe, describe_cold, describe_model, make_cold, may_drop_caches, run_worker, write_json
+from harness import describe, describe_cold, describe_model, make_cold, run_worker, write_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def run_apart(options: argparse.Namespace, cache: Path, mode: str) -> dict[str, Any]:
     """Run once, cold, in a process of its own."""
     paths = [*options.model.glob("*.safetensors"), *cache.rglob("*.page")]
-    make_cold(paths, may_drop_caches())
+    make_cold(paths)
     arguments = ["--model", options.model, "--ram-budget-gb", options.ram_budget_gb, "--mode", mode, "--worker"]
     arguments += ["--prompt-tokens", options.prompt_tokens, "--tokens", options.tokens]
     arguments += ["--prefill-step-size", options.prefill_step_size]
@@ -101,7 +101,7 @@ def bench(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(f"{len(runs)}: {mode}, first token {runs[-1]['first_token_seconds']:.2f} s")
     return {
         "benchmark": "prefixes",
-        **describe(options.model, describe_cold("checkpoint and the store", drop_caches=may_drop_caches())),
+        **describe(options.model, describe_cold("checkpoint and the store")),
         "model": describe_model(options.model),
         "runs": runs,
     }

@@ -46,7 +46,6 @@ from harness import (
     describe_cold,
     describe_model,
     make_cold,
-    may_drop_caches,
     slowed,
     take_memory,
     write_json,
@@ -87,7 +86,6 @@ class Bench:
     residents: Sequence[Job]
     probe: DiskProbe
     paths: Sequence[Path]
-    drop_caches: bool
     limit_share: float | None
     llama: LlamaBench | None
     say: Callable[[str], None]
@@ -112,7 +110,7 @@ class Bench:
         return round_ | ({"in_limit": in_limit} if self.limit_share is not None else {})
 
     def _run(self, job: Job, limit: int | None = None) -> Run:
-        make_cold(self.paths, self.drop_caches)
+        make_cold(self.paths)
         take_memory(sum(path.stat().st_size for path in self.paths))
         try:
             run = run_job(job, limit)
@@ -124,7 +122,7 @@ class Bench:
 
     def _others(self, stock: Job, budget: float | str | None, limit: int) -> dict[str, Any]:
         """Run stock mlx-lm and llama.cpp in a limit; stock mlx-lm is killed where the model does not fit."""
-        make_cold(self.paths, self.drop_caches)
+        make_cold(self.paths)
         found: dict[str, Any] = {"budget": budget, "limit_bytes": limit}
         try:
             found["stock"] = {"killed": False, **run_job(stock, limit)}
@@ -138,7 +136,7 @@ class Bench:
         return found
 
     def _probe(self) -> list[dict[str, Any]]:
-        make_cold(self.paths, self.drop_caches)
+        make_cold(self.paths)
         found = self.probe.measure()
         rates = " ".join(f"{entry['bytes_per_second'] / GB:.2f}" for entry in found)
         self.say(f"  probe: {rates} GB/s")
@@ -337,7 +335,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="default: 3")
     add("--probe-gb", type=float, default=1.5, help="read with every probe setting (default: 1.5)")
     add("--no-resident", action="store_true", help="leave the resident runs out")
-    add("--drop-caches", action="store_true", help="drop all caches of the system before every run, where permitted")
     add(
         "--limit",
         type=float,
@@ -379,9 +376,6 @@ def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple
         notes.append(f"no resident run: the model has {nbytes / GB:.2f} GB, {available_memory() / GB:.2f} GB are free")
     if not with_resident:
         notes.append("'same' compares with the first streamed run; efficiency counts only the disk")
-    drop_caches = options.drop_caches and may_drop_caches()
-    if options.drop_caches and not drop_caches:
-        notes.append("caches could not be dropped: not permitted here")
     axes = (options.model, options.prompt_tokens, map(parse_budget, options.budgets))
     jobs = [
         Job(str(model), options.tokens, length, budget, options.context, variant, batch, LOOPS[loop], options.warm)
@@ -397,7 +391,7 @@ def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple
         notes.append(missing)
         llama = None
     runs = (jobs, residents if with_resident else [])
-    return Bench(*runs, probe, paths, drop_caches, options.limit, llama, say), notes
+    return Bench(*runs, probe, paths, options.limit, llama, say), notes
 
 
 def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -409,9 +403,7 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[s
         rounds.append(bench.run_round(number))
     for round_ in rounds:
         judge(round_, rounds[0])
-    cold = describe_cold(
-        drop_caches=bench.drop_caches, is_direct=bench.probe.is_direct, limited=options.limit is not None
-    )
+    cold = describe_cold(is_direct=bench.probe.is_direct, limited=options.limit is not None)
     return {
         **describe(options.model[0], cold),
         "model": describe_model(options.model[0]),

@@ -26,7 +26,7 @@ def test_programs_alternate_and_give_the_same_tokens(tmp_path: Path, monkeypatch
     monkeypatch.setattr(loading, "run_worker", work)
     monkeypatch.setattr(loading, "take_memory", lambda: asked.append("take"))  # gigabytes
     monkeypatch.setattr(loading, "ROOM_GB", 6.0)  # this process has other models, too
-    runs = list(loading.rounds_of(path, argparse.Namespace(rounds=2, prompt_tokens=16, tokens=3, drop_caches=False)))
+    runs = list(loading.rounds_of(path, argparse.Namespace(rounds=2, prompt_tokens=16, tokens=3)))
     assert asked[::2] == ["take"] * 8
     assert asked[1::2] == [*["mlx-flash"] * 2, *["mlx-lm"] * 4, *["mlx-flash"] * 2]
     rows = loading.summarize(runs)

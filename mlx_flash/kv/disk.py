@@ -20,7 +20,7 @@ from mlx_flash.memory.pagecache import round_up
 
 
 class _Held(NamedTuple):
-    """Everything that a layer on disk holds, replaced as a whole: an interrupt leaves the old or the new one."""
+    """Everything that a layer on disk holds, replaced as a whole: an error leaves the old or the new one."""
 
     tail: RowBytes  # room for a page in memory; rows behind the last token mean nothing
     length: int = 0
@@ -108,8 +108,8 @@ class DiskRows(Opaque):
     def append(self, rows: RowBytes, planned: Mapping[int, Planned] = NOTHING_PLANNED) -> None:
         """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
 
-        Planned pages, by first token, go to drafts; others to the layer's own file. An interrupt may leave some tokens
-        added: those that fill pages. Raises: WriteError.
+        Planned pages, by first token, go to drafts; others to the layer's own file. Raises: WriteError: some tokens may
+        have been added, those that fill pages.
         """
         begin, length, end = self.paged_tokens, self.length, self.length + rows[0].shape[1]
         while (found := _next_pages(self, begin, end, planned)) is not None:

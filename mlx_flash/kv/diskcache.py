@@ -289,7 +289,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         cache = DiskQuantizedKVCache(rows, group_size, bits)
         if not self.empty():
             arrays = _quantized(self.rows.fetch(), group_size, bits)
-            # this cache keeps its tokens: an interrupt may leave it in use. The next append makes room
+            # the next append makes room, when this cache is dropped
             rows.replace(MemoryRows(rows.options, arrays, self.rows.length))
         pass_on(self, cache)
         return cache

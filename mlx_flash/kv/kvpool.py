@@ -88,8 +88,7 @@ class CacheGroup:
 class LayerRows:
     """The rows of one layer. Made by :meth:`KVPool.new_rows`.
 
-    What cannot change in one step is replaced as a whole, so that an interrupt leaves the old rows or the new ones: see
-    :meth:`replace`.
+    What cannot change in one step is replaced as a whole, so that an error leaves the old rows or the new ones.
     """
 
     def __init__(self, pool: KVPool, group: CacheGroup, index: int) -> None:

@@ -4,9 +4,7 @@ New rows are assigned to a slice of the buffer. MLX does that in place while not
 copies it otherwise. So pending computations keep the values that they were given.
 
 A parked sequence is a list of immutable pages that its copies share. It gets a buffer of its own when tokens come.
-
-An interrupt may end any method at any point. While there are pages, they alone count; otherwise the number of tokens
-decides how much of the buffers does. Each method changes these last.
+While there are pages, they alone count; otherwise the number of tokens decides how much of the buffers does.
 """
 
 from __future__ import annotations

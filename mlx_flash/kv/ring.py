@@ -8,8 +8,6 @@ memory, and into a copy otherwise. So before tokens in a slot are replaced, MLX 
 computation needs the slot, that computation keeps the old memory, and the slot continues in the copy. New tokens of the
 same layer are written behind those that were handed out, which stay as they are. So parts of a prompt that wait inside
 their attention share one slot.
-
-A slot that is interrupted while it changes belongs to no layer until it is assigned again.
 """
 
 from __future__ import annotations

@@ -405,18 +405,14 @@ class PageFolder:
             try:
                 with self.locked():
                     _, useless = self.repair()
-                    self.remove(page)
+                    path_of(self.path, page).unlink(missing_ok=True)
+                    self._hidden.discard(page)
                     return len(useless)
             except OSError as error:
                 self.stop(error)
         _, useless = self.look()
         self._hidden.update(useless)
         return len(useless)
-
-    def remove(self, page: str) -> None:
-        """Remove the file of a page, if it is there."""
-        path_of(self.path, page).unlink(missing_ok=True)
-        self._hidden.discard(page)
 
 
 def list_prefixes(directory: Path) -> list[StoredModel]:

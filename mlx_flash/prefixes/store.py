@@ -310,7 +310,6 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
             if not folder.has(page.key.page):
                 os.utime(fd, ns=(time.time_ns(),) * 2)
                 folder.inodes[page.key.page] = os.fstat(fd).st_ino
-                folder.remove(page.key.page)  # a damaged one, whose removal was interrupted
                 partial.replace(path_of(folder.path, page.key.page))
         flush_folder(folder.path)
         if page.draft is not None:

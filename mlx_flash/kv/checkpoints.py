@@ -109,7 +109,7 @@ def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
 def _capacity(entry: Any) -> int:
     """Return the number of tokens that the buffers of an entry have room for; 0 if it has none in memory."""
     if isinstance(entry, PooledCache):
-        return entry.rows.memory.buffers.capacity
+        return entry.rows.memory.capacity
     return max([array.shape[2] for array in arrays_in([entry.keys, entry.values])], default=0)
 
 

@@ -22,7 +22,7 @@ from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import CheckpointError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool, LayerRows, is_admitted
-from mlx_flash.kv.memory import NO_BUFFERS, MemoryRows, append_within
+from mlx_flash.kv.memory import MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import sizes
 from mlx_flash.layout.reachable import arrays_in
@@ -37,7 +37,7 @@ def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
     for entry in cache:
         if isinstance(entry, PooledCache):
             store = entry.rows.store
-            found += store.buffers.arrays if isinstance(store, MemoryRows) else ()
+            found += store.arrays if isinstance(store, MemoryRows) else ()
         elif type(entry) in (KVCache, RotatingKVCache):
             found += [] if entry.keys is None else [entry.keys, entry.values]
         else:
@@ -59,7 +59,7 @@ class PooledCache:
     def offset(self) -> int:
         """Position of the next token."""
         store = self.rows.store
-        if isinstance(store, MemoryRows) and not store.buffers.pages:  # each layer asks twice for each token
+        if isinstance(store, MemoryRows) and not store.pages:  # each layer asks twice for each token
             return store.num_rows + store.num_forgotten
         return store.length + store.num_forgotten
 
@@ -82,7 +82,7 @@ class PooledCache:
     def nbytes(self) -> int:
         """Bytes in memory, shared ones included. Those on disk do not count."""
         disk, memory = self.rows.disk, self.rows.memory
-        return memory.buffers.nbytes + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
+        return memory.nbytes + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
 
     def size(self) -> int:
         """Return the number of tokens that are kept."""
@@ -274,8 +274,8 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         with rows.pool.lock:
             store, found = rows.store, None
             if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
-                if store.buffers is NO_BUFFERS and is_admitted(rows, keys.shape[2]):
-                    store.begin([keys, values])
+                if store.layout is None and is_admitted(rows, keys.shape[2]):
+                    store.grow([keys, values])
                 found = append_within(store, keys, values)
             if found is None:
                 all_keys, all_values = rows.append([keys, values])

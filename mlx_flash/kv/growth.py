@@ -45,7 +45,7 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
             continue
         rows = entry.rows
         store = rows.store
-        if rows.group.has_copies or not isinstance(store, MemoryRows) or store.num_rows >= store.buffers.capacity:
+        if rows.group.has_copies or not isinstance(store, MemoryRows) or store.num_rows >= store.capacity:
             return False
     return True
 

@@ -239,7 +239,7 @@ def copied_bytes(rows: LayerRows) -> int:
         return disk.tail_bytes
     memory = rows.memory
     missing = memory.length - num_tokens(_known_pages(rows))  # a page has one more token than it holds
-    return sum(a.nbytes // memory.buffers.capacity * (missing + 1) for a in memory.arrays) if missing else 0
+    return sum(a.nbytes // memory.capacity * (missing + 1) for a in memory.arrays) if missing else 0
 
 
 def _known_pages(rows: LayerRows) -> MemoryPages:
@@ -346,9 +346,9 @@ class KVPool(Opaque):
             if (rows := reference()) is None:
                 continue
             store, new = rows.store, tokens_of(rows)
-            if isinstance(store, MemoryRows) and not (buffers := store.buffers).pages:
-                widths = () if buffers.layout is None else buffers.layout.widths
-                alike[widths, store.num_rows, buffers.capacity, new] += 1
+            if isinstance(store, MemoryRows) and not store.pages:
+                widths = () if store.layout is None else store.layout.widths
+                alike[widths, store.num_rows, store.capacity, new] += 1
             else:
                 layer = store.in_numbers
                 kinds.append(Kind(layer, new and _coming(layer, new, options, step)))

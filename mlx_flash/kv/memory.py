@@ -10,7 +10,6 @@ While there are pages, they alone count; otherwise the number of tokens decides 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -19,110 +18,81 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import Component, InMemory, MemoryPages, Page, RowLayout, cut, num_tokens, slices
 
 
-class Buffers(NamedTuple):
-    """The memory of a layer, with its sizes."""
-
-    arrays: list[mx.array]  # with room behind the tokens; none before the first tokens and while parked
-    pages: MemoryPages  # the tokens while parked
-    layout: RowLayout | None  # of the rows; None before the first tokens
-    capacity: int  # number of tokens that the arrays have room for
-    nbytes: int  # of the arrays
-
-    @classmethod
-    def of(cls, layout: RowLayout | None, arrays: Sequence[mx.array] = (), pages: MemoryPages = ()) -> Buffers:
-        """Return buffers, or pages, with their sizes, to be a layer's memory."""
-        capacity = int(arrays[0].shape[2]) if arrays else 0
-        return cls(list(arrays), pages, layout, capacity, sum([array.nbytes for array in arrays]))
-
-
-NO_BUFFERS = Buffers.of(None)
-"""The buffers of a layer that never held a token."""
-
-
 class MemoryRows:
-    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them."""
+    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them.
+
+    Attributes:
+        arrays: the buffers, with room behind the tokens; none before the first tokens and while parked.
+        capacity: number of tokens that they have room for.
+        pages: the tokens while parked.
+        layout: of the rows; None before the first ones.
+        num_rows: tokens in the buffers; it does not count while parked.
+        num_forgotten: tokens that were dropped from between the others.
+    """
 
     def __init__(
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
-        self.buffers = NO_BUFFERS  # replaced as a whole
-        if arrays:
-            mx.eval(arrays)
-            self.buffers = Buffers.of(RowLayout.of(arrays, options.step), arrays)
-        self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
-        self.num_rows = length  # in the buffers; it does not count while parked
         self._options = options
+        self.num_rows, self.num_forgotten = length, num_forgotten
+        mx.eval(arrays)
+        self._replace(RowLayout.of(arrays, options.step) if arrays else None, arrays)
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """The buffers, with room behind the tokens; empty before the first tokens and while parked."""
-        return self.buffers.arrays
-
-    @property
-    def pages(self) -> MemoryPages:
-        """The tokens while parked."""
-        return self.buffers.pages
-
-    @property
-    def layout(self) -> RowLayout | None:
-        """Layout of the rows; None before the first ones."""
-        return self.buffers.layout
+    def _replace(self, layout: RowLayout | None, arrays: Sequence[mx.array] = (), pages: MemoryPages = ()) -> None:
+        self.layout, self.arrays, self.pages = layout, [*arrays], pages
+        self.capacity = int(arrays[0].shape[2]) if arrays else 0
 
     @property
     def length(self) -> int:
         """Number of tokens."""
-        pages = self.buffers.pages
-        return num_tokens(pages) if pages else self.num_rows
+        return num_tokens(self.pages) if self.pages else self.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum([array.nbytes for array in self.arrays])
 
     @property
     def in_numbers(self) -> Layer:
         """The layer as the ledger sees it."""
-        buffers, layout = self.buffers, self.buffers.layout
-        pages = tuple([(id(page.where), page.where.nbytes) for page in buffers.pages])
-        return Layer(layout.widths if layout is not None else (), self.length, buffers.capacity, pages)
+        pages = tuple([(id(page.where), page.where.nbytes) for page in self.pages])
+        return Layer(self.layout.widths if self.layout is not None else (), self.length, self.capacity, pages)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
-        capacity = self.buffers.capacity
-        return not capacity or self.num_rows + num_new > capacity
+        return not self.capacity or self.num_rows + num_new > self.capacity
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         num_new = new[0].shape[2]
         if self.takes_more(num_new):
-            length = self.length
-            grown = self._grown(new, length)
-            self.num_rows = length
-            self.buffers = grown
+            self.grow(new)
         end = self.num_rows + num_new
         place = ..., slice(self.num_rows, end), slice(None)
-        for array, rows in zip(self.buffers.arrays, new, strict=True):
+        for array, rows in zip(self.arrays, new, strict=True):
             array[place] = rows
         self.num_rows = end
 
-    def begin(self, new: Sequence[mx.array]) -> None:
-        """Make room for the first tokens."""
-        self.buffers = self._grown(new, 0)
-
-    def _grown(self, new: Sequence[mx.array], length: int) -> Buffers:
-        """Return buffers with all tokens, so many, and room for new ones."""
-        old = self.buffers
-        layout = old.layout or RowLayout.of(new, self._options.step)
-        room = self._options.capacity_after(length, old.capacity, new[0].shape[2]) - length
+    def grow(self, new: Sequence[mx.array]) -> None:
+        """Make room for new tokens, in buffers if the others are parked."""
+        length, pages = self.length, self.pages
+        layout = self.layout or RowLayout.of(new, self._options.step)
+        room = self._options.capacity_after(length, self.capacity, new[0].shape[2]) - length
         arrays = [component.zeros(room) for component in layout.components]
         if length:
-            pieces = slices(old.pages, 0, length) if old.pages else [[array[..., :length, :]] for array in old.arrays]
+            pieces = slices(pages, 0, length) if pages else [[array[..., :length, :]] for array in self.arrays]
             arrays = [mx.concatenate([*some, rest], axis=2) for some, rest in zip(pieces, arrays, strict=True)]
-        if old.pages:
+        if pages:
             mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
-        return Buffers.of(layout, arrays)
+        self.num_rows = length
+        self._replace(layout, arrays)
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
-        arrays, length = self.buffers.arrays, self.num_rows
+        arrays, length = self.arrays, self.num_rows
         if not arrays:
             return self.read(0, self.length)
-        return [*arrays] if length == self.buffers.capacity else [array[..., :length, :] for array in arrays]
+        return [*arrays] if length == self.capacity else [array[..., :length, :] for array in arrays]
 
     def read(self, start: int, stop: int) -> list[mx.array]:
         """Return the rows of some tokens. Copy them if parked."""
@@ -156,7 +126,7 @@ class MemoryRows:
         """Hold pages with all tokens instead of buffers. They have this layout if there were no tokens before."""
         if not pages:
             self.num_rows = 0
-        self.buffers = Buffers.of(layout or self.layout, pages=pages)
+        self._replace(layout or self.layout, pages=pages)
 
 
 def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
@@ -164,16 +134,16 @@ def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[
 
     Called for nearly every token and layer: loops over two arrays would take a tenth of its time.
     """
-    start, buffers = store.num_rows, store.buffers
+    start, capacity = store.num_rows, store.capacity
     end = start + keys.shape[2]
-    if end > buffers.capacity:  # which is 0 while parked
+    if end > capacity:  # which is 0 while parked
         return None
-    all_keys, all_values = buffers.arrays
+    all_keys, all_values = store.arrays
     place = ..., slice(start, end), slice(None)
     all_keys[place] = keys
     all_values[place] = values
     store.num_rows = end
-    if end == buffers.capacity:
+    if end == capacity:
         return all_keys, all_values
     place = ..., slice(end), slice(None)
     return all_keys[place], all_values[place]

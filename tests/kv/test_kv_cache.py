@@ -252,9 +252,9 @@ PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 def test_takes_more_predicts_memory_of_new_tokens(form: str, news: list[int]) -> None:
     rows = MemoryRows(KVOptions(form=form, max_context_length=4096))
     for num_new in news:
-        said, before = rows.takes_more(num_new), rows.buffers.nbytes
+        said, before = rows.takes_more(num_new), rows.nbytes
         rows.append([mx.ones((1, 2, num_new, 64)), mx.ones((1, 2, num_new, 32))])
-        assert said == (rows.buffers.nbytes != before)
+        assert said == (rows.nbytes != before)
 
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -88,7 +88,7 @@ def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None
     held = 0
     for cache in caches:
         mx.eval(cache.update_and_fetch(rows, rows))
-        held += cache.nbytes if share.options is None else cache.rows.memory.buffers.nbytes
+        held += cache.nbytes if share.options is None else cache.rows.memory.nbytes
     assert held <= share.nbytes and share.disk_bytes == 0
 
 

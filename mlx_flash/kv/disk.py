@@ -19,20 +19,6 @@ from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import round_up
 
 
-class _Held(NamedTuple):
-    """Everything that a layer on disk holds, replaced as a whole: an error leaves the old or the new one."""
-
-    tail: RowBytes  # room for a page in memory; rows behind the last token mean nothing
-    length: int = 0
-    pages: FilePages = ()  # in the order of their tokens
-    paged_tokens: int = 0  # number of tokens in them
-
-    def with_pages(self, *pages: Page[InFile]) -> _Held:
-        """Return this with more pages; tokens are in them."""
-        paged = self.paged_tokens + num_tokens(pages)
-        return self._replace(pages=(*self.pages, *pages), paged_tokens=paged, length=paged)
-
-
 class Planned(NamedTuple):
     """A page that the prefix cache wants."""
 
@@ -45,20 +31,27 @@ NOTHING_PLANNED: Mapping[int, Planned] = MappingProxyType({})
 
 
 class DiskRows(Opaque):
-    """The tokens of one layer on disk; the last ones, which do not fill a page, in memory."""
+    """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
+
+    Attributes:
+        file: the layer's own.
+        pages: in the order of their tokens.
+        paged_tokens: number of tokens in them.
+        length: number of all tokens.
+        num_forgotten: tokens that were dropped from between the others.
+        expected: tokens after the pass, if parts of a prompt share it, this one's or another's; else 0.
+    """
 
     def __init__(self, file: LayerFile, num_forgotten: int = 0) -> None:
-        self.file = file  # the layer's own
+        self.file = file
         self.layout = file.layout
-        self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
-        self.expected = 0  # tokens after the pass, if parts of a prompt share it, this one's or another's; else 0
+        self.num_forgotten = num_forgotten
+        self.expected = 0
+        self.pages: FilePages = ()
+        self.paged_tokens = self.length = 0
         components, step = self.layout.components, self.layout.step
-        self._held = _Held([np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components])
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self._held.length
+        # room for a page; rows behind the last token mean nothing
+        self._tail: RowBytes = [np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components]
 
     @property
     def in_numbers(self) -> Layer:
@@ -69,16 +62,6 @@ class DiskRows(Opaque):
         """Return whether so many new tokens may take more memory: they begin another page."""
         step = self.layout.step
         return round_up(self.length, step) != round_up(self.length + num_new, step)
-
-    @property
-    def pages(self) -> FilePages:
-        """The pages in the order of their tokens."""
-        return self._held.pages
-
-    @property
-    def paged_tokens(self) -> int:
-        """Number of tokens in pages."""
-        return self._held.paged_tokens
 
     def first_pages(self, length: int) -> FilePages:
         """Return pages with some first tokens, or with fewer: a page of the layer's own file is not cut."""
@@ -91,19 +74,20 @@ class DiskRows(Opaque):
         for file in {page.where.file for page in self.pages}:
             file.flush()
 
-    def refer(self, page: Page[InFile]) -> None:
-        """Add a page of the prefix cache. All tokens are in pages."""
-        self._held = self._held.with_pages(page)
+    def refer(self, *pages: Page[InFile]) -> None:
+        """Add pages, which all tokens are in then."""
+        self.pages += pages
+        self.paged_tokens = self.length = self.paged_tokens + num_tokens(pages)
 
     @property
     def tail_bytes(self) -> int:
         """Bytes in memory."""
-        return sum(part.nbytes for part in self._held.tail)
+        return sum(part.nbytes for part in self._tail)
 
     @property
     def tail(self) -> RowBytes:
         """The rows of tokens that are in no page."""
-        return [part[:, : self.length - self.paged_tokens] for part in self._held.tail]
+        return [part[:, : self.length - self.paged_tokens] for part in self._tail]
 
     def append(self, rows: RowBytes, planned: Mapping[int, Planned] = NOTHING_PLANNED) -> None:
         """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
@@ -114,32 +98,29 @@ class DiskRows(Opaque):
         begin, length, end = self.paged_tokens, self.length, self.length + rows[0].shape[1]
         while (found := _next_pages(self, begin, end, planned)) is not None:
             stop, draft = found
-            waiting = [tail[:, begin - self.paged_tokens :] for tail in self.tail]
             fresh = [new[:, max(0, begin - length) : stop - length] for new in rows]
-            block = [np.concatenate(pair, axis=1) for pair in zip(waiting, fresh, strict=True)]
+            block = [np.concatenate(pair, axis=1) for pair in zip(self.tail, fresh, strict=True)]
             if draft is None:
                 pages = self.file.allocate((stop - begin) // self.layout.step)
                 self.file.write(pages, block)
             else:
                 pages = [draft.add(planned[begin].layer, self.layout.components, block)]
-            self._held = self._held.with_pages(*pages)  # now, because the tail is about to be written over
+            self.refer(*pages)  # now, because the tail is about to be written over
             begin = stop
-        held, used = self._held, max(0, begin - length)
-        start = max(0, length - begin)
-        for part, new in zip(held.tail, rows, strict=True):
+        used, start = max(0, begin - length), max(0, length - begin)
+        for part, new in zip(self._tail, rows, strict=True):
             part[:, start : start + end - length - used] = new[:, used:]
-        self._held = held._replace(length=end)
+        self.length = end
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError: those that do not fill a page any more."""
-        held = self._held
-        if length < held.paged_tokens:
+        if length < self.paged_tokens:
             pages = self.first_pages(length)
             paged = num_tokens(pages)
             if paged < length:
-                held = held._replace(tail=_read_pages(self, paged, paged + self.layout.step))
-            held = held._replace(pages=pages, paged_tokens=paged)
-        self._held = held._replace(length=length)
+                self._tail = _read_pages(self, paged, paged + self.layout.step)
+            self.pages, self.paged_tokens = pages, paged
+        self.length = length
 
     def read(self, start: int, stop: int) -> RowBytes:
         """Return copies of the rows of some tokens. Raises: ReadError."""
@@ -150,12 +131,12 @@ class DiskRows(Opaque):
 
     def fork(self, start: int = 0, stop: int = 0) -> DiskRows:
         """Return a copy that shares the pages, without those of some tokens; the tokens behind them move up."""
-        other, held = DiskRows(self.file, self.num_forgotten + stop - start), self._held
-        for mine, copy in zip(held.tail, other._held.tail, strict=True):
-            copy[:] = mine
-        pages = (*cut(held.pages, start), *held.pages[len(cut(held.pages, stop)) :])
         num_dropped = stop - start
-        other._held = _Held(other._held.tail, held.length - num_dropped, pages, held.paged_tokens - num_dropped)
+        other = DiskRows(self.file, self.num_forgotten + num_dropped)
+        for mine, copy in zip(self._tail, other._tail, strict=True):
+            copy[:] = mine
+        other.pages = (*cut(self.pages, start), *self.pages[len(cut(self.pages, stop)) :])
+        other.paged_tokens, other.length = self.paged_tokens - num_dropped, self.length - num_dropped
         return other
 
 

@@ -91,11 +91,6 @@ class WriteGovernor:
         self._refused_bytes = 0
         self._warned = False
 
-    def may_write(self, nbytes: int) -> bool:
-        """Return whether more bytes would stay within the cap. Counts nothing."""
-        with self._lock, self._looking():
-            return self._fits(nbytes)
-
     def claim(self, nbytes: int) -> bool:
         """Count bytes that are about to be written, unless they exceed the cap. Return whether they may be written.
 

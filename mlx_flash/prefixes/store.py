@@ -187,10 +187,11 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
     ) -> str:
         """Store a page, or a snapshot at its end, in the background. Return its name if it is cached, or queued.
 
-        While too much is queued, the call waits. A page that exceeds the queue, the limits or the day's writes is not
-        stored, nor are those that follow it: then the name is empty. Blobs are copied, but for those of a snapshot that
-        is larger than the queue. The call waits until it is written; its arrays are those of a state, which a model
-        replaces and does not change.
+        While too much is queued, the call waits. A page that exceeds the queue is not stored, nor are those that follow
+        it: then the name is empty. The writer refuses what exceeds the limits or the day's writes.
+
+        Blobs are copied, but for those of a snapshot that is larger than the queue. The call waits until it is written;
+        its arrays are those of a state, which a model replaces and does not change.
         """
         key = self._key(
             tokens, full_pages(len(tokens), self.page_tokens) if ends is None else ends, page_index, snapshot
@@ -199,7 +200,13 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         is_large = nbytes > self._writer.limit_bytes
         if self._is_queued(key.page) or self._folder.has(key.page):
             return "" if only_new else key.page
-        if reason := self._reason_against(key, nbytes) or ("queue" if is_large and not snapshot else ""):
+        if not self._folder.is_writable:
+            reason = "stopped"
+        elif not (self._is_queued(key.parent) or self._folder.has_parent(key)):
+            reason = "parent"
+        else:
+            reason = "queue" if is_large and not snapshot else ""
+        if reason:
             self._count(reason)
             return ""
         self._writer.make_room(nbytes)
@@ -249,13 +256,6 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
 
     def _is_queued(self, page: str) -> bool:
         return page in self._queued and not self._queued[page].done()
-
-    def _reason_against(self, key: PageKey, nbytes: int) -> str:
-        if not self._folder.is_writable:
-            return "stopped"
-        if not (self._is_queued(key.parent) or self._folder.has_parent(key)):
-            return "parent"
-        return "" if self._governor.may_write(self._writer.queued_bytes + nbytes) else "wear"
 
     def _count(self, what: str) -> None:
         """Count a page. Warn about the first one that is not stored for a reason that users can change."""

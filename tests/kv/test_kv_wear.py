@@ -48,17 +48,16 @@ def test_bytes_are_counted_for_the_session_the_day_and_ever(tmp_path: Path) -> N
 def test_a_session_goes_on_past_midnight(tmp_path: Path) -> None:
     now = [1e9]
     running = WriteGovernor(tmp_path, gb_per_day=1, clock=lambda: now[0])
-    assert running.claim(GB) and not running.may_write(1)
+    assert running.claim(GB) and not running.claim(1)
     now[0] += DAY
-    assert running.may_write(GB) and not running.may_write(GB + 1)
+    assert not running.claim(GB + 1)
     assert counted(running) == (GB, 0, GB)
 
 
 def test_the_cap_is_kept_to_the_byte(tmp_path: Path) -> None:
     capped = governor(tmp_path)
-    assert capped.may_write(GB) and not capped.may_write(GB + 1)
     assert capped.claim(GB - 1) and not capped.claim(2) and capped.claim(1)
-    assert not capped.may_write(1) and capped.may_write(0)
+    assert capped.claim(0)
     assert capped.telemetry()["refused_bytes"] == 2
     capped.count(7)
     assert counted(capped) == (GB + 7,) * 3, "what has to be written is counted past the cap"
@@ -66,9 +65,9 @@ def test_the_cap_is_kept_to_the_byte(tmp_path: Path) -> None:
     assert not governor(tmp_path / "other", 0).claim(1)
 
 
-def test_asking_alone_writes_nothing(tmp_path: Path) -> None:
+def test_a_refused_claim_writes_nothing(tmp_path: Path) -> None:
     asked = governor(tmp_path / "new")
-    assert asked.may_write(1) and not asked.claim(2 * GB // 1 + 1)
+    assert not asked.claim(2 * GB // 1 + 1)
     assert counted(asked) == (0, 0, 0)
     assert not (tmp_path / "new" / FILE_NAME).exists() or (tmp_path / "new" / FILE_NAME).stat().st_size == 0
 
@@ -76,7 +75,7 @@ def test_asking_alone_writes_nothing(tmp_path: Path) -> None:
 def test_zero_write_mode_writes_nothing_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     frugal = governor(folder, None, zero_write=True)
-    assert not frugal.may_write(0) and not frugal.claim(5)
+    assert not frugal.claim(5)
     frugal.count(3)
     assert frugal.telemetry()["zero_write"] is True
     assert counted(frugal) == (3, 0, 0) and frugal.telemetry()["refused_bytes"] == 5
@@ -112,7 +111,7 @@ def test_a_damaged_file_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / FILE_NAME).write_bytes(data)
     running = governor(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert running.claim(10) and running.claim(5) and running.may_write(1)
+        assert running.claim(10) and running.claim(5)
     assert [record.message.count("is not used: it is damaged") for record in caplog.records] == [1]
     assert counted(running) == (15, 15, 15) == (*counted(governor(tmp_path))[1:], 15), "it is written anew"
 
@@ -142,7 +141,7 @@ def test_a_file_that_cannot_be_opened_costs_a_warning(tmp_path: Path, caplog: py
     (tmp_path / FILE_NAME).mkdir()
     running = governor(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert running.claim(GB) and not running.claim(1) and not running.may_write(1)
+        assert running.claim(GB) and not running.claim(1)
     assert len(caplog.records) == 1 and FILE_NAME in caplog.text
     assert counted(running) == (GB, GB, GB), "the process counts for itself"
 

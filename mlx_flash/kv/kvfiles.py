@@ -74,36 +74,6 @@ class StoredFile:
         """Do nothing: it is written."""
 
 
-class StoredFiles:
-    """The files of the prefix cache that a pool's layers refer to, and the drafts, which may become such files."""
-
-    def __init__(self, reader: PageReader) -> None:
-        self._reader = reader
-        self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
-        self.drafts: WeakSet[Draft] = WeakSet()
-
-    def open(self, page: Page[Stored], components: Sequence[Component]) -> Page[InFile] | None:
-        """Return a page of the prefix cache with these arrays, whose file is kept open.
-
-        Return None if it has others, or if its file is gone, replaced, being evicted, or one too many.
-        """
-        rows = page.where()
-        if rows is None or rows.components != components:
-            return None
-        file = self._open.get(rows.path)
-        if file is None and self.has_room:
-            with suppress(OSError, CheckpointError):
-                file = self._open[rows.path] = StoredFile(rows.path, self._reader)
-        if file is None or file.inode != rows.inode:
-            return None
-        return Page(InFile(file, rows.components, rows.offsets, rows.strides), page.length)
-
-    @property
-    def has_room(self) -> bool:
-        """False when as many files are open as may be."""
-        return len(self._open) + len(self.drafts) < MOST_FILES
-
-
 def sessions_directory() -> Path:
     """Return the folder of the KV caches of running processes, unless the settings name another one."""
     return cache_directory() / "kv-sessions"
@@ -122,6 +92,8 @@ class KVFiles:
         self._writer = WriteBehind(count=count_written)
         self._numbers = count()
         self._folder: PrivateFolder | None = None
+        self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
+        self._drafts: WeakSet[Draft] = WeakSet()  # which may become files of the prefix cache
 
     @cached_property
     def _reader(self) -> PageReader:
@@ -130,10 +102,6 @@ class KVFiles:
         arrival: Arrival = "in place" if way == "in place" else "bounced"
         direct = self._options.direct and way != "buffered"
         return PageReader(direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
-
-    @cached_property
-    def _stored(self) -> StoredFiles:
-        return StoredFiles(self._reader)
 
     @property
     def read_bytes(self) -> int:
@@ -179,30 +147,50 @@ class KVFiles:
         """
         if self._folder is None or disk.length > disk.paged_tokens:
             return False
-        found = self._stored.open(page, disk.layout.components)
+        found = self.open(page, disk.layout.components)
         if found is not None:
             disk.refer(found)
         return found is not None
+
+    def open(self, page: Page[Stored], components: Sequence[Component]) -> Page[InFile] | None:
+        """Return a page of the prefix cache with these arrays, whose file is kept open.
+
+        Return None if it has others, or if its file is gone, replaced, being evicted, or one too many.
+        """
+        rows = page.where()
+        if rows is None or rows.components != components:
+            return None
+        file = self._open.get(rows.path)
+        if file is None and self._has_room:
+            with suppress(OSError, CheckpointError):
+                file = self._open[rows.path] = StoredFile(rows.path, self._reader)
+        if file is None or file.inode != rows.inode:
+            return None
+        return Page(InFile(file, rows.components, rows.offsets, rows.strides), page.length)
+
+    @property
+    def _has_room(self) -> bool:
+        """False when as many files are open as may be."""
+        return len(self._open) + len(self._drafts) < MOST_FILES
 
     def new_draft(self, room: int, beside: Path) -> Draft | None:
         """Return a draft with ``room`` bytes at its beginning, which can be moved to the prefix cache's folder.
 
         Return None if no layer is on disk yet, too many files are open, or that folder is on another disk.
         """
-        if self._folder is None or not self._stored.has_room:
+        if self._folder is None or not self._has_room:
             return None
         path = self._new_path("draft")
         if not are_on_one_disk(path.parent, beside):
             return None
         draft = Draft(path, room, self._reader, self._writer)
-        self._stored.drafts.add(draft)
+        self._drafts.add(draft)
         return draft
 
     @property
     def draft_bytes(self) -> int:
         """Bytes of drafts that are no files of the prefix cache."""
-        drafts = () if self._folder is None else self._stored.drafts
-        return sum([draft.nbytes for draft in drafts if not draft.is_named])
+        return sum([draft.nbytes for draft in self._drafts if not draft.is_named])
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         path = self._new_path("layer")

@@ -371,7 +371,7 @@ def test_pages_are_let_go_with_the_last_conversation(directory: Path, branches: 
         gc.collect()
         assert model.kv is not None
         model.kv.ring.release()  # which may have begun to read ahead
-        assert not model.kv.files._stored._open
+        assert not model.kv.files._open
         clear_prefixes(branches)
         assert not list_prefixes(branches)
     assert len(list(Path("/dev/fd").iterdir())) <= descriptors

@@ -27,7 +27,7 @@ from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import locked, open_locked
 from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvfiles import Stored, StoredFiles, StoredRows
+from mlx_flash.kv.kvfiles import KVFiles, Stored, StoredRows
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, Page, RowBytes, RowLayout, segments
 from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
@@ -55,6 +55,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def random_rows(layout: RowLayout, num_tokens: int, seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     random = np.random.default_rng(seed)
     return [random.integers(0, 256, (c.heads, num_tokens, c.width_bytes), np.uint8) for c in layout.components]
+
+
+def files_read_by(reader: PageReader) -> KVFiles:
+    """Return the files of a pool that opens those of the prefix cache in a reader."""
+    files = KVFiles(KVOptions(), lambda _: None)
+    vars(files)["_reader"] = reader
+    return files
 
 
 def read(rows: DiskRows, capacity: int | None = None) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
@@ -93,7 +100,7 @@ def test_rows_equal_what_was_appended(
     reader, writer = PageReader(), WriteBehind()
     path = tmp_path_factory.mktemp("pages") / "layer.kv"
     rows = DiskRows(LayerFile(path, layout, reader, writer))
-    expected, files = random_rows(layout, 0), StoredFiles(reader)
+    expected, files = random_rows(layout, 0), files_read_by(reader)
     forks: list[tuple[DiskRows, Any]] = []
     for seed, (what, number) in enumerate([*(("refer", length) for length in stored), *steps]):
         if what == "append":
@@ -164,7 +171,7 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 128)
-    files = StoredFiles(rows.file.reader)
+    files = files_read_by(rows.file.reader)
     for start in (0, 64):
         page = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
         rows.refer(files.open(page, WIDE.components))  # type: ignore[arg-type]
@@ -186,7 +193,7 @@ def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_p
     reader = PageReader()
     path = tmp_path / "a.page"
     page = write_stored(path, WIDE, random_rows(WIDE, 10))
-    files = StoredFiles(reader)
+    files = files_read_by(reader)
     with locked(path):
         assert files.open(page, WIDE.components) is None
     assert files.open(replaced(page), WIDE.components) is None

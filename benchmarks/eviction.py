@@ -86,7 +86,7 @@ def read_trace(path: Path) -> Trace:
                 wanted = "[pass, tokens, layer, [[expert, count], ...]]" if number > 1 else "a description of the model"
                 raise TraceError(f"{path}, line {number}: {wanted} was expected. It begins {line[:60].rstrip()!r}")
     if not calls:
-        raise TraceError(f"{path} has no calls. Hint: write it with mlx-flash generate --routing-trace.")
+        raise TraceError(f"{path} has no calls. Hint: write it with benchmarks/routing.py.")
     return Trace(path.stem, layers, calls)
 
 

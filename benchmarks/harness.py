@@ -31,6 +31,7 @@ import psutil
 import mlx_flash
 from mlx_flash.memory.footprint import available_memory, total_memory
 from mlx_flash.memory.pagecache import drop_file
+from mlx_flash.storage.probe import disk_of
 from mlx_flash.storage.shards import weight_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,11 +268,8 @@ def _cpu_model() -> str:
 
 def _disk(path: Path) -> dict[str, str | None]:
     """Return device and file system that hold a path, and the disk's model where the system names it."""
-    mounts = [m for m in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(m.mountpoint)]
-    if not mounts:
-        return {"device": None, "file_system": None, "model": None}
-    mount = max(mounts, key=lambda m: len(m.mountpoint))
-    return {"device": mount.device, "file_system": mount.fstype, "model": _disk_model(mount.device)}
+    found = disk_of(path)
+    return {"device": found.device, "file_system": found.file_system, "model": _disk_model(found.device)}
 
 
 def _disk_model(device: str) -> str | None:

@@ -22,6 +22,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx_lm.utils
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_flash
+from mlx_flash.generation import RowGenerator
+
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers 12 --hidden-size 1024 --intermediate-size 2816 --heads 16 --kv-heads 8 --vocab-size 4000"
 CALLS = ([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21], [12], [999], [0], [512, 4, 8])
@@ -41,11 +49,6 @@ Found = list[Any]
 
 def run_rank(model: Path) -> bool:
     """Compare one rank of a group with one rank alone, and with mlx-lm. Return whether it equals the former."""
-    import mlx.core as mx
-    import mlx_lm.utils
-
-    import mlx_flash
-
     group = mx.distributed.init()
     settings = mlx_flash.FlashConfig(
         ram_budget_gb="min",
@@ -84,9 +87,6 @@ def run_rank(model: Path) -> bool:
 
 def logits(model: Any) -> list[Any]:
     """Return the logits of some calls with one prompt cache."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
     cache = make_prompt_cache(model)
     found = [model(mx.array([call]), cache=cache) for call in CALLS]
     mx.eval(found)
@@ -95,9 +95,6 @@ def logits(model: Any) -> list[Any]:
 
 def tokens(model: Any) -> list[int]:
     """Return the likeliest tokens after a prompt."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
     cache, found = make_prompt_cache(model), []
     given = mx.array([PROMPT])
     for _ in range(8):
@@ -108,8 +105,6 @@ def tokens(model: Any) -> list[int]:
 
 def rows(model: Any) -> Found:
     """Return tokens and log probabilities of several sequences that share passes."""
-    from mlx_flash.generation import RowGenerator
-
     number = len(PROMPTS)
     generator = RowGenerator(
         model, prefill_step_size=STEP, stop_tokens=[], completion_batch_size=number, prefill_batch_size=number
@@ -124,9 +119,6 @@ def rows(model: Any) -> Found:
 
 def rows_by_stock(model: Any) -> Found:
     """Return the same of sequences that mlx-lm computes one after another."""
-    import mlx.core as mx
-    from mlx_lm.generate import generate_step, generation_stream
-
     found: Found = []
     for prompt in PROMPTS:
         steps = generate_step(mx.array(prompt), model, max_tokens=NUM_TOKENS, prefill_step_size=STEP)
@@ -137,8 +129,6 @@ def rows_by_stock(model: Any) -> Found:
 
 def are_equal(left: Any, right: Any) -> bool:
     """Return whether two values are equal, arrays bit for bit."""
-    import mlx.core as mx
-
     if isinstance(left, mx.array):
         return left.dtype == right.dtype and bool(
             mx.array_equal(*(mx.contiguous(a).view(mx.uint8) for a in (left, right)))

@@ -437,7 +437,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--texts", type=int, choices=numbers, default=most, help="prompts (default: %(default)s)")
     add("--crowd", type=int, default=0, help="connections that are opened at once before")
     add("--slow-readers", type=int, default=0, help="streams that nobody reads for a while before")
-    add("--budget-gb", type=float, default=0.2, help="budget of the server (default: %(default)s)")
+    add(
+        "--budget-gb",
+        type=float,
+        default=0.5,
+        help="budget of the server, which holds bodies too (default: %(default)s)",
+    )
     add("--under", default="", metavar="COMMAND", help="runs the server; {limit} is the kernel limit")
     add("--json", type=Path, help="file for all numbers")
     return parser

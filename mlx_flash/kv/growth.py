@@ -58,7 +58,7 @@ def update_growth(
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
     ``keys``, ``values``, and ``update_and_fetch``. An entry without that method has recurrent states: the new ones take
     as much as the old ones. One without ``keys`` keeps tokens in another form, and counts as if it kept all of them.
-    Entries of a :class:`KVPool` add nothing here: :mod:`mlx_flash.kv.admit` counts them.
+    Entries of a :class:`KVPool` add nothing here: its ledger counts them.
 
     ``row_bytes`` are the bytes of one token of all sequences in each entry. They are read only for entries that are
     empty; without them, what an empty entry will take does not count.

@@ -145,7 +145,7 @@ class KVFiles:
 
         It is not behind tokens that are in no page, nor from a file that is gone.
         """
-        if self._folder is None or disk.length > disk.paged_tokens:
+        if disk.length > disk.paged_tokens:
             return False
         found = self.open(page, disk.layout.components)
         if found is not None:

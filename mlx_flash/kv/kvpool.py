@@ -166,9 +166,9 @@ class LayerRows:
             if isinstance(store, DiskRows):
                 is_referred = stored is not None and self.pool.files.refer(store, stored)
                 return [] if is_referred else self.pool.ring.append(store, new, self.planned)
-            follows = stored is not None and num_tokens(self.stored) == store.length
+            length = store.length
             store.append(new)
-            if stored is not None and follows:
+            if stored is not None and num_tokens(self.stored) == length:
                 self.stored += (stored,)
             return store.fetch()
 

@@ -80,7 +80,7 @@ class Candidate:
         pinned = {unit.name for unit in self._pinned}
         return Streaming(
             heads=tuple(zip([head.name for head in heads], rows, strict=True)),
-            tables=tuple([table.unit.name for table in task.sizes.tables if table.unit.name not in pinned]),
+            tables=tuple([table.name for table in task.sizes.tables if table.name not in pinned]),
             num_units=num_units,
             num_slots=min(self.num_slots, num_units),
             slot_bytes=slot_bytes if num_units else 0,
@@ -122,7 +122,7 @@ class Candidate:
     def _pinned(self) -> list[UnitSize]:
         """Heads and tables that stay in memory."""
         sizes = self.task.sizes
-        tables = [table.unit for table in sizes.tables if self.pins_tables and not table.is_head]
+        tables = [table for table in sizes.tables if self.pins_tables and not table.is_tied]
         return tables if self.tile_bytes is not None else [*sizes.all_heads, *tables]
 
 

@@ -135,8 +135,7 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
     """
     sizes, experts, room = task.sizes, task.sizes.experts, _room(task, budget, reserve)
     if experts is None:
-        tables = [table.unit for table in sizes.tables]
-        weights = sizes.layer_bytes + sum([unit.nbytes for unit in [*sizes.heads, *tables]])
+        weights = sizes.layer_bytes + sum([unit.nbytes for unit in [*sizes.heads, *sizes.tables]])
         return min(weights, max(0, weights - room))
     trunk = sizes.layer_bytes + sum([unit.nbytes for unit in sizes.all_heads])
     least = experts.least_slots * experts.slot_bytes

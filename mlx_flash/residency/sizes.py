@@ -53,6 +53,7 @@ class UnitSize:
         num_rows: output rows, for a unit that can be cut into row tiles; else None.
         copies: whether its direct reads go through a bounce buffer.
         idle_bytes: of experts that a token is not routed to: they are read with the rest, not computed with.
+        is_tied: for an embedding table, whether it serves as the head too, which needs all of it for every output.
     """
 
     name: str
@@ -60,6 +61,7 @@ class UnitSize:
     num_rows: int | None = None
     copies: bool = False
     idle_bytes: int = 0
+    is_tied: bool = False
 
     @cached_property
     def nbytes(self) -> int:
@@ -96,19 +98,6 @@ class UnitSize:
         """Twice the bytes due from which on one of its tensors is streamed, and all of them are."""
         sizes = [tensor.nbytes for tensor in self.largest_first]
         return min(sizes, default=0), max([2 * sum(sizes[:i]) + size for i, size in enumerate(sizes)], default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class TableSize:
-    """An embedding table; its rows can be read one by one.
-
-    Attributes:
-        unit: the table as a unit with rows.
-        is_head: whether every output also needs the whole table.
-    """
-
-    unit: UnitSize
-    is_head: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +143,7 @@ class ModelSizes:
     Attributes:
         layers: in calling order.
         heads: linear layers outside the layers.
-        tables: embedding tables.
+        tables: embedding tables, whose rows can be read one by one.
         resident_bytes: everything that is always in memory.
         cache: sizes of the caches of all layers.
         activations: what a forward call allocates.
@@ -167,7 +156,7 @@ class ModelSizes:
 
     layers: tuple[UnitSize, ...]
     heads: tuple[UnitSize, ...]
-    tables: tuple[TableSize, ...]
+    tables: tuple[UnitSize, ...]
     resident_bytes: int
     cache: CacheSizes
     activations: ActivationSizes
@@ -198,7 +187,7 @@ class ModelSizes:
     @cached_property
     def all_heads(self) -> tuple[UnitSize, ...]:
         """The units that every output needs whole: heads, and embedding tables that serve as one."""
-        return (*self.heads, *(table.unit for table in self.tables if table.is_head))
+        return (*self.heads, *(table for table in self.tables if table.is_tied))
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -213,12 +202,12 @@ class ModelSizes:
     @cached_property
     def copies(self) -> bool:
         """True when direct reads of any unit go through a bounce buffer."""
-        return any(unit.copies for unit in [*self.layers, *self.heads, *(table.unit for table in self.tables)])
+        return any(unit.copies for unit in [*self.layers, *self.heads, *self.tables])
 
     @cached_property
     def nbytes(self) -> int:
         """All weights."""
-        units = [*self.layers, *self.kept, *self.heads, *(table.unit for table in self.tables)]
+        units = [*self.layers, *self.kept, *self.heads, *self.tables]
         experts = self.experts.nbytes if self.experts else 0
         return sum([unit.nbytes for unit in units]) + self.resident_bytes + experts
 
@@ -259,11 +248,10 @@ class _Measured:
 
 def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measured) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
-    tables = [measured.unit(unit) for unit in layout.embeddings]
     return ModelSizes(
         layers=tuple(map(measured.unit, layout.layers)),
         heads=tuple(map(measured.unit, layout.heads)),
-        tables=tuple([TableSize(table, table.name in layout.tied) for table in tables]),
+        tables=tuple([replace(measured.unit(u), is_tied=u.name in layout.tied) for u in layout.embeddings]),
         resident_bytes=sum([parameter.nbytes for parameter in [*small, *layout.resident]]) + layout.tower_bytes,
         cache=layout.cache,
         activations=activations,

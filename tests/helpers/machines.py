@@ -18,7 +18,6 @@ from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import (
     ExpertSizes,
     ModelSizes,
-    TableSize,
     TensorSize,
     UnitSize,
 )
@@ -57,7 +56,7 @@ def make_model(
 ) -> ModelSizes:
     """A model from the sizes of its layers' tensors and (rows, bytes of a row) of its head and table."""
     rows = max(entry[0] for entry in (head, table, (1, 1)) if entry)
-    tables = () if table is None else (TableSize(make_unit("embed", [math.prod(table)], table[0], copies), tied),)
+    tables = () if table is None else (replace(make_unit("embed", [math.prod(table)], table[0], copies), is_tied=tied),)
     return ModelSizes(
         layers=tuple(make_unit(f"layers.{i}", sizes, copies=copies) for i, sizes in enumerate(layers)),
         heads=() if head is None else (make_unit("lm_head", [math.prod(head)], head[0], copies),),
@@ -138,7 +137,7 @@ def models(draw: Any) -> ModelSizes:
     return ModelSizes(
         layers=tuple(replace(unit, copies=draw(st.booleans())) if i == 0 else unit for i, unit in enumerate(layers)),
         heads=tuple(heads),
-        tables=tuple(TableSize(unit, draw(st.booleans())) for unit in tables),
+        tables=tuple(replace(unit, is_tied=draw(st.booleans())) for unit in tables),
         resident_bytes=draw(st.integers(0, 50 * MB)),
         cache=CacheSizes(
             constant_bytes=draw(st.integers(0, 4_000_000)),

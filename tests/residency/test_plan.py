@@ -81,7 +81,7 @@ def plans_between(
 
 
 def all_units(sizes: ModelSizes) -> list[UnitSize]:
-    return [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
+    return [*sizes.layers, *sizes.heads, *sizes.tables]
 
 
 def streamed_tensors(sizes: ModelSizes, plan: ResidencyPlan) -> list[list[TensorSize]]:
@@ -99,7 +99,7 @@ def streamed_tensors(sizes: ModelSizes, plan: ResidencyPlan) -> list[list[Tensor
 
 
 def tiled_units(sizes: ModelSizes, plan: ResidencyPlan) -> list[tuple[UnitSize, int]]:
-    heads = {unit.name: unit for unit in [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]}
+    heads = {unit.name: unit for unit in [*sizes.heads, *(table for table in sizes.tables if table.is_tied)]}
     assert len(dict(plan.streaming.heads)) == len(plan.streaming.heads)
     return [(heads[name], num_rows) for name, num_rows in plan.streaming.heads]
 
@@ -124,13 +124,13 @@ def check(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: 
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.model_bytes == sizes.nbytes
 
-    rows_only = {table.unit.name for table in sizes.tables} & set(streaming.tables)
+    rows_only = {table.name for table in sizes.tables} & set(streaming.tables)
     tiled = {head.name for head, _ in heads}
     assert rows_only == set(streaming.tables)
     elsewhere = sum(tensor.buffer_bytes for tensors in layers for tensor in tensors)
     elsewhere += sum(unit.buffer_bytes for unit in all_units(sizes) if unit.name in tiled | rows_only)
     assert plan.pinned_bytes + elsewhere == sum(unit.buffer_bytes for unit in all_units(sizes))
-    assert all(table.unit.name in tiled or not table.is_head for table in sizes.tables if table.unit.name in rows_only)
+    assert all(table.name in tiled or not table.is_tied for table in sizes.tables if table.name in rows_only)
 
     read = sum(tensor.nbytes for tensors in layers for tensor in tensors) + sum(head.nbytes for head, _ in heads)
     assert streaming.read_bytes == read
@@ -145,7 +145,7 @@ def check(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: 
     assert streaming.slot_bytes >= max(needed, default=0)
 
     computed = sum(unit.computed_bytes for unit in sizes.layers)
-    computed += sum(unit.nbytes for unit in [*sizes.heads, *(t.unit for t in sizes.tables if t.is_head)])
+    computed += sum(unit.nbytes for unit in [*sizes.heads, *(t for t in sizes.tables if t.is_tied)])
     floor = max(read / machine.disk.bytes_per_second, computed / machine.compute_bytes_per_second)
     assert streaming.seconds >= floor * (1 - 1e-9)
     check_reserves(plan, sizes, config)
@@ -841,8 +841,8 @@ def test_an_embedding_table_gives_way_to_experts() -> None:
         (plan,) = plans_between(sizes, FIXED, machine, [share])
         assert sizes.trunk is not None and plan.pool is not None
         (table,) = sizes.trunk.tables
-        assert plan.streaming.tables == (table.unit.name,) and plan.streaming.read_bytes == 0
-        assert plan.pinned_bytes == sum(u.buffer_bytes for u in all_units(sizes.trunk)) - table.unit.buffer_bytes
+        assert plan.streaming.tables == (table.name,) and plan.streaming.read_bytes == 0
+        assert plan.pinned_bytes == sum(u.buffer_bytes for u in all_units(sizes.trunk)) - table.buffer_bytes
 
 
 def test_layers_that_fit_whole_have_no_pool_beside_rows_read_on_demand() -> None:

@@ -18,7 +18,7 @@ from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
-from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
@@ -68,7 +68,6 @@ class Engine:
         layout: the model's units.
         plan: what to do with them.
         reader: reads the checkpoint; closed by :meth:`close`.
-        alignment: what kernels want addresses to be multiples of.
         poison: fill released slots with NaN bytes.
         experts: how experts are streamed.
 
@@ -87,7 +86,6 @@ class Engine:
         layout: ModelLayout,
         plan: ResidencyPlan,
         reader: BackgroundPrefetcher,
-        alignment: int,
         poison: bool,
         experts: ExpertOptions | None = None,
     ) -> None:
@@ -98,7 +96,6 @@ class Engine:
         self.pinned = PinnedLayers()
         self.units: list[Unit] = []
         self.experts: Experts | None = None
-        self._alignment = alignment
         self._heads: list[HeadState] = []
         units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
         modules = {id(module): module for unit in units for module in unit.module.modules()}
@@ -169,7 +166,7 @@ class Engine:
         self.reader.cached.leave_out(total)
 
     def _begin_pinning(self, parameters: list[Parameter]) -> Ticket:
-        placement = place_groups([parameter.records for parameter in parameters], self._alignment)
+        placement = place_groups([parameter.records for parameter in parameters], kernel_alignment())
         arena = Arena(placement.nbytes, is_read_once=True)
         self._bound += parameters
         bind_views(parameters, placement, arena)
@@ -195,7 +192,7 @@ class Engine:
 
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
         parameters = [parameter for parameter in unit.large if parameter.name in names]
-        placement = place_groups([parameter.records for parameter in parameters], self._alignment)
+        placement = place_groups([parameter.records for parameter in parameters], kernel_alignment())
         index, arena = self.stream.add(unit.name, placement)
         self.units.append(unit)
         self._bound += parameters
@@ -213,7 +210,7 @@ class Engine:
 
     def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
         records = [parameter.record for parameter in unit.large if parameter.record is not None]
-        placement = place([record.rows(start, stop) for record in records], self._alignment)
+        placement = place([record.rows(start, stop) for record in records], kernel_alignment())
         index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
         self.units.append(unit)
         views = {
@@ -230,7 +227,7 @@ class Engine:
         return Tile(index, module)
 
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
-        layers = [pool_layer(stack, self._alignment) for stack in stacks]
+        layers = [pool_layer(stack) for stack in stacks]
         slots = plan.num_slots, plan.slot_bytes, plan.num_experts
         reads_past_cache = READS_PAST_CACHE if options.exact_rows else 0
         make_pool = partial(ExpertPool, reader=self.reader, poison=poison, reads_past_cache=reads_past_cache)
@@ -238,7 +235,7 @@ class Engine:
         self.experts = Experts(
             stacks,
             pooled,
-            Stage(pooled.pool, stacks, self.reader, self._alignment, poison),
+            Stage(pooled.pool, stacks, self.reader, poison),
             self.stream,
             exact_rows=options.exact_rows,
             lookahead=options.lookahead,

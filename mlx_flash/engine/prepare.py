@@ -28,7 +28,6 @@ from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.footprint import map_large_blocks
 from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
@@ -83,7 +82,7 @@ class Prepared:
         if not is_unchanged:
             layout = make_layout(self.loaded)
             layout = layout if self.chain is None else self.chain.own_part(layout)
-            sizes = _sizes(self.loaded, layout)
+            sizes = measure(layout, self.loaded.config)
         plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, self.chain)
         return replace(self, layout=layout, sizes=sizes, plan=plan)
 
@@ -202,9 +201,9 @@ def prepare(
         folder.let_go()
         peers.share_seed()
         able = folder.able_ranks(needed_files(len(layers_of(loaded.model)), checkpoint))
-        chain = make_chain(loaded, _sizes(loaded, layout), config, machine, able, peers)
+        chain = make_chain(loaded, measure(layout, loaded.config), config, machine, able, peers)
         layout = chain.own_part(layout)
-    sizes = _sizes(loaded, layout)
+    sizes = measure(layout, loaded.config)
     config = for_context(sizes, config, needed_context)
     plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, chain)
     identity = ModelIdentity(loaded.model)  # with the classes that the chain gives layers
@@ -227,10 +226,6 @@ def _agreed(
     return (
         plan if step == plan.prefill_step_size else make_plan(sizes, replace(config, prefill_step_size=step), machine)
     )
-
-
-def _sizes(loaded: LoadedModel, layout: ModelLayout) -> ModelSizes:
-    return measure(layout, loaded.config, kernel_alignment())
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:

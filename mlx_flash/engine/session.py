@@ -16,7 +16,6 @@ from mlx_flash.engine.status import PassCounters, Running, Status
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import reads_explained
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.buffers import end_limit, limit_buffers
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.pressure import FREE_SHARE
@@ -77,7 +76,7 @@ class Session:
         exact_rows = prepared.machine.exact_tiles
         experts = ExpertOptions(exact_rows, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
-        self.engine = Engine(prepared.layout, prepared.plan, self._reader, kernel_alignment(), poison, experts)
+        self.engine = Engine(prepared.layout, prepared.plan, self._reader, poison, experts)
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. If that fails, modules are as they were loaded.

@@ -99,9 +99,9 @@ class PoolLayer:
         return found
 
 
-def pool_layer(stack: ExpertStack, alignment: int) -> PoolLayer:
+def pool_layer(stack: ExpertStack) -> PoolLayer:
     """Return what the pool needs of a stack, whose small parameters have been evaluated."""
-    placed = place_experts(stack, alignment)
+    placed = place_experts(stack)
     rows = [
         np.frombuffer(memoryview(cast(Any, p.array)).cast("B"), np.uint8).reshape(stack.num_experts, -1)
         for p in stack.unit.small

@@ -87,7 +87,6 @@ class Stage:
         pool: lends its first slots while a stack is computed.
         stacks: the stacks, in the pool's order.
         reader: reads the experts.
-        alignment: the address alignment that kernels need.
         poison: fill the stage with NaN bytes when a matrix leaves.
     """
 
@@ -96,13 +95,12 @@ class Stage:
         pool: ExpertPool,
         stacks: Sequence[ExpertStack],
         reader: BackgroundPrefetcher,
-        alignment: int,
         poison: bool,
     ) -> None:
         self._pool = pool
         self._reader = reader
         self._poison = poison
-        self._matrices = [[_matrix(stack, columns, alignment) for columns in matrices_of(stack)] for stack in stacks]
+        self._matrices = [[_matrix(stack, columns) for columns in matrices_of(stack)] for stack in stacks]
         self._copies = [
             self._full_copy(stack, matrices) for stack, matrices in zip(stacks, self._matrices, strict=True)
         ]
@@ -231,11 +229,11 @@ class Stage:
         return self._arena.memory[region * self._region_bytes :][: self._region_bytes]
 
 
-def _matrix(stack: ExpertStack, columns: list[int], alignment: int) -> _Matrix:
+def _matrix(stack: ExpertStack, columns: list[int]) -> _Matrix:
     parameters = [stack.unit.large[i] for i in columns]
     rows = [expert_records(parameter) for parameter in parameters]
     module = cast(nn.Module, parameters[0].container)
-    return _Matrix(module, parameters, columns, rows, place_matrix(stack, columns, alignment), {})
+    return _Matrix(module, parameters, columns, rows, place_matrix(stack, columns), {})
 
 
 def rows_in_place(

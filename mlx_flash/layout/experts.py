@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from mlx_flash.compat.expertstacks import computes_as_expert_stack
 from mlx_flash.layout.parts import CallTrace, ExpertPlacement, ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place_groups, place_rows
 from mlx_flash.storage.safetensors import TensorRecord
@@ -80,25 +81,17 @@ def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tupl
     return tuple(found) if len(found) == num_rows else ()
 
 
-def place_experts(stack: ExpertStack, alignment: int) -> ExpertPlacement:
-    """Return the places of the arrays of an expert in a slot. They are found once: plan and engine both need them.
-
-    Args:
-        stack: whose experts.
-        alignment: what kernels want addresses to be multiples of.
-    """
-    if alignment not in stack.placements:
-        stack.placements[alignment] = _place(stack, alignment)
-    return stack.placements[alignment]
-
-
-def _place(stack: ExpertStack, alignment: int) -> ExpertPlacement:
-    read = place_rows(list(zip(*map(expert_records, stack.unit.large), strict=True)), alignment)
-    kept, cursor = [], read.nbytes + DIRECT_ALIGNMENT
-    for parameter in stack.unit.small:
-        kept.append(cursor - DIRECT_ALIGNMENT)
-        cursor += round_up(parameter.nbytes // stack.num_experts, COPY_ALIGNMENT)
-    return ExpertPlacement(read, tuple(kept), round_up(cursor, DIRECT_ALIGNMENT))
+def place_experts(stack: ExpertStack) -> ExpertPlacement:
+    """Return the places of the arrays of an expert in a slot. They are found once: plan and engine both need them."""
+    if stack.placement is None:
+        rows = list(zip(*map(expert_records, stack.unit.large), strict=True))
+        read, kept = place_rows(rows, kernel_alignment()), []
+        cursor = read.nbytes + DIRECT_ALIGNMENT
+        for parameter in stack.unit.small:
+            kept.append(cursor - DIRECT_ALIGNMENT)
+            cursor += round_up(parameter.nbytes // stack.num_experts, COPY_ALIGNMENT)
+        stack.placement = ExpertPlacement(read, tuple(kept), round_up(cursor, DIRECT_ALIGNMENT))
+    return stack.placement
 
 
 def matrices_of(stack: ExpertStack) -> list[list[int]]:
@@ -109,9 +102,9 @@ def matrices_of(stack: ExpertStack) -> list[list[int]]:
     return list(columns.values())
 
 
-def place_matrix(stack: ExpertStack, columns: Iterable[int], alignment: int) -> Placement:
+def place_matrix(stack: ExpertStack, columns: Iterable[int]) -> Placement:
     """Lays one of :func:`matrices_of` out in a buffer, with all experts."""
-    return place_groups([stack.unit.large[i].records for i in columns], alignment)
+    return place_groups([stack.unit.large[i].records for i in columns], kernel_alignment())
 
 
 def trunk_of(layout: ModelLayout) -> ModelLayout:

@@ -133,7 +133,7 @@ class ExpertStack:
         router: what ``block`` uses before it calls the experts.
         gate: the module in ``block`` that returns the scores of the experts, if one does.
         is_widened: whether MLX copies their weights in a wider type in each call.
-        placements: of its experts, as far as they were found, by the alignment of addresses.
+        placement: of its experts, once it was found.
     """
 
     unit: Unit
@@ -144,7 +144,7 @@ class ExpertStack:
     router: list[Parameter]
     gate: nn.Module | None
     is_widened: bool = False
-    placements: dict[int, ExpertPlacement] = field(default_factory=dict)
+    placement: ExpertPlacement | None = None
 
     @property
     def expert_bytes(self) -> int:

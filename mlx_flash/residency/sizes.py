@@ -11,6 +11,7 @@ from typing import Any
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.activations import ActivationSizes, measure_activations
 from mlx_flash.storage.placement import must_copy, padded_bytes
@@ -212,29 +213,29 @@ class ModelSizes:
         return sum([unit.nbytes for unit in units]) + self.resident_bytes + experts
 
 
-def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
+def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
     """Return the numbers of a model. Reads no weights.
 
     Args:
         layout: its units.
         config: its configuration, with the key names Hugging Face uses.
-        alignment: what kernels want addresses to be multiples of.
     """
     activations = measure_activations(layout, config.get("text_config", config))
-    measured = _Measured(layout, alignment)
+    measured = _Measured(layout)
     sizes = _measure(layout, activations, measured)
     if not layout.experts:
         return sizes
     trunk = _measure(trunk_of(layout), activations, measured)
-    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts, alignment)))
+    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts)))
 
 
 class _Measured:
     """The large parameters of a model in numbers, which all its cuts share."""
 
-    def __init__(self, layout: ModelLayout, alignment: int) -> None:
+    def __init__(self, layout: ModelLayout) -> None:
         large = [parameter for unit in layout.units for parameter in unit.large]
         self._tensors = {id(p): TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in large}
+        alignment = kernel_alignment()
         self._copied = {id(p) for p in large if must_copy([p.records], alignment)}
         self._idle = {id(p): _idle_bytes(p, stack) for stack in layout.experts for p in stack.unit.large}
 
@@ -260,10 +261,10 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measu
     )
 
 
-def _expert_sizes(stacks: Sequence[ExpertStack], alignment: int) -> ExpertSizes:
-    placed = [place_experts(stack, alignment) for stack in stacks]
+def _expert_sizes(stacks: Sequence[ExpertStack]) -> ExpertSizes:
+    placed = [place_experts(stack) for stack in stacks]
     slot_bytes = max([placement.nbytes for placement in placed])
-    staged = [place_matrix(stack, columns, alignment) for stack in stacks for columns in matrices_of(stack)]
+    staged = [place_matrix(stack, columns) for stack in stacks for columns in matrices_of(stack)]
     stage_bytes = max([placement.nbytes for placement in staged]) + DIRECT_ALIGNMENT
     return ExpertSizes(
         num_experts=tuple([stack.num_experts for stack in stacks]),

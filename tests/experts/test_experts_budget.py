@@ -19,7 +19,6 @@ from mlx_flash import FlashConfig
 from mlx_flash.engine import session
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ExpertStack, ModelLayout
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import ExpertSizes, measure
 from streamed import streamed_whole
@@ -78,7 +77,7 @@ def test_sizes_of_experts(tmp_path: Path, name: str, variant: str, num_experts: 
 
 def measured(directory: Path) -> tuple[ModelLayout, ExpertSizes]:
     layout = prepare(directory, FlashConfig(ram_budget_gb=10)).layout
-    sizes = measure(layout, {}, kernel_alignment())
+    sizes = measure(layout, {})
     assert sizes.trunk is not None and sizes.trunk.experts is not None
     assert sizes.nbytes == sizes.trunk.nbytes == layout.nbytes
     idle = sum(unit.idle_bytes for unit in sizes.layers)
@@ -184,7 +183,7 @@ def test_activations_of_chosen_experts(tmp_path: Path) -> None:
     for top_k in (2, 4):
         save(tmp_path / str(top_k), {**zoo.configuration("ernie4_5_moe"), "moe_k": top_k}, VARIANTS["fp32"])
         layout = prepare(tmp_path / str(top_k), FlashConfig(ram_budget_gb=10)).layout
-        found.append(measure(layout, {}, kernel_alignment()).activations.per_token)
+        found.append(measure(layout, {}).activations.per_token)
     assert found[1] - found[0] == 2 * 2 * 4 * (64 + 64 + 128)
 
 

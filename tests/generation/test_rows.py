@@ -21,7 +21,6 @@ from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation.batches import Member, RowGenerator
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure
 from models import LLAMA, MAMBA2, same_bits, save, save_initialised, stock
@@ -69,7 +68,7 @@ def test_experts_that_several_rows_need_are_read_once(directories: Directories) 
     read = []
     for prompts in ([[7]], [[7]] * 4):
         prepared = prepare(directories("qwen3_moe"), config(expert_lookahead=False))
-        experts = measure(prepared.layout, {}, kernel_alignment()).trunk.experts  # type: ignore[union-attr]
+        experts = measure(prepared.layout, {}).trunk.experts  # type: ignore[union-attr]
         assert experts is not None
         pool = Pool(experts.least_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
         plan = replace(prepared.plan, streaming=Streaming(), pool=pool, budget_bytes=ENOUGH)

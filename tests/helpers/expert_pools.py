@@ -14,7 +14,6 @@ from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import measure
@@ -69,7 +68,7 @@ CALLS: list[list[Any]] = [
 
 def pooled(plan: ResidencyPlan, layout: ModelLayout, pool_slots: int, trunk: str = "resident") -> ResidencyPlan:
     """A plan for experts one by one, with the trunk in memory, or all of it but one layer."""
-    experts = measure(layout, {}, kernel_alignment()).trunk.experts  # type: ignore[union-attr]
+    experts = measure(layout, {}).trunk.experts  # type: ignore[union-attr]
     assert experts is not None
     pool = Pool(max(pool_slots, experts.least_slots), experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
     streaming = Streaming()

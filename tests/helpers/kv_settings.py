@@ -9,7 +9,6 @@ import pytest
 
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.kv import least_bytes
 from mlx_flash.residency.sizes import measure
 from models import LLAMA
@@ -50,7 +49,7 @@ def settings(directory: Path, form: str = "disk", times: float = 1.0, **changes:
 @functools.cache
 def least_share(directory: Path, config: FlashConfig) -> int:
     """Return the share that is just enough with every layer on disk."""
-    sizes = measure(prepare(directory, config).layout, {}, kernel_alignment())
+    sizes = measure(prepare(directory, config).layout, {})
     return least_bytes(sizes, config, config.context_length or 0, config.prefill_step_size or 0)
 
 

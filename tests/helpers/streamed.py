@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx_flash import FlashConfig, FlashLLM, ReadError
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.experts import trunk_of
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
 
@@ -68,7 +67,7 @@ def streamed_whole(
     full, plan = prepared.layout, prepared.plan
     layout, pool = full, None
     if pool_slots is not None:
-        layout, experts = trunk_of(full), measure(full, {}, kernel_alignment()).trunk.experts
+        layout, experts = trunk_of(full), measure(full, {}).trunk.experts
         pool_slots = max(pool_slots, experts.least_slots)
         pool = Pool(pool_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
         plan = replace(plan, budget_bytes=plan.budget_bytes + pool.nbytes)

@@ -32,7 +32,7 @@ UNDER_WAY_BYTES = KVOptions.under_way_bytes
 def sizes(tmp_path_factory: pytest.TempPathFactory) -> ModelSizes:
     """Sizes of a model with six layers of keys and values."""
     directory = save(tmp_path_factory.mktemp("llama"), LLAMA)
-    found = measure(prepare(directory, FlashConfig()).layout, {}, 1)
+    found = measure(prepare(directory, FlashConfig()).layout, {})
     return replace(found, cache=replace(found.cache, rows=(ROW,) * 6))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 
+from mlx_flash.config import FlashConfig
 from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
@@ -27,7 +27,6 @@ from mlx_flash.streaming.layers import (
     ComputedModule,
     EmbeddingRows,
     HeadState,
-    LayerState,
     PinnedLayers,
     StreamedLayer,
     TableState,
@@ -42,21 +41,6 @@ Progress = Callable[[int, int], None]
 """Called with what is done and what there is to do: bytes of weights, or tokens of a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertOptions:
-    """Settings of the streaming of experts.
-
-    Attributes:
-        exact_rows: as in :class:`~mlx_flash.experts.expertlayers.Experts`.
-        lookahead: as there.
-        grows: whether the pool may take memory that is reserved for something else.
-    """
-
-    exact_rows: bool = True
-    lookahead: bool = True
-    grows: bool = True
-
-
 _PART_BYTES = 64 << 20
 """Least size of a part of the pinned weights, if there are so many bytes."""
 
@@ -68,8 +52,8 @@ class Engine:
         layout: the model's units.
         plan: what to do with them.
         reader: reads the checkpoint; closed by :meth:`close`.
-        poison: fill released slots with NaN bytes.
-        experts: how experts are streamed.
+        config: the settings.
+        exact_rows: as in :class:`~mlx_flash.experts.expertlayers.Experts`.
 
     Attributes:
         stream: the ring of streamed units.
@@ -86,11 +70,11 @@ class Engine:
         layout: ModelLayout,
         plan: ResidencyPlan,
         reader: BackgroundPrefetcher,
-        poison: bool,
-        experts: ExpertOptions | None = None,
+        config: FlashConfig,
+        exact_rows: bool,
     ) -> None:
         self.reader = reader
-        self.stream = WeightStream([], reader, poison, 0)
+        self.stream = WeightStream([], reader, poison=False, num_units=0)
         self.loans = Loans(self.stream)
         self.lending = Lending(self.loans, None, grows=False)
         self.pinned = PinnedLayers()
@@ -103,8 +87,8 @@ class Engine:
         self._classes = [(module, type(module)) for module in modules.values()]
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
-        self._layout, self._plan, self._poison = layout, plan, poison
-        self._options = experts or ExpertOptions()
+        self._layout, self._plan = layout, plan
+        self._config, self._exact_rows = config, exact_rows
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and change the modules. If that fails, it is closed.
@@ -112,7 +96,7 @@ class Engine:
         Args:
             progress: called with (bytes done, bytes to do) while weights are loaded.
         """
-        layout, plan, reader, poison = self._layout, self._plan, self.reader, self._poison
+        layout, plan, reader = self._layout, self._plan, self.reader
         trunk = layout if plan.pool is None else trunk_of(layout)
         try:
             small = [p for unit in trunk.units for p in unit.small] + trunk.resident
@@ -123,7 +107,7 @@ class Engine:
             parts = [*([direct] if direct else []), *_pinned_parts(trunk, plan)]
             self._pin(parts, progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
-            self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
+            self.stream = WeightStream(slots, reader, self._config.poison_released_slots, plan.streaming.num_units)
             self.loans = Loans(self.stream)
             self._start_streaming(trunk, plan)
             for module in layout.adapted:  # their matrices would be in memory together
@@ -133,8 +117,8 @@ class Engine:
                 layers = [unit.module for unit in trunk.layers]
                 self.pinned.modules += [module for module in layers if not isinstance(module, SwappedClass)]
             if plan.pool is not None:
-                self._start_experts(layout.experts, plan.pool, poison, self._options)
-            self.lending = Lending(self.loans, self.experts, grows=self._options.grows)
+                self._start_experts(layout.experts, plan.pool)
+            self.lending = Lending(self.loans, self.experts, grows=self._config.expert_pool_gb is None)
         except BaseException:
             self.close()
             raise
@@ -197,7 +181,7 @@ class Engine:
         self.units.append(unit)
         self._bound += parameters
         views = bind_views(parameters, placement, arena)
-        self._swap(unit, StreamedLayer, LayerState(index, self.stream), parameters)
+        self._swap(unit, StreamedLayer, (index, self.stream), parameters)
         places = zip(placement.offsets, views, parameters, strict=True)
         self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
 
@@ -226,19 +210,20 @@ class Engine:
         )
         return Tile(index, module)
 
-    def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
+    def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool) -> None:
+        poison = self._config.poison_released_slots
         layers = [pool_layer(stack) for stack in stacks]
         slots = plan.num_slots, plan.slot_bytes, plan.num_experts
-        reads_past_cache = READS_PAST_CACHE if options.exact_rows else 0
+        reads_past_cache = READS_PAST_CACHE if self._exact_rows else 0
         make_pool = partial(ExpertPool, reader=self.reader, poison=poison, reads_past_cache=reads_past_cache)
         pooled = make_pooled(stacks, layers, slots, make_pool)
         self.experts = Experts(
             stacks,
             pooled,
-            Stage(pooled.pool, stacks, self.reader, poison),
+            Stage(pooled.pool, stacks),
             self.stream,
-            exact_rows=options.exact_rows,
-            lookahead=options.lookahead,
+            exact_rows=self._exact_rows,
+            lookahead=self._config.expert_lookahead,
         )
         self._streamed.update((id(p.container), p.key) for stack in stacks for p in stack.unit.large)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
+from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.status import PassCounters, Running, Status
@@ -74,9 +74,7 @@ class Session:
         self.prefixes: PrefixCache | None = None
         self._reader = _reader(prepared, config)
         exact_rows = prepared.machine.exact_tiles
-        experts = ExpertOptions(exact_rows, config.expert_lookahead, grows=config.expert_pool_gb is None)
-        poison = config.poison_released_slots
-        self.engine = Engine(prepared.layout, prepared.plan, self._reader, poison, experts)
+        self.engine = Engine(prepared.layout, prepared.plan, self._reader, config, exact_rows)
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. If that fails, modules are as they were loaded.

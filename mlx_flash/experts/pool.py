@@ -40,8 +40,7 @@ class ExpertPool:
             page cache takes processor time, which is for the computation where the processor does that too.
 
     Attributes:
-        slots: as given.
-        layers: as given.
+        slots, layers, reader, poison: as given.
         slot_of: for each layer the slot of each expert, or ``ABSENT``.
         stats: the counters.
     """
@@ -59,8 +58,8 @@ class ExpertPool:
         self.layers = layers
         self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
         self.stats = ExpertStats()
-        self._poison = poison
-        self._reader = reader
+        self.poison = poison
+        self.reader = reader
         self._reads_past_cache = reads_past_cache
         self._num_reads: Counter[Expert] = Counter()
         self._prepared: dict[Expert, Reads] = {}
@@ -214,7 +213,7 @@ class ExpertPool:
         self._num_reads[key] += 1
         try:
             # One thread is enough where there is time: handing work over takes processor time from the computation.
-            self._in_flight[layer][expert] = self._reader.start(
+            self._in_flight[layer][expert] = self.reader.start(
                 self._prepared.get(key) or self._prepare(key, slot),
                 self.slots.memory(slot),
                 caching=caching,
@@ -229,7 +228,7 @@ class ExpertPool:
 
     def _prepare(self, key: Expert, slot: int) -> Reads:
         layer = self.layers[key[0]]
-        reads = self._reader.prepare(layer.segments(key[1], slot))
+        reads = self.reader.prepare(layer.segments(key[1], slot))
         if layer.stacks is None:  # they are the same for every slot
             self._prepared[key] = reads
         return reads
@@ -271,7 +270,7 @@ class ExpertPool:
         slot = int(self.slot_of[layer][expert])
         self.slot_of[layer][expert] = ABSENT
         self._uses.leave(slot)
-        if self._poison:
+        if self.poison:
             self.slots.fill(slot, POISON)
         self._free.append(slot)
 

@@ -23,7 +23,7 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
+from mlx_flash.storage.prefetcher import Ticket
 from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
 
@@ -86,20 +86,10 @@ class Stage:
     Args:
         pool: lends its first slots while a stack is computed.
         stacks: the stacks, in the pool's order.
-        reader: reads the experts.
-        poison: fill the stage with NaN bytes when a matrix leaves.
     """
 
-    def __init__(
-        self,
-        pool: ExpertPool,
-        stacks: Sequence[ExpertStack],
-        reader: BackgroundPrefetcher,
-        poison: bool,
-    ) -> None:
+    def __init__(self, pool: ExpertPool, stacks: Sequence[ExpertStack]) -> None:
         self._pool = pool
-        self._reader = reader
-        self._poison = poison
         self._matrices = [[_matrix(stack, columns) for columns in matrices_of(stack)] for stack in stacks]
         self._copies = [
             self._full_copy(stack, matrices) for stack, matrices in zip(stacks, self._matrices, strict=True)
@@ -185,7 +175,7 @@ class Stage:
         for expert, slot in self._call.adopted.items():
             for of_slot, of_stage in self._rows(matrix, slot, memory, expert):
                 of_slot[:] = of_stage
-        if self._poison:
+        if self._pool.poison:
             np.frombuffer(memory, np.uint8)[:] = POISON
         self._load_next(region)
 
@@ -199,7 +189,7 @@ class Stage:
             dict.__setitem__(matrix.module, parameter.key, view)
         missing = [expert for expert in call.experts if expert not in call.present]
         segments = rows_in_place(matrix.placement, matrix.rows, missing)
-        self._regions[region] = matrix, self._reader.submit(segments, memory, urgent=True)
+        self._regions[region] = matrix, self._pool.reader.submit(segments, memory, urgent=True)
         self._pool.stats.read_bytes += sum(piece.nbytes for segment in segments for piece in segment.pieces)
         for expert in call.present:
             slot = int(self._pool.slot_of[call.layer][expert])

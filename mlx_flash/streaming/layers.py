@@ -33,23 +33,15 @@ from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 
 
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """State of a streamed layer: its number in the stream, and the stream."""
-
-    index: int
-    stream: WeightStream
-
-
 class StreamedLayer(SwappedClass):
     """A layer that runs once its weights have arrived and lets them go when its effects are computed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not enginethread.check():
             return hand_in(self, *args, **kwargs)
-        state: LayerState = self._flash_state
+        index, stream = self._flash_state
         run = super().__call__  # type: ignore[misc]
-        return run_streamed(state.stream, state.index, run, args, kwargs)
+        return run_streamed(stream, index, run, args, kwargs)
 
 
 def hand_in(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,6 @@ from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
 from mlx_flash.experts.pooledstacks import make_pooled
-from mlx_flash.experts.slots import pool_layer
-from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
@@ -212,15 +210,13 @@ class Engine:
 
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool) -> None:
         poison = self._config.poison_released_slots
-        layers = [pool_layer(stack) for stack in stacks]
         slots = plan.num_slots, plan.slot_bytes, plan.num_experts
         reads_past_cache = READS_PAST_CACHE if self._exact_rows else 0
         make_pool = partial(ExpertPool, reader=self.reader, poison=poison, reads_past_cache=reads_past_cache)
-        pooled = make_pooled(stacks, layers, slots, make_pool)
+        pooled = make_pooled(stacks, slots, make_pool)
         self.experts = Experts(
             stacks,
             pooled,
-            Stage(pooled.pool, stacks),
             self.stream,
             exact_rows=self._exact_rows,
             lookahead=self._config.expert_lookahead,

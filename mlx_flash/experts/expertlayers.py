@@ -63,7 +63,6 @@ class Experts:
     Args:
         stacks: in the pool's order, which is the order of calls.
         pooled: the stacks that compute from the pool.
-        stage: computes calls at the full number of experts.
         stream: streams the other weights.
         exact_rows: whether a row of a matrix product is the same whatever the other rows are. Then the pool serves
             calls of any size, and rows compute as their experts come. Otherwise a call waits for all of them: CUDA's
@@ -80,7 +79,6 @@ class Experts:
         self,
         stacks: Sequence[ExpertStack],
         pooled: PooledStacks,
-        stage: Stage,
         stream: WeightStream,
         *,
         exact_rows: bool,
@@ -89,7 +87,7 @@ class Experts:
         self.pool = pooled.pool
         self.stacks = stacks
         self.listeners: list[OnRouting] = []
-        self._stage = stage
+        self._stage = Stage(self.pool, stacks)
         self._stream = stream
         self._exact_rows = exact_rows
         self._pooled = pooled

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import PoolLayer, stack_layers
+from mlx_flash.experts.slots import PoolLayer, pool_layer, stack_layers
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import clone_tree
 from mlx_flash.memory.arena import SlotArena
@@ -33,9 +33,7 @@ Routing = np.ndarray[Any, np.dtype[np.int64]]
 MakePool = Callable[[SlotArena | StackArena, Sequence[PoolLayer]], ExpertPool]
 
 
-def make_pooled(
-    stacks: Sequence[ExpertStack], layers: Sequence[PoolLayer], slots: tuple[int, int, int], make_pool: MakePool
-) -> PooledStacks:
+def make_pooled(stacks: Sequence[ExpertStack], slots: tuple[int, int, int], make_pool: MakePool) -> PooledStacks:
     """Return stacks over a new pool, in a form that the back end computes with, if there is one.
 
     An expert is read fastest when all of it lies in one place. Kernels that do not compute with that, such as CUDA's
@@ -43,11 +41,11 @@ def make_pooled(
 
     Args:
         stacks: in the order of calls.
-        layers: the same, as a pool sees them.
         slots: the number of slots, the bytes of each, and the most slots that the pool may grow to.
         make_pool: called with the memory, and the layers as they lie in it.
     """
     num_slots, slot_bytes, most_slots = slots
+    layers = list(map(pool_layer, stacks))
     widths = layers[0].widths
     # With few slots, since a kernel that copies all of them would take the pool's memory a second time.
     num_tried = min(num_slots, -(-_TRIED_BYTES // min(max(layer.widths) for layer in layers)))

@@ -284,9 +284,3 @@ class ModelLayout:
     def cut(self, number: int) -> list[Unit]:
         """Return the units of a cut: 0 for whole layers, ``i`` for ``finer[i - 1]``."""
         return (self.layers, *self.finer)[number]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parameters."""
-        small = [parameter for unit in self.units for parameter in unit.small]
-        return sum([unit.nbytes for unit in self.units]) + sum([p.nbytes for p in [*small, *self.resident]])

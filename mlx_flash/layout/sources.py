@@ -51,42 +51,40 @@ class Sources:
             yield
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        if name == "split":
-            return self._splitting(function)
-        if name == "contiguous":
-            return self._copying(function)
-        if name in CHANGING:
-            return self._changing(function)
-        return self._joining(function) if name in ("stack", "concatenate") else self._reshaping(function)
+        notes: dict[str, Callable[..., None]] = {
+            "split": self._note_split,
+            "contiguous": self._note_copied,
+            "stack": self._note_joined,
+            "concatenate": self._note_joined,
+            **dict.fromkeys(CHANGING, self._note_changed),
+        }
+        note: Callable[..., None] = notes.get(name, self._note_reshaped)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            note(result, *args, **options)
+            return result
+
+        return watched
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
         if sum(record.nbytes for record in records) == array.nbytes:  # mlx reads some dtypes as others
             self._found[id(array)] = array, records
 
-    def _joining(self, join: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def watched(arrays: Sequence[mx.array], axis: int = 0, **options: Any) -> mx.array:
-            result = join(arrays, axis, **options)
-            parts = [self.of(array) for array in arrays]
-            if axis == 0 and all(parts) and all(array.dtype == result.dtype for array in arrays):
-                self._note(result, tuple(record for part in parts for record in part))
-            return result
+    def _note_joined(self, result: mx.array, arrays: Sequence[mx.array], axis: int = 0, **_: Any) -> None:
+        parts = [self.of(array) for array in arrays]
+        if axis == 0 and all(parts) and all(array.dtype == result.dtype for array in arrays):
+            self._note(result, tuple(record for part in parts for record in part))
 
-        return watched
-
-    def _splitting(self, split: Callable[..., Sequence[mx.array]]) -> Callable[..., Sequence[mx.array]]:
-        def watched(array: mx.array, indices: Any, axis: int = 0, **options: Any) -> Sequence[mx.array]:
-            results = split(array, indices, axis, **options)
-            records = self.of(array)
-            if axis == 0 and len(records) == 1 and records[0].shape == tuple(array.shape):
-                start = 0
-                for result in results:
-                    self._note(result, (records[0].rows(start, start + result.shape[0]),))
-                    start += result.shape[0]
-            if axis == 1 and array.ndim == 3:
-                self._note_rows_of_experts(results, _one_by_one(records))
-            return results
-
-        return watched
+    def _note_split(self, results: Sequence[mx.array], array: mx.array, indices: Any, axis: int = 0, **_: Any) -> None:
+        records = self.of(array)
+        if axis == 0 and len(records) == 1 and records[0].shape == tuple(array.shape):
+            start = 0
+            for result in results:
+                self._note(result, (records[0].rows(start, start + result.shape[0]),))
+                start += result.shape[0]
+        if axis == 1 and array.ndim == 3:
+            self._note_rows_of_experts(results, _one_by_one(records))
 
     def _note_rows_of_experts(self, results: Sequence[mx.array], experts: Sequence[TensorRecord]) -> None:
         """Note parts of a stack that have some rows of each expert."""
@@ -97,30 +95,16 @@ class Sources:
                 self._note(result, tuple(expert.rows(start, start + num_rows) for expert in experts))
             start += num_rows
 
-    def _copying(self, copy: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def watched(array: mx.array, *args: Any, **options: Any) -> mx.array:
-            result = copy(array, *args, **options)
-            self._note(result, self.of(array))
-            return result
+    def _note_copied(self, result: mx.array, array: mx.array, *_: Any, **__: Any) -> None:
+        self._note(result, self.of(array))
 
-        return watched
+    def _note_changed(self, result: Any, array: mx.array, *_: Any) -> None:
+        self._found.pop(id(array), None)
 
-    def _changing(self, change: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(array: mx.array, *args: Any) -> Any:
-            self._found.pop(id(array), None)
-            return change(array, *args)
-
-        return watched
-
-    def _reshaping(self, reshape: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def watched(array: mx.array, *args: Any, **options: Any) -> mx.array:
-            result = reshape(array, *args, **options)
-            records = self.of(array)
-            if len(records) > 1 or (records and records[0].shape[:1] == tuple(result.shape[:1])):
-                self._note(result, records)  # rows have to stay rows
-            return result
-
-        return watched
+    def _note_reshaped(self, result: mx.array, array: mx.array, *_: Any, **__: Any) -> None:
+        records = self.of(array)
+        if len(records) > 1 or (records and records[0].shape[:1] == tuple(result.shape[:1])):
+            self._note(result, records)  # rows have to stay rows
 
 
 def _one_by_one(records: Sequence[TensorRecord]) -> list[TensorRecord]:

@@ -84,12 +84,15 @@ def with_stock_caches(config: FlashConfig, where: str) -> FlashConfig:
     Raises:
         ConfigError: others are asked for.
     """
-    settings = FlashConfig(kv_cache="stock", kv_prefixes="off")
-    for name in ("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_prefixes"):
-        value = getattr(config, name)
-        if value not in (None, getattr(settings, name)):
-            raise ConfigError(f"{name}={value!r} is not available {where}. Hint: leave {name} unset.")
+    refuse_all_but(config, where, kv_cache="stock", kv_ram_gb=None, kv_max_tokens=None, kv_prefixes="off")
     return replace(config, kv_cache="stock", kv_prefixes="off")
+
+
+def refuse_all_but(config: FlashConfig, where: str, **allowed: object) -> None:
+    """Refuse (ConfigError) settings that are neither unset nor have the value that is allowed for them."""
+    for name, value in allowed.items():
+        if (found := getattr(config, name)) not in (None, value):
+            raise ConfigError(f"{name}={found!r} is not available {where}. Hint: leave {name} unset.")
 
 
 def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -228,8 +227,7 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
         return _FALLBACK_BYTES_PER_SECOND
     part, arena = _some_rows(linear)
     x = _inputs(linear, part, 1)
-    nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
-    return nbytes / _least(lambda: _seconds_after_writing(part, x, arena))
+    return _nbytes(part) / _least(lambda: _seconds_after_writing(part, x, arena))
 
 
 def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
@@ -238,6 +236,10 @@ def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
     else:
         arena.fill(0)
     return _seconds(part, x)
+
+
+def _nbytes(part: nn.Module) -> int:
+    return sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
 
 
 def resident_bytes_per_second(layout: ModelLayout) -> float:
@@ -251,13 +253,11 @@ def resident_bytes_per_second(layout: ModelLayout) -> float:
     part, arena = _some_rows(linear)
     arena.fill(0)
     x = _inputs(linear, part, 1)
-    nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
-    return _NUM_PRODUCTS * nbytes / _least(lambda: _seconds(partial(_products, part), x))
 
+    def products(x: mx.array) -> list[mx.array]:  # nothing is waited for in between, as in a call of a model
+        return [part(x) for _ in range(_NUM_PRODUCTS)]
 
-def _products(part: nn.Module, x: mx.array) -> list[mx.array]:
-    """Return many products, between which nothing is waited for, as in a call of a model."""
-    return [part(x) for _ in range(_NUM_PRODUCTS)]
+    return _NUM_PRODUCTS * _nbytes(part) / _least(lambda: _seconds(products, x))
 
 
 def operation_seconds() -> float:

@@ -99,11 +99,6 @@ class Placement:
     offsets: tuple[int, ...]
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes that direct reads transfer to fill the buffer: whole pages, gaps included."""
-        return sum(segment.nbytes for segment in self.segments)
-
-    @property
     def copies(self) -> bool:
         """True if any segment goes through a bounce buffer."""
         return any(segment.buffer_offset is None for segment in self.segments)

@@ -15,7 +15,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, BinaryIO
 
-from mlx_flash.errors import CheckpointError, HeaderError
+from mlx_flash.errors import HeaderError
 from mlx_flash.files import open_regular, read_regular
 from mlx_flash.storage.blocks import (
     COMPRESSED_SUFFIX,
@@ -202,7 +202,7 @@ def read_shard(path: Path) -> Shard:
             raw = _read_header(file, path)
     except OSError as fault:
         refuse_unreadable(path, "file", fault)
-    header = _parse_object(raw, f"{path}: the header", HeaderError)
+    header = _parse_object(raw, f"{path}: the header")
     data_offset = _LENGTH_BYTES + len(raw)
     records, metadata = _records(path, header, data_offset, identity.nbytes)
     return Shard(path, identity, data_offset, records, metadata)
@@ -214,7 +214,7 @@ def _records(
     """Return the checked tensors and the metadata of a header."""
     # MLX writes null where it has no metadata to write.
     found = header.pop("__metadata__", None)
-    metadata = _check_str_map({} if found is None else found, f"{path}: __metadata__", HeaderError)
+    metadata = _check_str_map({} if found is None else found, f"{path}: __metadata__")
     records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
     records.sort(key=lambda record: (record.extent.offset, record.extent.nbytes))
     _check_layout(path, records, size)
@@ -271,13 +271,13 @@ def _read_exactly(file: BinaryIO, path: Path, count: int, what: str) -> bytes:
     return raw
 
 
-def _parse_object(raw: bytes, what: str, error: type[CheckpointError]) -> dict[str, object]:
+def _parse_object(raw: bytes, what: str) -> dict[str, object]:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as fault:
-        raise error(f"{what} is not valid UTF-8 JSON: {fault}. {_AGAIN}") from fault
+        raise HeaderError(f"{what} is not valid UTF-8 JSON: {fault}. {_AGAIN}") from fault
     if not isinstance(value, dict):
-        raise error(f"{what} must be a JSON object, found {brief(value)}. {_AGAIN}")
+        raise HeaderError(f"{what} must be a JSON object, found {brief(value)}. {_AGAIN}")
     return value
 
 
@@ -290,9 +290,9 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _check_str_map(value: object, what: str, error: type[CheckpointError]) -> dict[str, str]:
+def _check_str_map(value: object, what: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise error(f"{what} must map strings to strings, found {brief(value)}")
+        raise HeaderError(f"{what} must map strings to strings, found {brief(value)}")
     return value
 
 

@@ -13,6 +13,7 @@ from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError
 from mlx_flash.layout.lazyvlm import load_vlm_lazily
 from mlx_flash.layout.load import model_name
+from mlx_flash.residency.kv import refuse_all_but
 from mlx_flash.vision.flashvlm import FlashVLM
 
 
@@ -101,10 +102,6 @@ def _settings_of_vlm(config: FlashConfig) -> FlashConfig:
     Raises:
         ConfigError: tokens would be forgotten, or prompts remembered: the same tokens may stand for other pictures.
     """
-    for name, unset in (("kv_max_tokens", None), ("kv_prefixes", "off")):
-        if getattr(config, name) not in (None, unset):
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not available for models of mlx-vlm. Hint: leave {name} unset."
-            )
+    refuse_all_but(config, "for models of mlx-vlm", kv_max_tokens=None, kv_prefixes="off")
     is_open = config.kv_cache is None and config.kv_ram_gb is None
     return replace(config, kv_cache="stock" if is_open else config.kv_cache, kv_prefixes="off")

@@ -146,7 +146,7 @@ def _try(
     trial = _Trial({id(unit.module) for unit in leaves}, {id(unit.module) for unit in cuts[0]})
     modules = {id(unit.module): unit.module for cut in [*cuts, leaves] for unit in cut}
     tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
-    with as_it_was(list({id(m): m for _, m in loaded.called.named_modules()}.values())), zeros_for(parameters):
+    with as_it_was(loaded.called), zeros_for(parameters):
         for module in modules.values():
             swap_class(module, _Waiting, trial)
         try:

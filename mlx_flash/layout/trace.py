@@ -8,7 +8,7 @@ shows too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, cast
@@ -182,9 +182,8 @@ def rehearse(
         make_cache: returns an empty prompt cache for it.
     """
     watch = _Watch(CallTrace({}, {}))
-    modules = list({id(module): module for _, module in model.named_modules()}.values())
     called = watch.trace.called
-    with as_it_was(modules), zeros_for(parameters), _watched(modules, watch):
+    with as_it_was(model) as modules, zeros_for(parameters), _watched(modules, watch):
         model(mx.zeros((1, 1), mx.int32), cache=make_cache(model))
         once = set(called)
         called.clear()
@@ -227,11 +226,12 @@ def _nodes_per_token(model: nn.Module, make_cache: Callable[[nn.Module], list[An
 
 
 @contextmanager
-def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Take away what calls leave in modules."""
+def as_it_was(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield a model's modules, each once. Take away what calls leave in them."""
+    modules = list({id(module): module for _, module in model.named_modules()}.values())
     put_back = remember(modules)
     try:
-        yield
+        yield modules
     finally:
         put_back()
 

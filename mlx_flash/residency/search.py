@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate
 from mlx_flash.residency.plan import ResidencyPlan, shares_parts
-from mlx_flash.residency.selection import spread_whole
+from mlx_flash.residency.selection import spread
 from mlx_flash.residency.task import Reserve, Task
 from mlx_flash.residency.timing import pool_of
 
@@ -135,7 +135,9 @@ def _can_be_tiled(task: Task) -> bool:
 def _tiled(task: Task, reserve: Reserve, num_slots: int, target: int | None = None) -> Candidate:
     """Return the candidate with linear layers in row tiles: so many bytes, spread evenly, or all of them."""
     sizes = task.sizes
-    chosen = sizes.linears if target is None else spread_whole(sizes.linears, target)
+    chosen = sizes.linears
+    if target is not None:
+        chosen = tuple([unit for unit, some in zip(chosen, spread(chosen, target, True), strict=True) if some])
     tiled = task.tiled(chosen)
     return Candidate(tiled, reserve, num_slots, True, LEAST_TILE_BYTES, tiled.sizes.layer_bytes)
 

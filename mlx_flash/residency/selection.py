@@ -58,11 +58,6 @@ def choose(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
     return chosen
 
 
-def spread_whole(units: Sequence[UnitSize], target: int) -> list[UnitSize]:
-    """Choose units to stream whole, of together about ``target`` bytes, evenly over all of them."""
-    return [unit for unit, tensors in zip(units, spread(units, target, True), strict=True) if tensors]
-
-
 def _in_order(unit: UnitSize, tensors: tuple[TensorSize, ...]) -> tuple[TensorSize, ...]:
     if len(tensors) in (0, len(unit.tensors)):
         return tensors

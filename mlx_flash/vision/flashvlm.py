@@ -149,8 +149,7 @@ class FlashVLM(ModelFacade):
         return enginethread.run(partial(self._rehearse, rehearsal, absent, inputs))
 
     def _rehearse(self, rehearsal: TowerRehearsal, absent: list[Parameter], inputs: Mapping[str, Any]) -> int | None:
-        modules = {id(module): module for _, module in self._model.named_modules()}
-        with as_it_was(modules.values()), zeros_for(absent):
+        with as_it_was(self._model), zeros_for(absent):
             self.towers.rehearsal = rehearsal
             try:
                 return needed_bytes(self._model.get_input_embeddings, self._named(inputs), rehearsal)

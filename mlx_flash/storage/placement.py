@@ -9,7 +9,7 @@ buffer, and its tensors are copied to aligned places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -53,7 +53,6 @@ class Segment:
         pieces: the tensors in the range, in file order.
         is_scattered: the pieces fill the range, and each is whole pages in the file and the buffer: one read puts all
             of them in their places. Otherwise they are copied.
-        buffer_end: first byte of the buffer after all that a read writes.
     """
 
     path: Path
@@ -62,13 +61,12 @@ class Segment:
     buffer_offset: int | None
     pieces: tuple[Piece, ...]
     is_scattered: bool = False
-    buffer_end: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        end = max(piece.buffer_offset + piece.nbytes for piece in self.pieces)
-        if self.buffer_offset is not None:
-            end = max(end, self.buffer_offset + self.nbytes)
-        object.__setattr__(self, "buffer_end", end)
+    @property
+    def buffer_end(self) -> int:
+        """First byte of the buffer after all that a read writes."""
+        end = max([piece.buffer_offset + piece.nbytes for piece in self.pieces])
+        return end if self.buffer_offset is None else max(end, self.buffer_offset + self.nbytes)
 
     @property
     def wanted_end(self) -> int:

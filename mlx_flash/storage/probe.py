@@ -109,7 +109,7 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
     profile = enginethread.run(partial(probe_disk, path, direct, may_buffer))  # no interrupt leaves a file open there
     if path.stat().st_size >= 2 * SAMPLE_BYTES:
         known = PROFILES.load().get(key)
-        was_doubted = isinstance(known, dict) and known.get("was_doubted", False)
+        was_doubted = isinstance(known, dict) and "read_size" not in known  # not of a profile that has become old
         PROFILES.save(key, {**asdict(profile), "was_doubted": was_doubted})
     return profile
 

@@ -88,15 +88,11 @@ def _size(value: Any) -> int:
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     """A module of the same own class and settings that holds other arrays."""
     attributes = {key: value for key, value in vars(module).items() if key != STATE}
-    return _made(own_class(module), {**module, **arrays}, attributes)
-
-
-def _made(kind: Any, items: Mapping[str, Any], attributes: Mapping[str, Any]) -> nn.Module:
-    """Return a module with these contents."""
-    module = cast(nn.Module, kind.__new__(kind))
-    dict.update(module, items)
-    vars(module).update(attributes)
-    return module
+    kind = own_class(module)
+    clone = cast(nn.Module, kind.__new__(kind))
+    dict.update(clone, {**module, **arrays})
+    vars(clone).update(attributes)
+    return clone
 
 
 def clone_tree(module: nn.Module, arrays: Mapping[tuple[int, Any], mx.array]) -> nn.Module:

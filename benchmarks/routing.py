@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.generate import stream_generate
 
 from mlx_flash import FlashConfig, FlashLLM, load
+from mlx_flash.config import parse_budget
 from mlx_flash.experts.pooledstacks import Routing
 from mlx_flash.layout.parts import ExpertStack
 
@@ -64,11 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--ram-budget-gb", type=float, required=True)
+    parser.add_argument("--ram-budget-gb", type=parse_budget, default="min")
+    parser.add_argument("--expert-pool-gb", type=float)
     parser.add_argument("--prompt", default="Why is the sky blue?")
     parser.add_argument("--max-tokens", type=int, default=100)
     args = parser.parse_args(arguments)
-    model, tokenizer = load(args.model, FlashConfig(ram_budget_gb=args.ram_budget_gb))
+    model, tokenizer = load(
+        args.model, FlashConfig(ram_budget_gb=args.ram_budget_gb, expert_pool_gb=args.expert_pool_gb)
+    )
     assert isinstance(model, FlashLLM) and model.engine is not None
     experts = model.engine.experts
     if experts is None:

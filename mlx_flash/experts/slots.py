@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.storage.placement import Piece, RowPlacement, Segment
+from mlx_flash.storage.placement import Piece, Placement, Segment
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ABSENT = -1
@@ -49,7 +49,7 @@ class PoolLayer:
     """The experts of one layer, as the pool sees them.
 
     Attributes:
-        placement: where the tensors of each expert lie, in its file and in a slot.
+        placements: where the tensors of each expert lie, in its file and in a slot: there all in the same places.
         kept: arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot.
         expert_bytes: bytes of one expert that are read from disk.
         stacks: where the stack of each tensor that is read starts, if slots are parts of stacks. ``kept`` has the
@@ -57,39 +57,39 @@ class PoolLayer:
         file_order: for each expert a key that sorts experts as their bytes lie on disk.
     """
 
-    placement: RowPlacement
+    placements: Sequence[Placement]
     kept: Sequence[tuple[int, Bytes]]
     expert_bytes: int
     stacks: tuple[int, ...] | None = None
     file_order: Sequence[tuple[str, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        firsts = [segments[0] for segments in self.placement.segments]
+        firsts = [placement.segments[0] for placement in self.placements]
         object.__setattr__(self, "file_order", [(str(first.path), first.offset) for first in firsts])
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Places of the tensors that are read: the start of a stack, or the offset in each slot."""
-        return self.placement.offsets if self.stacks is None else self.stacks
+        return self.placements[0].offsets if self.stacks is None else self.stacks
 
     @property
     def widths(self) -> list[int]:
         """Bytes of each tensor of an expert: first those that are read, then those that are kept."""
-        pieces = chain.from_iterable(segment.pieces for segment in self.placement.segments[0])
+        pieces = chain.from_iterable(segment.pieces for segment in self.placements[0].segments)
         sizes = {piece.buffer_offset: piece.nbytes for piece in pieces}
-        return [*(sizes[offset] for offset in self.placement.offsets), *(rows.shape[1] for _, rows in self.kept)]
+        return [*(sizes[offset] for offset in self.placements[0].offsets), *(rows.shape[1] for _, rows in self.kept)]
 
     @property
     def num_experts(self) -> int:
         """Number of experts."""
-        return len(self.placement.segments)
+        return len(self.placements)
 
     def segments(self, expert: int, slot: int) -> Sequence[Segment]:
         """Return the reads of an expert: to the memory of its slot, or to that of all stacks."""
-        segments = self.placement.segments[expert]
+        segments = self.placements[expert].segments
         if self.stacks is None:
             return segments
-        starts = dict(zip(self.placement.offsets, self.stacks, strict=True))
+        starts = dict(zip(self.placements[0].offsets, self.stacks, strict=True))
         found = []
         for segment in segments:
             pieces = (
@@ -116,7 +116,7 @@ def stack_layers(layers: Sequence[PoolLayer], starts: Sequence[int]) -> list[Poo
         layers: layers whose experts have tensors of the same sizes.
         starts: where the stack of each tensor starts, in the order of :attr:`PoolLayer.widths`.
     """
-    num_read = len(layers[0].placement.offsets)
+    num_read = len(layers[0].placements[0].offsets)
     read, kept = tuple(starts[:num_read]), starts[num_read:]
     return [
         replace(layer, stacks=read, kept=[(start, rows) for start, (_, rows) in zip(kept, layer.kept, strict=True)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_flash.compat.attention import AttentionCall
 from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
-from mlx_flash.storage.placement import RowPlacement
+from mlx_flash.storage.placement import Placement
 from mlx_flash.storage.safetensors import TensorRecord
 
 
@@ -115,7 +115,7 @@ class ExpertPlacement:
         nbytes: size of the slot; one page of it is room for alignment.
     """
 
-    read: RowPlacement
+    read: Sequence[Placement]
     kept: tuple[int, ...]
     nbytes: int
 

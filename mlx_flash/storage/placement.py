@@ -118,8 +118,7 @@ def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
         alignment: the address alignment that the back end's kernels need, a power of two up to a page. Addresses are
             multiples of the item size in any case.
     """
-    placed = place_rows([records], alignment)
-    return Placement(placed.nbytes, placed.segments[0], placed.offsets)
+    return place_rows([records], alignment)[0]
 
 
 def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Placement:
@@ -240,25 +239,8 @@ def is_aligned(record: TensorRecord, alignment: int) -> bool:
     return record.extent.offset % max(alignment, record.itemsize) == 0
 
 
-@dataclass(frozen=True)
-class RowPlacement:
-    """The places of the tensors of one row of some stacks (an expert) in a slot, the same for every row.
-
-    Attributes:
-        nbytes: size of a slot, a multiple of ``DIRECT_ALIGNMENT``.
-        offsets: where each tensor starts in the slot; its address is aligned when the slot's is to a page.
-        copies: whether any read goes through a bounce buffer.
-        segments: ``segments[row]``: the reads that fill a slot with that row, in file order.
-    """
-
-    nbytes: int
-    offsets: tuple[int, ...]
-    copies: bool
-    segments: tuple[tuple[Segment, ...], ...]
-
-
-def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> RowPlacement:
-    """Lay the rows of some stacks out in slots, all in the same way, so that any slot can hold any row.
+def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> list[Placement]:
+    """Lay the rows of some stacks (experts) out in slots, all in the same way, so that any slot can hold any row.
 
     Tensors that are neighbours in the same way in every row, as in files that store expert after expert, are one read
     per row. A block of them is read in place when it starts at the same place of a page in every row and
@@ -289,8 +271,8 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Ro
     for j in copied:
         offsets[j] = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         cursor = offsets[j] + first[j].nbytes
-    segments = tuple(_row_segments(row, in_place, [(j, offsets[j]) for j in copied]) for row in rows)
-    return RowPlacement(round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), bool(copied), segments)
+    nbytes, found, placed = round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), [(j, offsets[j]) for j in copied]
+    return [Placement(nbytes, _row_segments(row, in_place, placed), found) for row in rows]
 
 
 def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:

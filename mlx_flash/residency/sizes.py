@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
-from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ExpertStack, ModelLayout, Unit
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.activations import ActivationSizes, measure_activations
@@ -221,42 +221,43 @@ def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
         config: its configuration, with the key names Hugging Face uses.
     """
     activations = measure_activations(layout, config.get("text_config", config))
-    measured = _Measured(layout)
-    sizes = _measure(layout, activations, measured)
+    size_of = _unit_sizes(layout)
+    sizes = _measure(layout, activations, size_of)
     if not layout.experts:
         return sizes
-    trunk = _measure(trunk_of(layout), activations, measured)
+    trunk = _measure(trunk_of(layout), activations, size_of)
     return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts)))
 
 
-class _Measured:
-    """The large parameters of a model in numbers, which all its cuts share."""
+def _unit_sizes(layout: ModelLayout) -> Callable[[Unit], UnitSize]:
+    """Return what gives units of a model, and of all its cuts, in numbers."""
+    large, alignment = [parameter for unit in layout.units for parameter in unit.large], kernel_alignment()
+    sizes = {id(p): TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in large}
+    copied = {id(p) for p in large if must_copy([p.records], alignment)}
+    idle = {
+        id(p): p.nbytes * max(0, stack.num_experts - stack.top_k) // stack.num_experts
+        for stack in layout.experts
+        for p in stack.unit.large
+    }
 
-    def __init__(self, layout: ModelLayout) -> None:
-        large = [parameter for unit in layout.units for parameter in unit.large]
-        self._tensors = {id(p): TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in large}
-        alignment = kernel_alignment()
-        self._copied = {id(p) for p in large if must_copy([p.records], alignment)}
-        self._idle = {id(p): _idle_bytes(p, stack) for stack in layout.experts for p in stack.unit.large}
-
-    def unit(self, unit: Unit) -> UnitSize:
-        """Return a unit in numbers."""
+    def unit_size(unit: Unit) -> UnitSize:
         ids = [id(parameter) for parameter in unit.large]
-        tensors = tuple(self._tensors[i] for i in ids)
-        idle_bytes = sum([self._idle.get(i, 0) for i in ids])
-        return UnitSize(unit.name, tensors, unit.num_rows, not self._copied.isdisjoint(ids), idle_bytes)
+        tensors, idle_bytes = tuple([sizes[i] for i in ids]), sum([idle.get(i, 0) for i in ids])
+        return UnitSize(unit.name, tensors, unit.num_rows, not copied.isdisjoint(ids), idle_bytes)
+
+    return unit_size
 
 
-def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measured) -> ModelSizes:
+def _measure(layout: ModelLayout, activations: ActivationSizes, size_of: Callable[[Unit], UnitSize]) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
     return ModelSizes(
-        layers=tuple(map(measured.unit, layout.layers)),
-        heads=tuple(map(measured.unit, layout.heads)),
-        tables=tuple([replace(measured.unit(u), is_tied=u.name in layout.tied) for u in layout.embeddings]),
+        layers=tuple(map(size_of, layout.layers)),
+        heads=tuple(map(size_of, layout.heads)),
+        tables=tuple([replace(size_of(unit), is_tied=unit.name in layout.tied) for unit in layout.embeddings]),
         resident_bytes=sum([parameter.nbytes for parameter in [*small, *layout.resident]]) + layout.tower_bytes,
         cache=layout.cache,
         activations=activations,
-        finer=tuple(tuple(map(measured.unit, cut)) for cut in layout.finer),
+        finer=tuple(tuple(map(size_of, cut)) for cut in layout.finer),
         num_operations=layout.trace.num_operations,
     )
 
@@ -274,7 +275,3 @@ def _expert_sizes(stacks: Sequence[ExpertStack]) -> ExpertSizes:
         token_bytes=sum([min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks]),
         copies=any(placement.read[0].copies for placement in placed) or any(placement.copies for placement in staged),
     )
-
-
-def _idle_bytes(parameter: Parameter, stack: ExpertStack) -> int:
-    return parameter.nbytes * (stack.num_experts - min(stack.top_k, stack.num_experts)) // stack.num_experts

@@ -26,6 +26,7 @@ from mlx_flash.storage.source import SourceFile
 from mlx_flash.streaming import layers
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
+from streamed import nbytes_of
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
 
@@ -83,7 +84,7 @@ def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     of_tokens(layout, [1, 2, 3, 4], 1, 3).repeat(directory, resident=False, report=lambda *_: None)
-    assert mx.get_peak_memory() - before < layout.nbytes / 3
+    assert mx.get_peak_memory() - before < nbytes_of(layout) / 3
 
 
 def flip(memory: memoryview, index: int) -> None:
@@ -136,7 +137,7 @@ def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], mon
         came = wait_any(self, layer, experts)
         if came and not spoiled:
             spoiled.append((layer, came[0]))
-            piece = self.layers[layer].placement.segments[came[0]][0].pieces[0]
+            piece = self.layers[layer].placements[came[0]].segments[0].pieces[0]
             flip(self.slots.memory(int(self.slot_of[layer][came[0]])), piece.buffer_offset + 3)
         return came
 

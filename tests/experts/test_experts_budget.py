@@ -21,7 +21,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ExpertStack, ModelLayout
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import ExpertSizes, measure
-from streamed import streamed_whole
+from streamed import nbytes_of, streamed_whole
 from zoo.weights import VARIANTS, save
 
 MIXTURE: dict[str, Any] = {
@@ -79,7 +79,7 @@ def measured(directory: Path) -> tuple[ModelLayout, ExpertSizes]:
     layout = prepare(directory, FlashConfig(ram_budget_gb=10)).layout
     sizes = measure(layout, {})
     assert sizes.trunk is not None and sizes.trunk.experts is not None
-    assert sizes.nbytes == sizes.trunk.nbytes == layout.nbytes
+    assert sizes.nbytes == sizes.trunk.nbytes == nbytes_of(layout)
     idle = sum(unit.idle_bytes for unit in sizes.layers)
     assert idle == sizes.trunk.experts.nbytes - sizes.trunk.experts.token_bytes
     assert all(sum(unit.idle_bytes for unit in cut) == idle for cut in sizes.finer)

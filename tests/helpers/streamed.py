@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_flash import FlashConfig, FlashLLM, ReadError
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.experts import trunk_of
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
 
@@ -110,3 +111,9 @@ def streamed_on_disk(directory: Path, **settings: Any) -> FlashLLM:
     assert model.kv is not None
     model.kv.options = replace(model.kv.options, always_on_disk=True)
     return model
+
+
+def nbytes_of(layout: ModelLayout) -> int:
+    """Return the bytes of all parameters of a model."""
+    parameters = [p for unit in layout.units for p in [*unit.large, *unit.small]]
+    return sum(parameter.nbytes for parameter in [*parameters, *layout.resident])

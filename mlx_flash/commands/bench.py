@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,7 +32,6 @@ from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.files import nearest
 from mlx_flash.folders import cache_directory
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
@@ -42,7 +40,7 @@ from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.monitor.rates import SystemMemory, system_memory
 from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.storage.probe import DiskProfile, disk_profile, sample_in
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
 from mlx_flash.storage.shards import weight_files
@@ -113,7 +111,7 @@ def _cold(engine: Engine) -> str:
 MACHINE = """
 Machine: {versions.platform}, {num_processors:processor}
 Memory: {memory.available:size} of {memory.total:size} free, {memory.swap_used:size} swapped out
-Disk: {disk.free_bytes:size} of {disk.total_bytes:size} free at {disk.folder}
+Disk: {disk.device} at {disk.mount}, {disk.file_system}, {disk.free_bytes:size} free
 Disk speed: {profile.bytes_per_second:GB/s}, {profile.direct:direct}, {profile.queue_depth} x {profile.read_size:size}
 MLX: {versions.versions.mlx} on {device}, mlx-lm {versions.versions.mlx_lm}, Python {versions.versions.python}
 Self-test: reads are {selftest.way}, blocks lost of {selftest.num_blocks}: {lost}, {selftest.seconds:duration}
@@ -125,15 +123,6 @@ SLOW_DISK = 1e9
 
 NEARLY_FULL = 0.05
 """A disk with a smaller share free is nearly full: many SSDs are slower then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """The room on the disk of a folder."""
-
-    folder: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +165,12 @@ def doctor(args: argparse.Namespace, out: TextIO) -> int:
 
 def examine(path: Path | None, config: FlashConfig) -> Findings:
     """Look at the machine, and at the disk of a model; without one, of the cache folder."""
-    known, folder = mx.device_info(), nearest(path or cache_directory())
-    usage = shutil.disk_usage(folder)
+    known = mx.device_info()
     return Findings(
         device=f"{known.get('device_name', '?')} ({mx.default_device()})",
         memory=system_memory(),
         wired_limit=wired_limit(),
-        disk=Disk(str(folder), usage.total, usage.free),
+        disk=disk_of(path or cache_directory()),
         profile=_profile(path, config),
         selftest=test_now(),
         versions=surroundings(),
@@ -203,14 +191,17 @@ def advice(found: Findings) -> Iterator[str]:
     """Yield what is worth knowing, one sentence or two each."""
     disk, memory, test = found.disk, found.memory, found.selftest
     if disk.free_bytes < NEARLY_FULL * disk.total_bytes:
-        yield f"{disk.folder} has {size(disk.free_bytes)} of {size(disk.total_bytes)} free. Nearly full SSDs are slow."
+        yield f"{disk.mount} has {size(disk.free_bytes)} of {size(disk.total_bytes)} free. Nearly full SSDs are slow."
     if found.profile.bytes_per_second < SLOW_DISK:
         yield (
-            f"{disk.folder} reads only {found.profile.bytes_per_second / GB:.2f} GB/s, which large models wait for. "
-            "Hint: copy them to a faster disk, such as an internal one."
+            f"{disk.mount} ({disk.device}, {disk.file_system}) reads only {found.profile.bytes_per_second / GB:.2f} "
+            "GB/s, which large models wait for. Hint: copy them to a faster disk, such as an internal one."
         )
     if not found.profile.direct:
-        yield f"weights pass through the page cache: {disk.folder} has no direct reads, or they are slower."
+        yield (
+            f"weights pass through the page cache: {disk.mount} ({disk.file_system}) has no direct reads, or they are "
+            "slower."
+        )
     if memory.swap_used > memory.total // 10:
         yield f"{size(memory.swap_used)} are swapped out. Hint: close other programs, or take a smaller budget."
     if test.way != "in place":

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,8 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from mlx_flash import enginethread
 from mlx_flash.errors import WriteError
+from mlx_flash.files import nearest
 from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.sessions import PrivateFolder
@@ -42,6 +46,34 @@ def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview
                 f"cannot write the file for {purpose} in {base}: {error.strerror}. Hint: free some space."
             ) from error
         yield path
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A disk.
+
+    Attributes:
+        device: name of the device, as the system mounts it.
+        mount: where it is mounted.
+        file_system: kind of file system.
+        total_bytes, free_bytes: its room.
+    """
+
+    device: str
+    mount: str
+    file_system: str
+    total_bytes: int
+    free_bytes: int
+
+
+def disk_of(path: Path) -> Disk:
+    """Return the disk that holds a path, which need not exist yet."""
+    found = nearest(path.expanduser()).resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if found.is_relative_to(part.mountpoint)]
+    part = max(mounts, key=lambda part: len(Path(part.mountpoint).parts), default=None)
+    device, mount, kind = ("?", "/", "?") if part is None else (part.device, part.mountpoint, part.fstype)
+    usage = shutil.disk_usage(found)
+    return Disk(device, mount, kind, usage.total, usage.free)
 
 
 CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))

@@ -14,7 +14,7 @@ import pytest
 
 from machines import FIXED, make_machine, make_model, minimum_of
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.bench import Disk, Findings, advice, doctor
+from mlx_flash.commands.bench import Findings, advice, doctor
 from mlx_flash.commands.plan import plan
 from mlx_flash.config import GB
 from mlx_flash.errors import BudgetError
@@ -23,11 +23,11 @@ from mlx_flash.monitor.rates import SystemMemory
 from mlx_flash.residency.budgets import table_of_budgets
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.storage import probe, selftest
-from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
 from mlx_flash.storage.selftest import SelfTest
 from models import LLAMA, save
 
-DISK = Disk("/", 10**12, 4 * 10**11)
+DISK = Disk("/dev/disk3", "/", "apfs", 10**12, 4 * 10**11)
 FOUND = Findings(
     device="Apple M4 (gpu)",
     memory=SystemMemory(16 * GB, 9 * GB, 0, 0, 0.0),
@@ -53,7 +53,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, ""),
         ({"disk": replace(DISK, free_bytes=10**10)}, "/ has 10.0 GB of 1000.0 GB free"),
-        ({"profile": DiskProfile(4e8, 1, 1, True)}, "/ reads only 0.40 GB/s"),
+        ({"profile": DiskProfile(4e8, 1, 1, True)}, "/ (/dev/disk3, apfs) reads only 0.40 GB/s"),
         ({"profile": DiskProfile(5e9, 1, 1, False)}, "no direct reads"),
         ({"memory": SystemMemory(16 * GB, 9 * GB, 8 * GB, 2 * GB, 0.0)}, "2.00 GB are swapped out"),
         ({"selftest": SelfTest("bounced", 480, {"in place": 88}, 1.0)}, "lost 88 of 480 blocks, so they are bounced"),
@@ -128,6 +128,12 @@ def test_no_budget_is_larger_than_the_machine() -> None:
 
 
 # --- disks
+
+
+def test_this_disk_is_found(tmp_path: Path) -> None:
+    found = disk_of(tmp_path / "not" / "there")
+    assert found.total_bytes >= found.free_bytes > 0
+    assert tmp_path.is_relative_to(found.mount)
 
 
 def test_wired_limit_is_that_of_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

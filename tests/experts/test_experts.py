@@ -349,8 +349,8 @@ def test_original_checkpoints_of_experts(tmp_path: Path, name: str) -> None:
     with with_pool(directory, 5, exact_rows=False) as model:
         assert not find_difference(expected, trace(model))
         for layer in pool_of(model).layers:
-            assert {len(segments) for segments in layer.placement.segments} <= {1, 2, 3}
-            assert {piece.nbytes for s in layer.placement.segments for r in s for piece in r.pieces} == {64 * 128 * 4}
+            assert {len(each.segments) for each in layer.placements} <= {1, 2, 3}
+            assert {p.nbytes for each in layer.placements for s in each.segments for p in s.pieces} == {64 * 128 * 4}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe-4bit"])

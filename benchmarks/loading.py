@@ -13,14 +13,12 @@ mlx-flash and mlx-lm alternate, and so does the one that comes first. The table 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import mlx.core as mx
 from disk import DiskProbe
 from harness import (
     Run,
@@ -28,19 +26,15 @@ from harness import (
     describe_cold,
     describe_model,
     make_cold,
-    run_worker,
     take_memory,
     write_json,
 )
-from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.generate import generate_step
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from runs import Job, run_job
 
-from mlx_flash.config import GB, FlashConfig
-from mlx_flash.loading import load_model
-from mlx_flash.memory.footprint import peak_footprint
+from mlx_flash.config import GB
 from mlx_flash.storage.probe import disk_profile
 from mlx_flash.storage.safetensors import read_checkpoint
 
@@ -51,37 +45,14 @@ ROOM_GB = 1.5
 BLOCK = 16 << 20
 
 
-def load_and_decode(program: str, path: Path, prompt_tokens: int, num_tokens: int) -> Run:
-    """Load a model in this process and decode a few tokens."""
-    began = time.perf_counter()
-    if program == "mlx-lm":
-        model, _ = mlx_lm_utils.load_model(path)
-    else:
-        nbytes = sum(shard.nbytes for shard in read_checkpoint(path).shards)
-        model, _ = load_model(path, FlashConfig(ram_budget_gb=nbytes * 1.05 / GB + ROOM_GB))
-        model.start()
-        assert not model.plan.read_bytes, "the budget does not hold the model"
-    loaded = time.perf_counter()
-    prompt = mx.array([7 + 13 * i % 89 for i in range(prompt_tokens)])
-    times, tokens = [], []
-    for token, _ in generate_step(prompt, model, max_tokens=num_tokens):
-        times.append(time.perf_counter())
-        tokens.append(int(token))
-    return {
-        "load_seconds": loaded - began,
-        "first_token_seconds": times[0] - began,
-        "tokens_per_second": (len(times) - 1) / (times[-1] - times[0]),
-        "peak_bytes": peak_footprint(),
-        "tokens": tokens,
-    }
-
-
 def rounds_of(path: Path, options: argparse.Namespace) -> Iterator[Run]:
     """Yield the runs of a model."""
     files = [shard.path for shard in read_checkpoint(path).shards]
     profile = disk_profile(max(files, key=lambda file: file.stat().st_size), direct=True)
     nbytes = sum(file.stat().st_size for file in files)
     probe = DiskProbe(files, [(profile.read_size, profile.queue_depth)], nbytes)
+    stock = Job(str(path), options.tokens, options.prompt_tokens)
+    jobs = {"mlx-flash": replace(stock, budget=nbytes * 1.05 / GB + ROOM_GB), "mlx-lm": stock}
     for number in range(options.rounds):
         for program in PROGRAMS[:: 1 - 2 * (number % 2)]:
             for state in ("cold", "warm"):
@@ -93,9 +64,11 @@ def rounds_of(path: Path, options: argparse.Namespace) -> Iterator[Run]:
                 else:
                     read_through_cache(files)
                 take_memory()
-                lengths = ["--prompt-tokens", options.prompt_tokens, "--tokens", options.tokens]
-                run = run_worker(__file__, [path, "--work", program, *lengths], label=program)
-                yield {"model": path.name, "nbytes": nbytes, "program": program, "state": state, "raw": raw, **run}
+                run = run_job(jobs[program])
+                if run["budget"] is not None and run["plan"]["read_bytes"]:
+                    raise SystemExit(f"the budget of {run['budget']:.2f} GB does not hold {path}")
+                run |= {"first_token_seconds": run["load_seconds"] + run["first_token_seconds"]}
+                yield run | {"model": path.name, "nbytes": nbytes, "program": program, "state": state, "raw": raw}
 
 
 def read_through_cache(files: Sequence[Path]) -> None:
@@ -117,7 +90,7 @@ def summarize(runs: Sequence[Run]) -> list[Run]:
         names = ("nbytes", "load_seconds", "first_token_seconds", "tokens_per_second", "peak_bytes")
         row = {name: median(run[name] for run in group) for name in names}
         raw = [run["nbytes"] / run["load_seconds"] / run["raw"] for run in group if run["raw"]]
-        same = all(run["tokens"] == run_["tokens"] for run in group for run_ in runs if run_["model"] == model)
+        same = all(run["token_ids"] == run_["token_ids"] for run in group for run_ in runs if run_["model"] == model)
         about = {"model": model, "state": state, "program": program, "of_raw": median(raw) if raw else None}
         rows.append(about | row | {"same": same})
     return rows
@@ -137,18 +110,14 @@ def table_of(rows: Sequence[Run]) -> Table:
 
 
 def main() -> None:
-    """Run all rounds, or one run as a worker."""
+    """Run all rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--prompt-tokens", type=int, default=16, help="default: 16")
     parser.add_argument("--tokens", type=int, default=5, help="to decode (default: 5)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work:
-        print(json.dumps(load_and_decode(options.work, options.models[0], options.prompt_tokens, options.tokens)))
-        return
     runs: list[Run] = []
     for path in options.models:
         for run in rounds_of(path, options):

@@ -92,6 +92,7 @@ def _streamed_run(job: Job) -> Run:
     )
     began = time.perf_counter()
     model, _ = load_model(job.model, config)
+    model.start()
     loaded = time.perf_counter() - began
     with model:
         run = _decode(model, job, lambda: _counters(model))

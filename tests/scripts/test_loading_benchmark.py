@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,18 @@ import pytest
 from benchmark_modules import load_benchmark
 from models import LLAMA, save
 
-loading: Any = load_benchmark("loading")
+loading, runs_of_jobs = load_benchmark("loading"), load_benchmark("runs")
 
 
 def test_programs_alternate_and_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(script: str, words: list[Any], label: str) -> Any:
+    def run_job(job: Any) -> Any:
         """Do a worker's job in this process, which has MLX already."""
-        asked.append(words[2])
-        return loading.load_and_decode(words[2], words[0], words[4], words[6])
+        asked.append("mlx-lm" if job.budget is None else "mlx-flash")
+        return runs_of_jobs.work(job)
 
     asked: list[str] = []
     path = save(tmp_path / "tiny", LLAMA)
-    monkeypatch.setattr(loading, "run_worker", work)
+    monkeypatch.setattr(loading, "run_job", run_job)
     monkeypatch.setattr(loading, "take_memory", lambda: asked.append("take"))  # gigabytes
     monkeypatch.setattr(loading, "ROOM_GB", 6.0)  # this process has other models, too
     runs = list(loading.rounds_of(path, argparse.Namespace(rounds=2, prompt_tokens=16, tokens=3)))
@@ -35,16 +34,5 @@ def test_programs_alternate_and_give_the_same_tokens(tmp_path: Path, monkeypatch
     ]  # fmt: skip
     assert all(row["same"] and row["first_token_seconds"] > row["load_seconds"] > 0 for row in rows)
     assert all((row["of_raw"] is None) == (row["state"] == "warm") for row in rows)
-    assert not any(row["same"] for row in loading.summarize([*runs, runs[0] | {"tokens": [0]}])[:1])
+    assert not any(row["same"] for row in loading.summarize([*runs, runs[0] | {"token_ids": [0]}])[:1])
     assert len(loading.table_of(rows).rows) == 4
-
-
-def test_a_worker_prints_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loading, "load_and_decode", lambda *asked: [str(each) for each in asked])
-    monkeypatch.setattr(
-        sys, "argv", ["loading.py", "folder", "--work", "mlx-lm", "--prompt-tokens", "5", "--tokens", "7"]
-    )
-    loading.main()
-    assert capsys.readouterr().out == '["mlx-lm", "folder", "5", "7"]\n'

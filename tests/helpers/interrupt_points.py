@@ -11,12 +11,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import os
-import random
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,9 +21,6 @@ from typing import Any
 import mlx_flash
 
 PACKAGE = Path(mlx_flash.__file__).parent
-
-THOROUGH = int(os.environ.get("MLX_FLASH_INTERRUPTS", "0"))
-"""Points to interrupt in each scenario; 0 for the few that the suite has time for."""
 
 _BEFORE_POINT = ("CALL", "RESUME", "JUMP_BACKWARD", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR")
 
@@ -144,87 +136,3 @@ def interrupted_in(program: Program, number: int, folders: Sequence[str]) -> str
     finally:
         sys.unraisablehook = hook
     return tracer.where
-
-
-def durations(program: Program) -> list[float]:
-    """Run a program without an interrupt. Return the seconds that each operation took."""
-    found: list[float] = []
-
-    def run(operation: Operation) -> bool:
-        began = time.perf_counter()
-        operation()
-        found.append(time.perf_counter() - began)
-        return False
-
-    program(run)
-    return found
-
-
-def interrupted_at_random(program: Program, seconds: Sequence[float], dice: random.Random) -> int:
-    """Run a program whose operations are interrupted by a signal at random moments. Return how many were.
-
-    Args:
-        program: the program.
-        seconds: how long its operations take.
-        dice: chooses the moments.
-    """
-    hook, expected, count = sys.unraisablehook, iter(seconds), 0
-
-    def run(operation: Operation) -> bool:
-        nonlocal count
-        is_struck = strike(operation, dice.uniform(1e-5, next(expected) + 1e-4))
-        count += is_struck
-        return is_struck
-
-    sys.unraisablehook = lambda event: None if isinstance(event.exc_value, Interrupt) else hook(event)
-    try:
-        program(run)
-    finally:
-        sys.unraisablehook = hook
-    return count
-
-
-def strike(operation: Operation, seconds: float) -> bool:
-    """Raise :class:`Interrupt` from a signal handler after some seconds. Return whether the operation still ran."""
-
-    def ring(*_: object) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            operation()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except Interrupt:
-        return True
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    return False
-
-
-def sample(total: int, few: int, seed: int = 0) -> list[int]:
-    """Return some of so many points: ``few`` of them, or what :data:`THOROUGH` says; always the same."""
-    most = THOROUGH or few
-    return list(range(total)) if total <= most else sorted(random.Random(seed).sample(range(total), most))
-
-
-@contextlib.contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Raise :class:`Interrupt` from a signal handler after some seconds, if the block still runs. Main thread only."""
-    assert threading.current_thread() is threading.main_thread()
-
-    def ring(*_: object) -> None:
-        if armed:
-            raise Interrupt
-
-    armed = True
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

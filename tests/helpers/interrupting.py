@@ -123,27 +123,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def every_interrupt(
-    functions: list[Callable[..., Any]], prepare: Callable[[], None], change: Callable[[], None], step: int = 1
-) -> Iterator[tuple[str, int]]:
-    """Interrupt a change at every instruction of some functions, and yield where, each time after it.
-
-    Args:
-        functions: the functions; or methods.
-        prepare: makes the change possible again.
-        change: what is interrupted.
-        step: 1 for all instructions.
-    """
-    at = 0
-    while True:
-        prepare()
-        strike = Strike(functions, at)
-        if not strike.run(change) or strike.where is None:
-            return
-        yield strike.where
-        at += step
-
-
 PROMPT = [5, 17, 290, 3, 42, 64]
 STEP = 2
 LAST = 9

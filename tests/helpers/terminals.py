@@ -40,13 +40,6 @@ class Shell:
             self._read()
         self.text = self.text[self.text.index(words) + len(words) :]
 
-    def wait_for_more(self, seconds: float = 40) -> None:
-        """Read until some text comes, such as the begin of an answer."""
-        end = time.monotonic() + seconds
-        while not self.text.strip():
-            assert time.monotonic() < end
-            self._read()
-
     def _read(self) -> bool:
         """Read what the program writes within half a second. Return False once nothing more can come."""
         if not select.select([self.master], [], [], 0.5)[0]:

@@ -74,15 +74,6 @@ class Talk:
         self.check()
         return self
 
-    def feed_together(self, *parts: Sequence[int]) -> None:
-        """Compute parts as in one pass over the weights."""
-        call = self._prefixes.begin([mx.array([part]) for part in parts], self.cache, len(parts))
-        for part in parts:
-            self._compute(part)
-        if call is not None:
-            self._prefixes.end(call)
-        self.check()
-
     def empty(self) -> None:
         for entry in self.cache:
             entry.trim(entry.offset)

@@ -29,7 +29,7 @@ def count_imports(package: Path) -> Imports:
     """Return the number of import statements from each folder, or module at the top, to each other one."""
     found = Imports()
     for path in sorted(package.rglob("*.py")):
-        if path.stem == "__init__":  # it only hands names on
+        if path.stem in ("__init__", "__main__"):  # they only hand names on, and start the command line
             continue
         source = path.relative_to(package).with_suffix("").parts[0]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -228,7 +228,7 @@ def test_the_command_compresses_where_it_pays(
 
 
 def _disk(speed: float) -> Callable[..., Any]:
-    return lambda path, direct: DiskProfile(speed, 4 << 20, 4, direct)
+    return lambda path, direct, may_buffer: DiskProfile(speed, 4 << 20, 4, direct)
 
 
 def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:

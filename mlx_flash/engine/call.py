@@ -68,11 +68,6 @@ class ForwardCall:
         num_sequences = 1 if self.tokens is None else len(self.tokens)  # asked for each token: one call of Python
         return self.num_tokens // num_sequences
 
-    @property
-    def is_decode(self) -> bool:
-        """True if each sequence gets one new token."""
-        return self.num_tokens == (1 if self.tokens is None else len(self.tokens))
-
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
         assert self.tokens is not None

@@ -68,4 +68,4 @@ def test_parts_are_the_call_with_fewer_tokens(call: ForwardCall) -> None:
     assert mx.array_equal(mx.concatenate([part.arguments[0] for part in parts], axis=1), TOKENS)
     assert all(part.arguments[1:] == call.arguments[1:] and part.keywords is call.keywords for part in parts)
     assert all(part.is_plain and part.tokens is part.arguments[0] for part in parts)
-    assert [part.is_decode for part in parts] == [False, False, True]
+    assert [part.length == 1 for part in parts] == [False, False, True]

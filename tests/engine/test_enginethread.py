@@ -46,8 +46,10 @@ def signals_after(*seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def working(done: list[str], name: str, seconds: float = 10.0) -> Callable[[], str]:
-    """Return work that looks often whether it is to end, and notes how it ended."""
+def working(
+    done: list[str], name: str, seconds: float = 10.0, put_back: Callable[[], object] = lambda: time.sleep(0.05)
+) -> Callable[[], str]:
+    """Return work that looks often whether it is to end, puts back what it has changed, and notes how it ended."""
 
     def work() -> str:
         end = time.monotonic() + seconds
@@ -56,7 +58,7 @@ def working(done: list[str], name: str, seconds: float = 10.0) -> Callable[[], s
                 check()
                 time.sleep(0.001)
         except CallEndedError:
-            time.sleep(0.05)  # puts back what it has changed
+            put_back()
             done.append(f"{name} undone")
             raise
         done.append(f"{name} done")
@@ -101,10 +103,11 @@ def test_an_interrupt_comes_after_the_work_was_undone() -> None:
 
 
 def test_a_second_interrupt_leaves_and_what_is_asked_next_waits() -> None:
-    done = list[str]()
+    done, has_left = list[str](), threading.Event()
     with signals_after(0.05, 0.07), pytest.raises(Struck):
-        run(working(done, "first"))
+        run(working(done, "first", put_back=lambda: has_left.wait(20)))
     assert done == []
+    has_left.set()
     assert run(working(done, "second", 0.0)) == "second"
     assert done == ["first undone", "second done"]
 

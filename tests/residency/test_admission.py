@@ -77,7 +77,7 @@ def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
     assert together_bytes(plan, lengths, "exact") > together_bytes(plan, lengths[:3], "exact")
     most = next(n for n in range(1000, 1 << 24, 1000) if together_bytes(plan, [n, 100], "stock") > room_bytes(plan))
     assert decide(plan, 80, 20, [most], may_batch=True, batching="stock") == "wait"
-    assert decide(plan, 80, 20, [most], may_batch=True, batching="exact") == "batch"
+    assert decide(plan, 80, 20, [most], may_batch=True, batching="auto") == "batch"
 
 
 def test_decisions(plan: ResidencyPlan) -> None:
@@ -108,12 +108,12 @@ def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -
     exact = replace(plan, budget_bytes=plan.budget_bytes - room_bytes(plan) + needed)
     less = replace(exact, budget_bytes=exact.budget_bytes - 1)
     assert room_bytes(exact) == needed
-    assert decide(exact, 100, 20, [], may_batch=may_batch, batching="exact") == ("batch" if may_batch else "alone")
+    assert decide(exact, 100, 20, [], may_batch=may_batch, batching="auto") == ("batch" if may_batch else "alone")
     if may_batch:
-        assert decide(less, 100, 20, [], may_batch=True, batching="exact") == "alone"
+        assert decide(less, 100, 20, [], may_batch=True, batching="auto") == "alone"
     else:
         with pytest.raises(RefusedError):
-            decide(less, 100, 20, [], may_batch=False, batching="exact")
+            decide(less, 100, 20, [], may_batch=False, batching="auto")
 
 
 NOTHING = ActivationSizes(0, 0, 0, 0, 0)
@@ -230,7 +230,7 @@ def test_a_request_alone_needs_the_same_whatever_the_step_of_prompts(plan: Resid
 
 def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPlan) -> None:
     smallest, prompt = replace(plan, budget_bytes=plan.peak_bytes), plan.context_length - 20
-    assert decide(smallest, prompt, 20, [], may_batch=False, batching="exact") == "alone"
+    assert decide(smallest, prompt, 20, [], may_batch=False, batching="auto") == "alone"
     assert room_bytes(plan) - room_bytes(smallest) == plan.budget_bytes - plan.peak_bytes > 0
 
 

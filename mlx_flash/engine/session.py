@@ -35,7 +35,8 @@ MIN_READ_BYTES = 64 << 20
 """Less that was read says little of a disk."""
 
 HALF = 0.5
-"""Share of the probed speed below which a disk is probed once more. One that is faster was probed beside others."""
+"""A disk that gives less than this share of its probed speed is probed once more. So is one that gives more than the
+inverse: other programs were busy when it was probed."""
 
 _log = logging.getLogger("mlx_flash")
 

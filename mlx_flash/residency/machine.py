@@ -287,6 +287,7 @@ def prompt_speedup(layout: ModelLayout) -> float:
     linear = _largest_linear(layout)
     if linear is None:
         return 1.0
+    # fewer rows on the processor, which takes up to 16 times as long for 16 tokens
     part, arena = _some_rows(linear, _PROMPT_TOKENS // 2 if computes_on_cores() else 1)
     one, many = (_inputs(linear, part, num_tokens) for num_tokens in (1, _PROMPT_TOKENS))
     first, second = _least(lambda: _seconds_after_writing(part, one, arena)), _least(lambda: _seconds(part, many))

@@ -144,7 +144,7 @@ def runs_of(start: int, nbytes: int, itemsize: int, block_bytes: int, run_bytes:
 
 
 def make_head(header: dict[str, Any], sizes: array[int]) -> bytes:
-    """Return everything before the blocks. It is as long for other sizes of as many blocks."""
+    """Return everything before the blocks. Its length depends on the number of sizes, not on their values."""
     text, table = json.dumps({"format": FORMAT, **header}, separators=(",", ":")).encode(), sizes.tobytes()
     head = _HEAD.pack(MAGIC, len(text), len(sizes), zlib.crc32(table, zlib.crc32(text))) + text + table
     return head.ljust(round_up(len(head), _PAGE), b"\0")

@@ -183,25 +183,25 @@ class _Threads:
         self.queue: SimpleQueue[Ticket | None] = SimpleQueue()
         self.are_started = False
         self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, work
-        self._threads: list[tuple[threading.Thread, threading.Lock]] = []  # the lock is held while the thread works
+        self._threads: list[tuple[threading.Thread, threading.Lock]] = []  # a thread holds its lock until it ends
         finalize(self, _end, self.queue, number)  # also of one that an interrupt has hidden
 
     def start(self) -> None:
         """Start the threads, once. They end with Python if nobody ends them before."""
         while len(self._threads) < self._number:
-            is_alive = threading.Lock()
-            is_alive.acquire()
-            arguments = self.queue, weakref.WeakMethod(self._work), is_alive
+            running = threading.Lock()
+            running.acquire()
+            arguments = self.queue, weakref.WeakMethod(self._work), running
             thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             thread.start()
-            self._threads.append((thread, is_alive))
+            self._threads.append((thread, running))
         self.are_started = True
 
     def end(self) -> None:
         """End the threads, after what is in the queue."""
         _end(self.queue, self._number)
-        for thread, is_alive in self._threads:
-            with is_alive:  # after a `join` that an interrupt ended, Python 3.11 takes the thread for stopped
+        for thread, running in self._threads:
+            with running:  # after a `join` that an interrupt ended, Python 3.11 takes the thread for stopped
                 thread.join()
 
 
@@ -211,15 +211,15 @@ def _end(queue: SimpleQueue[Ticket | None], number: int) -> None:
 
 
 def _serve(
-    queue: SimpleQueue[Ticket | None], work_of: weakref.WeakMethod[Callable[[Ticket], None]], is_alive: threading.Lock
+    queue: SimpleQueue[Ticket | None], work_of: weakref.WeakMethod[Callable[[Ticket], None]], running: threading.Lock
 ) -> None:
     """Work for the tickets of a queue until None comes, or nobody owns it. Then release the lock."""
-    while (ticket := queue.get()) is not None:
-        if (work := work_of()) is None:
-            break
-        work(ticket)
-        del ticket, work  # the buffer belongs to others
-    is_alive.release()
+    try:
+        while (ticket := queue.get()) is not None and (work := work_of()) is not None:
+            work(ticket)
+            del ticket, work  # the buffer belongs to others
+    finally:
+        running.release()
 
 
 class BackgroundPrefetcher:

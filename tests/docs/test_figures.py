@@ -100,10 +100,6 @@ def test_readme_reckons_right() -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "9.1 GB, so 7.9 GB of weights stay and 40 - 7.9 = 32.1 GB are read for each token: 32.1 / 3 = 11 s" in text
     reads = [row[5] for row in rows_of("docs/benchmarks.md", "| model | budget | peak | first token of 15 |")]
-    bounds = [
-        4.4,
-        number(reads[0]),
-        number(reads[1]),
-    ]  # of the experts of a token none is in memory; budgets of 8 and 16 GB
+    bounds = [4.4, *map(number, reads[:2])]  # GB a token: with no expert in memory, and in budgets of 8 and 16 GB
     below, above, least = [round(bound / DISK_GB_PER_SECOND, 1) for bound in bounds]
     assert models[2][1:] == [f"{above} to {below} s", f"{least} to {above} s", f"at most {least} s"]

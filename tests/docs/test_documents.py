@@ -25,10 +25,10 @@ KINDS = ("mlx-flash ", "python scripts/", "python benchmarks/", "make ", "pytest
 
 FOREIGN_FLAGS = {
     "--extensions", "--openai-api-base", "--openai-api-key", "--hostfile", "--backend", "--over", "--hosts",
-    "--auto-setup", "--no-deps", "--target", "--tasks", "--batch_size", "--model_args",
+    "--output-hostfile", "--auto-setup", "--no-deps", "--target", "--tasks", "--batch_size", "--model_args",
     "--test", "--size",
 }  # fmt: skip
-"""Flags of other programs: pip, mlx.launch, lm_eval, aider, mlx-lm-lora."""
+"""Flags of other programs: pip, mlx.launch, mlx.distributed_config, lm_eval, aider, mlx-lm-lora."""
 
 FOREIGN_NAMES = {
     "api_key", "add_bos_token", "model_provider", "web_search", "wire_api", "env_key", "stream_idle_timeout_ms",

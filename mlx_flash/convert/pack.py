@@ -589,7 +589,8 @@ class CompressedPlan(ShardPlan):
                         rest += next(source)
                     yield bytes(rest[: end - start]), itemsize
                     del rest[: end - start]
-            next(source, None)  # checks that there is no more
+            for _ in source:  # raises ValueError at its end if there is more
+                pass
 
 
 class _Local(threading.local):

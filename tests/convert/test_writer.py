@@ -18,6 +18,7 @@ from mlx_flash.convert import pack as writer
 from mlx_flash.convert.pack import (
     COPY_BYTES,
     DATA_ALIGNMENT,
+    CompressedPlan,
     ShardPlan,
     TensorSpec,
     aligned_order,
@@ -223,6 +224,14 @@ def test_a_tensor_of_another_size_than_planned(tmp_path: Path, nbytes: int) -> N
         plan(tmp_path / "out", [spec("a", "F32", 4), spec("b", "F32", 4)]).write(
             tmp_path, lambda _: cut(memoryview(bytes(nbytes)))
         )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 15, 17, 32])
+def test_compressed_tensor_of_another_size_is_refused(tmp_path: Path, nbytes: int) -> None:
+    pieces = [memoryview(bytes(min(16, nbytes - start))) for start in range(0, nbytes, 16)]
+    with pytest.raises(ValueError, match=f"got {nbytes} of 16 bytes of 'a'"):
+        CompressedPlan("out", [spec("a", "F32", 4)], {}).write(tmp_path, lambda _: iter(pieces))
     assert list(tmp_path.iterdir()) == []
 
 

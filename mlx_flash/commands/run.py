@@ -411,7 +411,7 @@ class Talk:
                 continue
             is_interrupted = False
             try:
-                if text.strip() in BYE:
+                if text.partition(" ")[0].rstrip() in BYE:  # a blank before the slash makes it a message
                     return status
                 if text.startswith("/"):
                     self.command(text)
@@ -445,7 +445,7 @@ class Talk:
                         shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
                         print(shown, end="", file=self._out, flush=True)
             except AnswerStoppedError:
-                pass  # what was said stays
+                pass  # what was printed stays
         print(file=self._out, flush=True)
         if self._keeps:
             try:

@@ -182,13 +182,13 @@ def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
     conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = io.StringIO()
-    messages = iter(["/nothing", "", "Hello", " /etc is a folder", "/set quiet", "Hello", "/bye", "never read"])
+    messages = iter(["/nothing", "", "Hello", " /etc is a folder", "/set quiet", " /bye", "/bye now", "never read"])
     Talk(conversation, 0.0, out, verbose=False).converse(lambda: next(messages))
     told = " ".join(capsys.readouterr().err.split())
     assert "there is no command /nothing" in told and told.count("6 tokens, ") == 2
     assert ", memory " in told and "of 1.00 GB" in told and "prompt " in told
     asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
-    assert asked == ["Hello", "/etc is a folder", "Hello"] and next(messages) == "never read"
+    assert asked == ["Hello", "/etc is a folder", "/bye"] and next(messages) == "never read"
     assert Talk(conversation, 0.0, out, verbose=False).converse(lambda: "/quit") == 0
 
 

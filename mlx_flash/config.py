@@ -166,7 +166,7 @@ _BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
 _KIND_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _OR_ZERO = {"least": 0}
-"""Bounds of a field: without ``least`` a count is at least 1, and another number is above 0; ``most`` is of counts."""
+"""Metadata of a field that may be 0. Else a count is at least 1, another number above 0. ``most`` limits a count."""
 
 VARIABLE_PREFIX = "MLX_FLASH_"
 OTHER_VARIABLES = frozenset({"MLX_FLASH_API_KEY", "MLX_FLASH_TRACEBACK"})

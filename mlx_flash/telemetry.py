@@ -1,8 +1,8 @@
 """The state of running engines: one small file for each model, in a folder private to the user.
 
-A thread of the engine's process replaces the file a few times a second. It is in a folder of its own, which the process
-has locked, and which goes when the model is closed or the process ends. The next look removes that of a crashed
-process. No connection, no port: readers cost the engine nothing.
+A thread of the engine's process replaces the file a few times a second. The file has a folder of its own, which the
+process locks, and removes when the model is closed or the process ends. The next reader removes the folders of crashed
+processes. No connection, no port: readers cost the engine nothing.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def find() -> list[Published]:
         if os.path.lexists(folder):
             _check_private(folder)
             sessions = list(folder.glob(SESSIONS))
-            if not all(map(is_held, sessions)):  # else without its lock, which an engine that starts would wait for
+            if not all(map(is_held, sessions)):  # remove_orphans locks the folder, so that starting engines wait
                 remove_orphans(folder)
             found += filter(None, (_read(session / _FILE_NAME) for session in sessions))
     return sorted(found, key=lambda published: (published.pid, published.number))

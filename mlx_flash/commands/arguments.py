@@ -1,4 +1,4 @@
-"""Flags of the command line. Those that mlx-lm has too have its names and defaults, which tests compare.
+"""Flags of the command line. Flags that mlx-lm has too keep its names and defaults; tests compare them.
 
 Nothing here imports MLX, so that help appears at once.
 """
@@ -37,8 +37,9 @@ def number(kind: type[int] | type[float], least: float, most: float = LARGEST) -
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
-        if not least <= value <= most:  # not a number is in no range
+            wanted = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+        if not least <= value <= most:  # NaN is in no range
             raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
         return value
 
@@ -132,13 +133,13 @@ Flag = tuple[list[str], dict[str, Any]]
 
 
 def flag(form: str, text: str, kind: Type | None = None, **options: Any) -> Flag:
-    """Return the arguments of a flag, or of an argument without one.
+    """Return the arguments of ``add_argument`` for a flag or a positional argument.
 
     Args:
-        form: its names, and the word for its value: ``--max-tokens -m N``. A flag without one has no value.
+        form: its names and its metavar, such as ``--max-tokens -m N``. A flag without a metavar is a switch.
         text: its help.
         kind: its type.
-        options: further ones, in place of those that follow from the others.
+        options: further options of ``add_argument``; they win over those that follow from ``form`` and ``kind``.
     """
     names = [name for name in form.split() if name.startswith("-")]
     (*_, last) = form.split()

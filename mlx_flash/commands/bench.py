@@ -224,9 +224,8 @@ def _numbers(release: str) -> list[int]:
 def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
     """Measure a short run, then plan for several budgets. Print, or return for JSON."""
     tokenizer = tokenizer_if_any(path, args)
-    prepared = prepare_model(
-        path, config, with_vlm=is_vision(args, path, prefers=True)
-    )  # before the run, which takes memory
+    sees = is_vision(args, path, prefers=True)
+    prepared = prepare_model(path, config, with_vlm=sees)  # before the run, which takes memory
     del tokenizer
     report, plan, _ = measure(args, path, config)
     budgets = budgets_of(prepared, config)

@@ -23,7 +23,7 @@ from mlx_flash.commands.arguments import DEFAULT_PROMPT, SETTINGS
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import Modelfile, check_text
-from mlx_flash.monitor.words import size, told
+from mlx_flash.monitor.words import formatted, size
 from mlx_flash.telemetry import Json
 
 _SECONDS_BEFORE_CLOCK = 3
@@ -165,7 +165,7 @@ def tabled(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **opti
     """Return a table of facts.
 
     Args:
-        columns: texts with places for facts, as :func:`told` takes them, by heading.
+        columns: templates of :func:`formatted`, by heading.
         rows: the facts of each row.
         options: of the table.
     """
@@ -173,7 +173,7 @@ def tabled(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **opti
     for heading, template in columns.items():
         table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")
     for facts in rows:
-        table.add_row(*(told(template, facts) for template in columns.values()))
+        table.add_row(*(formatted(template, facts) for template in columns.values()))
     return table
 
 

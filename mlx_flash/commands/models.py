@@ -37,7 +37,7 @@ from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.modelfile.parse import Modelfile, check_model_name, create_model, named_models, read_modelfile
-from mlx_flash.monitor.words import counted, filled, printable, size, told
+from mlx_flash.monitor.words import counted, filled, formatted, printable, size
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION
@@ -80,9 +80,9 @@ def preview(repository: str, revision: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def headers_of(name: str) -> Iterator[tuple[Path, Path | None]]:
-    """Yield the folder of a model, and a file to probe its disk with: None takes the largest shard.
+    """Yield the folder of a model, and a file to probe its disk with; None takes the largest shard.
 
-    Of a repository that is not downloaded, headers are fetched, and the disk is that where it would be.
+    For a repository that is not downloaded, fetch its headers, and make a file on the disk of the download folder.
     """
     if not is_remote(name):
         yield resolve(name), None
@@ -136,7 +136,7 @@ CACHED = {
     "prefixes": "{tokens} cached tokens",
     "models": "downloaded, which clear keeps",
 }
-"""The lists of ``cache``, and what their entries are, in words."""
+"""Texts for the entries of each list of ``cache``."""
 
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
@@ -176,7 +176,7 @@ def _cached(lists: Json) -> Table:
         for each in lists.get(kind, ()):
             name = each.get("model" if kind != "prefixes" else "title") or "(cannot be read)"
             when = "not complete" if each.get("complete") is False else _days_ago(each["last_used"])
-            table.add_row(name, size(each.get("bytes", each.get("nbytes"))), when, told(what, each))
+            table.add_row(name, size(each.get("bytes", each.get("nbytes"))), when, formatted(what, each))
     return table
 
 
@@ -231,7 +231,7 @@ def list_(args: argparse.Namespace, out: TextIO) -> int:
     with Status("Planning", args.verbose) as status:
         for number, model in enumerate(models):
             status.show(number, len(models))
-            model |= _outcome(model, args, config)
+            model.update(_outcome(model, args, config))
     nothing = "no models found in the cache of Hugging Face or the folders given"
     emit(args, {"models": models}, _table(models) if models else nothing, out)
     return 0
@@ -288,7 +288,7 @@ def in_words(outcome: Json) -> str:
     if outcome["tokens_per_second"] is None:
         return f"{outcome['way']}: {outcome['why']}"
     read = "{read_bytes:size} read for each token" if outcome["read_bytes"] else "in memory"
-    return told(f"within {{budget_bytes:size}}: {read}, about {{tokens_per_second:speed}}", outcome)
+    return formatted(f"within {{budget_bytes:size}}: {read}, about {{tokens_per_second:speed}}", outcome)
 
 
 def repositories() -> list[CachedRepoInfo]:
@@ -354,7 +354,7 @@ def _table(models: Sequence[Json]) -> Table:
     caption = f"planned with a budget of {budgets.pop()}" if len(budgets) == 1 else None
 
     def runs(model: Json) -> str:
-        return told("needs {budget_bytes:size}" if model["why"] and model["budget_bytes"] else "{way}", model)
+        return formatted("needs {budget_bytes:size}" if model["why"] and model["budget_bytes"] else "{way}", model)
 
     rows = ({**model, "short": printable(_short(model["name"])), "runs": runs(model)} for model in models)
     return tabled(LISTED, rows, caption=caption, caption_justify="left")

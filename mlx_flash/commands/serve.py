@@ -100,10 +100,12 @@ def _is_modelfile(base: str) -> bool:
 
 
 def _describing(args: argparse.Namespace, other: Source) -> Callable[[str, str | Path], Source]:
-    """Return what makes a model of a Modelfile. Flags, the environment, and the budget of all models win over it.
+    """Return a function that reads a Modelfile and returns a model of the server.
+
+    The function raises ConfigError if the Modelfile gives a budget of its own, or leaves the model to mlx-lm.
 
     Args:
-        args: of the command.
+        args: of the command. Flags and the environment win over the Modelfile.
         other: the settings that the Modelfile leaves open.
     """
 

@@ -128,7 +128,7 @@ class ByteCheck:
 FORMAT = 2
 
 Computed = Iterator[tuple[list[int], mx.array | None]]
-"""The tokens of each call of a model, and its logits: none for a part of a prompt, which mlx-lm drops, too."""
+"""Tokens and logits of each call of a model. Parts of a prompt have no logits: mlx-lm does not compute them either."""
 Notice = Callable[[nn.Module, Any], None]
 """Called with a module and the evaluated result of its call."""
 Report = Callable[[int, int], None]
@@ -152,14 +152,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The way to compute the same with a streamed model and with the library's own.
+    """A computation that is done twice: with a streamed model, and with the library's own model.
 
     Attributes:
-        library: the library whose model it is.
-        loader: returns the function that loads it.
+        library: ``"mlx-lm"`` or ``"mlx-vlm"``.
+        loader: returns the library's function that loads the model.
         units: the model's layers, with those of towers.
         compute: computes a prompt and further tokens with a model.
-        num_calls: of that.
+        num_calls: calls of the model in ``compute``.
     """
 
     library: str
@@ -169,7 +169,7 @@ class Subject:
     num_calls: int
 
     def stream(self, model: Any, report: Report) -> tuple[list[Call], Json]:
-        """Return the calls of a streamed model that was started, and what reading and comparing its weights counted."""
+        """Return the calls of a started streamed model, and the numbers of bytes that were read, compared and wrong."""
         check = ByteCheck()
         towers = model.towers.before_release(check.segments) if model.layout.towers else nullcontext()
         with check.watching(model.engine), towers:
@@ -473,7 +473,7 @@ def read_receipt(path: Path) -> Json:
     except OSError as error:
         raise CheckpointError(f"cannot read the receipt {path}: {error}") from error
     except (TypeError, ValueError, RecursionError):
-        pass  # said below
+        pass  # the error below
     raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")
 
 

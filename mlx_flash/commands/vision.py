@@ -122,7 +122,7 @@ def seeing_talk(
 
 @contextlib.contextmanager
 def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, PicturePrompt]]:
-    """Yield a model that sees, started, and a prompt of some words and a picture, the same in every run.
+    """Yield a started model that sees, and a prompt of words and a picture that is the same in every run.
 
     Args:
         args: of the command, with the number of words, and of tokens to generate.
@@ -140,7 +140,7 @@ def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, Pi
 
 
 def steps_after(model: nn.Module, prompt: PicturePrompt, num_tokens: int, step: int) -> Iterator[tuple[int, mx.array]]:
-    """Yield the most likely tokens after a prompt, and log probabilities."""
+    """Yield the most likely tokens after a prompt, with their log probabilities."""
     from mlx_flash.vision.pictures import steps
 
     return steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)

@@ -122,7 +122,7 @@ class Copy:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint that it was, or is, made for."""
+        """The digest in the name of the folder."""
         return self.folder.name.removesuffix(PARTIAL_SUFFIX)
 
 

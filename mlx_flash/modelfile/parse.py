@@ -223,7 +223,7 @@ def _path(value: str, folder: Path) -> Path:
 
 
 class Note(NamedTuple):
-    """A line, counted from 1, without effect, or with another effect than in Ollama, and the explanation."""
+    """An instruction without effect, or with another effect than in Ollama: its line, from 1, and an explanation."""
 
     line: int
     text: str
@@ -282,7 +282,7 @@ class Parameters:
 
 
 def recent_tokens(repeat_last_n: int | None) -> int:
-    """Return the number of recent tokens that a penalty is for: without a number Ollama's 64, of -1 all."""
+    """Return the number of recent tokens that a penalty counts. None is Ollama's default, 64; -1 is all tokens."""
     return 64 if repeat_last_n is None else _MOST if repeat_last_n == -1 else repeat_last_n
 
 
@@ -403,7 +403,7 @@ def _own_instruction(alias: str, rest: list[str]) -> tuple[str, list[str]]:
 
 
 _SEVERAL = ("MESSAGE", "LICENSE", "PARAMETER stop")
-"""Instructions that add up. Of the others the last one counts."""
+"""Instructions that may be repeated. Of each other instruction the last one counts."""
 
 
 class _Draft:
@@ -411,7 +411,7 @@ class _Draft:
 
     def __init__(self, path: Path, find_base: Callable[[str, Path], str]) -> None:
         self._path, self._find_base = path, find_base
-        self._values: dict[str, Any] = {}  # by instruction; lists of those that add up
+        self._values: dict[str, Any] = {}  # by instruction; a list for each in _SEVERAL
         self._lines: dict[str, int] = {}
         self._notes: list[Note] = []
 

@@ -15,6 +15,7 @@ from mlx_flash.monitor.words import (
     Unit,
     duration,
     entries,
+    formatted,
     layer_runs,
     limit,
     model_name,
@@ -23,7 +24,6 @@ from mlx_flash.monitor.words import (
     section,
     size,
     speed,
-    told,
     units,
 )
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Facts, Json, budget_of, checked
@@ -151,7 +151,7 @@ LINES = {
     "experts": "per token {read_per_token:amount} read ({read_bytes_per_token:size}), "
     "{reused_per_token:amount} reused; waited {wait_share:percent} of the time",
 }
-"""The lines that are words alone."""
+"""Templates of the lines without a chart or bar, by label."""
 
 
 def model_lines(history: History) -> Iterator[Text]:
@@ -218,13 +218,13 @@ def memory_lines(history: History, system: SystemMemory) -> Iterator[Text]:
     if changed := budget_change(history.latest.state):
         yield _line("", changed)
     if facts["kv.disk_bytes"] or facts["kv.written_bytes"]:
-        yield _told("KV cache", facts)
+        yield _facts_line("KV cache", facts)
     if "prefixes.num_restored" in facts and "prefixes.num_computed" in facts:
-        yield _told("prompts", facts)
+        yield _facts_line("prompts", facts)
     yield from _writes(facts)
-    yield _told("MLX", facts)
+    yield _facts_line("MLX", facts)
     if facts["read.cached_file_bytes"]:
-        yield _told("cached", {**facts, "cached_share": history.rates.cached_share})
+        yield _facts_line("cached", {**facts, "cached_share": history.rates.cached_share})
     used = system.total - system.available
     words = f"{used / 1e9:.1f} of {system.total / 1e9:.1f} GB used ({used / system.total:.0%})"
     words += f", swap {size(system.swap_used)}" if system.swap_total else ", no swap"
@@ -248,7 +248,7 @@ def _writes(facts: Facts) -> Iterator[Text]:
         yield _line("written", "nothing: zero-write mode")
     elif facts["writes.session_bytes"] or day:
         limit, over = ("", "") if cap is None else (f" of {size(cap)}", "bold red" if day >= cap else "")
-        ever = told(", {writes.total_bytes:size} ever", facts)
+        ever = formatted(", {writes.total_bytes:size} ever", facts)
         yield _line(
             "written", f"{size(facts['writes.session_bytes'])} now, ", (f"{size(day)} today{limit}", over), ever
         )
@@ -364,8 +364,8 @@ def _line(label: str, *parts: str | tuple[str, str]) -> Text:
     return Text.assemble((f"{label:<{LABEL}}", "bold"), *parts)
 
 
-def _told(label: str, facts: Mapping[str, Any]) -> Text:
-    return _line(label, told(LINES[label], facts))
+def _facts_line(label: str, facts: Mapping[str, Any]) -> Text:
+    return _line(label, formatted(LINES[label], facts))
 
 
 def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Iterator[Text]:
@@ -452,7 +452,7 @@ def _times(history: History, canvas: Canvas) -> Iterator[Text]:
         slots, each = (history.facts.get(f"experts.{name}") for name in ("num_slots", "slot_bytes"))
         nbytes = None if slots is None or each is None else slots * each
         for label in ("pool", "experts"):
-            yield _told(label, {**history.facts, **asdict(rates.experts), "pool_bytes": nbytes})
+            yield _facts_line(label, {**history.facts, **asdict(rates.experts), "pool_bytes": nbytes})
 
 
 def _parts(history: History, canvas: Canvas) -> Iterator[Text]:

@@ -221,7 +221,7 @@ class History:
         """Return means over equal parts of the last minute, the oldest first; None where no sample lies.
 
         Args:
-            name: of a fact; or ``"tokens"`` or ``"read"``, the speeds.
+            name: name of a fact, or ``"tokens"`` or ``"read"`` for the speeds.
             num_cells: number of parts.
         """
         found: list[list[float]] = [[] for _ in range(num_cells)]

@@ -111,7 +111,12 @@ ALL_CACHED = 0.95
 
 
 def limit(waiting: float, cached: float | None) -> tuple[str, str]:
-    """Return what limits the speed, and what is read from, by the shares of waiting and of cached reads."""
+    """Return what limits the speed, and the source of reads: the disk or the page cache.
+
+    Args:
+        waiting: share of the time spent waiting for reads.
+        cached: share of the reads that came from the page cache; None if unknown.
+    """
     source = "page cache" if (cached or 0.0) >= ALL_CACHED else "disk"
     return source if waiting >= DISK_LIMITS else "computing", source
 
@@ -192,8 +197,8 @@ class _Places(Formatter):
 _places = _Places()
 
 
-def told(template: str, facts: Mapping[str, Any]) -> str:
-    """Return a text in which facts have their places, as in :func:`filled`. Unknown facts are dashes."""
+def formatted(template: str, facts: Mapping[str, Any]) -> str:
+    """Return a template filled with facts, as in :func:`filled`. Unknown facts are dashes."""
     return _places.vformat(template, (), facts)
 
 

@@ -478,7 +478,7 @@ def test_flags_have_the_names_and_defaults_of_mlx_lm(
         assert ours[name] == theirs[name], name
 
 
-def test_what_is_not_given_is_as_with_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_prompt_and_model_are_those_of_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert defaults_of("generate", monkeypatch)["prompt"] == DEFAULT_PROMPT
     assert defaults_of("chat", monkeypatch)["model"] == DEFAULT_MODEL
 
@@ -544,7 +544,7 @@ except ValueError:
     ],
     ids=["no back end", "low limit of open files"],
 )
-def test_a_system_that_mlx_cannot_be_imported_on_is_an_error_with_a_hint(program: str, words: list[str]) -> None:
+def test_failed_import_of_mlx_is_an_error_with_a_hint(program: str, words: list[str]) -> None:
     program = f"""
 import sys
 {program}
@@ -743,14 +743,14 @@ def test_a_pool_too_small_names_the_least(mixture: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_mixture(mixture: Path) -> dict[str, Any]:
+def mixture_report(mixture: Path) -> dict[str, Any]:
     """The report of a run."""
     command = ["generate", "--model", mixture, "--prompt", PROMPT, *SAMPLED, "--prefill-step-size", 16]
     return run_json(*command, *POOL, forks=False)
 
 
-def test_report_of_a_mixture(of_mixture: dict[str, Any], mixture: Path) -> None:
-    report = of_mixture
+def test_report_of_a_mixture(mixture_report: dict[str, Any], mixture: Path) -> None:
+    report = mixture_report
     assert report["within_budget"] is True and report["generation_tokens"] == 24
     assert 0 < report["expert_hit_rate"] < 1
     assert 0 < report["expert_bytes_read_per_token"] <= report["bytes_read_per_token"]

@@ -218,8 +218,8 @@ def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.M
     assert report.after.num_reads == report.after.num_units
 
 
-def test_tensors_that_no_unit_uses_lie_behind_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names in a checkpoint may have another beginning than in the model; what is dropped or computed has only them."""
+def test_unused_tensors_follow_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm drops these tensors, so that no layer owns them. They are sorted by the numbers in their names."""
     source = save(tmp_path / "source", LARGER)
     loaded = dict(mx.load(str(source / "model.safetensors")))  # type: ignore[arg-type]
     extra = [f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in (10, 2)]

@@ -136,7 +136,7 @@ CACHED = {
     "prefixes": "{tokens} cached tokens",
     "models": "downloaded, which clear keeps",
 }
-"""Texts for the entries of each list of ``cache``."""
+"""Texts for the entries of each list of ``cache``. After ``clear`` the prefixes are those in use."""
 
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
@@ -172,7 +172,8 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 def _cached(lists: Json) -> Table:
     table = Table.grid(padding=(0, 2))
-    for kind, what in CACHED.items():
+    in_use = {"prefixes": f"{CACHED['prefixes']}, kept: in use"} if "removed" in lists else {}
+    for kind, what in (CACHED | in_use).items():
         for each in lists.get(kind, ()):
             name = each.get("model" if kind != "prefixes" else "title") or "(cannot be read)"
             when = "not complete" if each.get("complete") is False else _days_ago(each["last_used"])

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.words import duration, rate, speed
+from mlx_flash.prefixes.folder import StoredModel
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from models import make_random_model
 
@@ -325,6 +327,19 @@ def test_cache_lists_downloaded_models_with_their_sizes(
     assert "0 models of 0 kB" in capsys.readouterr().out
 
 
+def test_cache_clear_lists_prefixes_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    used, unused = (StoredModel(name, name, 1, 256, 303_000, time.time()) for name in ("used", "unused"))
+    monkeypatch.setattr(modellist, "list_prefixes", lambda _: [used, unused])
+    monkeypatch.setattr(modellist, "clear_prefixes", lambda _: [used])
+    assert cli.main(["cache", "clear"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^used +303 kB +used today +256 cached tokens, kept: in use$", shown, re.MULTILINE)
+    assert "unused" not in shown and "256 tokens in the prefix cache of 303 kB" in shown
+
+
 def test_plan_table(model: Path) -> None:
     done = run("plan", "--model", model, "--ram-budget-gb", "min")
     assert done.returncode == 0 and done.stderr == b""
@@ -547,6 +562,7 @@ except ValueError:
 def test_failed_import_of_mlx_is_an_error_with_a_hint(program: str, words: list[str]) -> None:
     program = f"""
 import sys
+import time
 {program}
 from mlx_flash import cli
 status = cli.main(["plan", "x"])
@@ -567,6 +583,7 @@ except ImportError as error:
 def test_help_imports_no_mlx_and_takes_less_than_half_a_second(command: list[str]) -> None:
     program = f"""
 import sys
+import time
 from mlx_flash import cli
 try:
     cli.main({command})

@@ -61,6 +61,21 @@ class Ranks:
         """True on the rank that has the clients."""
         return self._peers.rank == 0
 
+    def check(self, request: GenerationRequest) -> None:
+        """Check that a request can be sent to the other ranks.
+
+        Raises:
+            RefusedError: its values have too many levels for JSON.
+        """
+        try:
+            _NEWS.validate_json(_NEWS.dump_json(News([(0, request)])))
+        except ValueError:  # pydantic stops at about 200 levels, and has no error of its own for that
+            raise RefusedError(
+                "the request has too many objects or arrays inside each other: a server on several ranks takes about "
+                "190 levels. Hint: make the schemas of tools flatter.",
+                400,
+            ) from None
+
     def share(self, news: News) -> News:
         """Return the news of rank 0."""
         return _NEWS.validate_json(self._peers.text(_NEWS.dump_json(news).decode()))

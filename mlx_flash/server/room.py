@@ -98,8 +98,11 @@ class EngineRoom:
         """Send requests to the thread together. Return their answers, for the event loop that runs now.
 
         Raises:
-            RefusedError: the thread has ended, or is about to.
+            RefusedError: the thread has ended, or is about to; or other ranks cannot get a request.
         """
+        if self._ranks is not None:  # an error in the thread would end all ranks
+            for each in requests:
+                self._ranks.check(each)
         seeded = [
             replace(each, sampling=replace(each.sampling, choice=i, drawn_seed=secrets.randbits(_SEED_BITS)))
             for each in requests

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers
 from mlx_flash.residency.admission import Decision
 from mlx_flash.server.ranks import Ranks as ServerRanks
+from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 
 SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
@@ -54,6 +56,16 @@ class Ranks:
         )
         with urllib.request.urlopen(request, timeout=SECONDS) as response:
             return str(json.load(response)["choices"][0]["text"])
+
+    def ask_with_tool(self, parameters: dict[str, Any]) -> None:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=SECONDS).close()
 
     def leave(self, **options: Any) -> None:
         """Ask for a long answer, and close the connection before it is complete."""
@@ -98,11 +110,30 @@ def test_rank_0_answers_and_all_end_together(ranks: Ranks) -> None:
     ranks.leave()
     assert ranks.ask(PROMPTS[1]) == expected[1]  # from the kept cache
     assert ranks.ask(PROMPTS[0], seed=3) == expected[0]  # alone
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        ranks.ask_with_tool(nested(300))
+    assert ranks.ask(PROMPTS[1]) == expected[1]
     assert ranks.processes[0].pid is not None
     os.kill(ranks.processes[0].pid, signal.SIGTERM)
     for process in ranks.processes:
         process.join(SECONDS)
     assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.texts
+
+
+def nested(num_levels: int) -> dict[str, Any]:
+    """Return objects inside each other."""
+    found: dict[str, Any] = {}
+    for _ in range(num_levels):
+        found = {"properties": found}
+    return found
+
+
+def test_a_request_with_too_many_levels_for_json_is_refused() -> None:
+    ranks = ServerRanks(cast(Peers, OtherRank(0)))
+    ranks.check(GenerationRequest(model="m", prompt="Hi", tools=[nested(150)]))
+    for num_levels in (200, 300, 2000):
+        with pytest.raises(RefusedError, match="too many objects or arrays inside each other"):
+            ranks.check(GenerationRequest(model="m", prompt="Hi", tools=[nested(num_levels)]))
 
 
 class OtherRank:

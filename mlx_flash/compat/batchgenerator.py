@@ -105,16 +105,16 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         """The sequences that were inserted and not taken."""
         return [Waiting(*sequence) for sequence in self._unprocessed_sequences]
 
-    def insert_as(self, uid: int, segments: list[list[int]], *options: Any) -> None:
-        """Insert a sequence with a number of the caller's.
+    def insert_as(self, uid: int, segments: list[list[int]], **options: Any) -> None:
+        """Insert one sequence under a number that the caller chooses.
 
         Args:
-            uid: its number.
+            uid: the number.
             segments: the parts of its prompt.
-            options: the others of ``insert_segments``, for this sequence.
+            options: the other arguments of ``insert_segments``, each for this sequence alone.
         """
         self._uid_count = uid
-        self.insert_segments([segments], *([each] for each in options))
+        self.insert_segments([segments], **{name: [value] for name, value in options.items()})
 
     def forget(self, uids: set[int]) -> None:
         """Let go of sequences that wait."""

@@ -277,12 +277,12 @@ class LoadedModel:
         self._rows.insert_as(
             job.number,
             job.prompt.after(job.num_cached),
-            job.max_tokens,
-            cache or self._rows.make_cache(),
-            job.prompt.tokens[: job.num_cached],
-            sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size),
-            self._processors(job),
-            self._stops,
+            max_tokens=job.max_tokens,
+            caches=cache or self._rows.make_cache(),
+            all_tokens=job.prompt.tokens[: job.num_cached],
+            samplers=sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size),
+            logits_processors=self._processors(job),
+            stop_sequences=self._stops,
         )
         self.jobs[job.number] = job
         job.begin()
@@ -369,7 +369,13 @@ class LoadedModel:
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int], num_prompt: int, num_answer: int) -> Decision:
-        """Return where a request with so many tokens is answered beside others with so many tokens.
+        """Return where a request is answered beside others.
+
+        Args:
+            job: the request.
+            running: the most tokens of each of the others.
+            num_prompt: tokens of its prompt.
+            num_answer: the most tokens of its answer.
 
         Raises:
             RefusedError: the budget has no room for it even when nothing else runs.

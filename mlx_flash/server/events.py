@@ -176,13 +176,13 @@ MAX_EVENTS = 256
 
 
 class Answer:
-    """An asynchronous stream of events. It ends after ``End`` or ``Failed``.
+    """The events of an answer, up to ``End`` or ``Failed``. :func:`merged` yields them.
 
     Made in the event loop of the client. :meth:`put` belongs to the generation thread, everything else to the loop.
 
     Args:
         on_leave: called when the client has left before the end.
-        arrived: set when an event has come. The answers to one client share it.
+        arrived: set when an event has come. The answers to one client share it, so one coroutine waits for all.
 
     Attributes:
         arrived: as given.
@@ -228,14 +228,12 @@ class Answer:
         self.is_over = self.is_over or isinstance(event, End | Failed)
         return event
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield the events. Whoever stops early calls :meth:`leave`."""
-        async for _, event in merged([self]):
-            yield event
-
 
 async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
-    """Yield the events of the answers to one client as they come, each with the number of its answer."""
+    """Yield the events of the answers to one client as they come, each with the number of its answer.
+
+    Callers that stop early call :meth:`Answer.leave`.
+    """
     arrived = answers[0].arrived
     arrived.set()  # some may be here
     while not all(answer.is_over for answer in answers):

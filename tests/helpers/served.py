@@ -15,7 +15,8 @@ from mlx_lm import server
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.catalog import Catalog, Source
-from mlx_flash.server.events import End, Event, Failed, Piece
+from mlx_flash.server.events import Answer as ServerAnswer
+from mlx_flash.server.events import End, Event, Failed, Piece, merged
 from mlx_flash.server.loaded import PromptCaches
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.room import EngineRoom
@@ -88,7 +89,7 @@ class Served:
 
         async def collect() -> list[tuple[Event, float]]:
             (answer,) = self.room.submit(request)
-            return [(event, time.monotonic()) async for event in answer]
+            return [(event, time.monotonic()) async for event in events_of(answer)]
 
         return self.run(collect())
 
@@ -121,9 +122,15 @@ class Served:
         return [(piece.text, piece.tokens[0][0].logprob) for piece in pieces]
 
 
-async def every(answer: AsyncIterator[Event]) -> list[Event]:
+async def events_of(answer: ServerAnswer) -> AsyncIterator[Event]:
+    """Yield the events of an answer."""
+    async for _, event in merged([answer]):
+        yield event
+
+
+async def every(answer: ServerAnswer) -> list[Event]:
     """Return all events of an answer."""
-    return [event async for event in answer]
+    return [event async for event in events_of(answer)]
 
 
 def text_of(events: list[Event]) -> str:

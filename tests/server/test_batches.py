@@ -29,7 +29,7 @@ from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.rows import BatchOptions, ServedRows
 from models import make_random_model
-from served import Served, every, serving, text_of
+from served import Served, events_of, every, serving, text_of
 from zoo import configuration
 
 __all__ = ["model"]
@@ -212,7 +212,7 @@ def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: lis
 
     async def collect() -> list[list[Event]]:
         first, *others = served.room.submit(*asked)
-        async for event in first:
+        async for event in events_of(first):
             if isinstance(event, Progress) and event.done:
                 break
         first.leave()
@@ -283,7 +283,7 @@ def test_answers_keep_their_tokens_when_prompts_have_no_room(
     async def collect() -> list[list[Event]]:
         first, second = served.room.submit(*early)
         head = []
-        async for event in first:
+        async for event in events_of(first):
             head.append(event)
             if len(head) == 8:
                 break
@@ -351,7 +351,7 @@ def test_a_request_joins_others_that_run(served: Served, sizes: list[int]) -> No
         first, second = served.room.submit(*long_ones)
         events: list[Event] = []
         third: Any = None
-        async for event in first:
+        async for event in events_of(first):
             events.append(event)
             if third is None and len(sizes) > 3:
                 third = asyncio.ensure_future(every(*served.room.submit(late)))
@@ -439,7 +439,7 @@ def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
 
     async def collect() -> list[list[Event]]:
         leaving, *others = served.room.submit(request("bye", max_tokens=500), *asked)
-        async for event in leaving:
+        async for event in events_of(leaving):
             if isinstance(event, Piece):
                 break
         leaving.leave()

@@ -13,7 +13,7 @@ from mlx_flash.kv.kvpool import LayerRows, park
 from mlx_flash.server.events import Begun, End, Event, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.rows import BatchOptions, ServedRows
-from served import every, serving, text_of
+from served import events_of, every, serving, text_of
 
 __all__ = ["model"]
 
@@ -64,7 +64,7 @@ def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None
 
         async def leave_early() -> list[list[Event]]:
             leader, *others = served.room.submit(*requests(LONG))
-            async for event in leader:
+            async for event in events_of(leader):
                 if isinstance(event, Begun):
                     leader.leave()
             return [await every(answer) for answer in others]

@@ -119,9 +119,11 @@ def _restore() -> None:
     for change in _State.changes:
         change.undo()
     found = current_load_model()
-    if _State.changes and found is not _State.changes[0].stock:  # ours is inside another one, and hands everything on
+    if _State.changes and found is not _State.changes[0].stock:  # another patch calls ours, which calls the stock one
         name = f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
-        _log.warning("mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: it stays", name)
+        _log.warning(
+            "mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: left as it is", name
+        )
     else:
         _State.changes = ()
 

@@ -43,22 +43,21 @@ class Access:
     is_open: bool = False
 
     def check(self, path: str, method: str, headers: Headers) -> None:
-        """Check that a request comes from a program, from the server's own page, or from a page that may ask.
+        """Check the length, the origin and the key of a request.
 
-        All programs on its way have to see its end at the same place. Web pages send their origin, programs send none.
+        Web pages send their origin, programs send none. A request with two lengths is refused: a proxy may use one and
+        the server the other, so that they disagree where the request ends.
+
+        Args:
+            path, method, headers: of the request.
 
         Raises:
-            RefusedError: it comes from another web page, its key is missing or wrong, or it has two lengths: a proxy
-                may take the one, and the server the other.
+            RefusedError: it has two lengths, comes from a web page that is not allowed, or its key is missing or wrong.
         """
         if "content-length" in headers and "transfer-encoding" in headers:
             raise RefusedError("a request has Content-Length or Transfer-Encoding, not both.", 400)
-        origin = headers.get("origin")
-        if (
-            origin is not None
-            and not {"*", origin} & set(self.origins)
-            and not _is_own_page(origin, headers.get("host"))
-        ):
+        origin, host = headers.get("origin"), headers.get("host")
+        if origin is not None and not {"*", origin} & set(self.origins) and not _is_own_page(origin, host):
             raise RefusedError(
                 "this server answers no web pages of this origin. Hint: name it with --allowed-origins at the start.",
                 403,

@@ -320,7 +320,7 @@ class LoadedModel:
                 self._fail(found, error)
 
     def _computed(self, number: int) -> Job | None:
-        """Return the request with a number; None if it is gone, or begins once more."""
+        """Return the request with a number; None if it has ended, or waits to begin again."""
         job = self.jobs.get(number)
         return job if job is not None and job.is_computed else None
 

@@ -72,7 +72,7 @@ class Prompt:
 
 
 NO_PROMPT = Prompt([], [], [])
-"""That of a request whose model is not in memory, or that has none."""
+"""The prompt of a request whose model is not in memory yet, or that has no prompt."""
 
 
 def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -198,7 +198,11 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
 
 
 async def _until_begun(answers: Sequence[Answer]) -> None:
-    """Wait for the first event of each answer. Raises: RefusedError: one of them is an error."""
+    """Wait for the first event of each answer.
+
+    Raises:
+        RefusedError: an answer begins with an error.
+    """
     firsts: list[Event | None] = [None]
     while None in firsts:
         await answers[0].arrived.wait()

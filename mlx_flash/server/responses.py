@@ -78,8 +78,8 @@ class KeptResponses:
         """Return the conversation that a response ends, or an item of an earlier one.
 
         Args:
-            name: its number.
-            kind: a list for a conversation, a dictionary for an item.
+            name: its id.
+            kind: ``list`` for a conversation, ``dict`` for an item.
             field: of the request, to name in an error.
 
         Raises:

@@ -59,7 +59,7 @@ class Service:
         catalog: the models that requests can name.
         num_requests: requests that are answered or wait.
         ignored: requests by names of fields that had no effect on their answers.
-        downloads: of models, that may run.
+        downloads: limits the downloads of models that run at the same time.
     """
 
     def __init__(self, room: EngineRoom, *, is_strict: bool = False) -> None:
@@ -92,7 +92,7 @@ class Service:
         Args:
             path: of their URL.
             kind: of their bodies.
-            answer: of them.
+            answer: makes the reply to a checked body.
             method: of HTTP.
         """
 

@@ -24,7 +24,7 @@ def use(name: str, arguments: str) -> str:
     if name == "list_files":
         return "\n".join(sorted(files))
     file = json.loads(arguments).get("name")
-    return files[file].read_text()[:4000] if file in files else f"there is no file {file}"
+    return files[file].read_text(errors="replace")[:4000] if file in files else f"there is no file {file}"
 
 
 name = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

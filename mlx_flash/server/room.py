@@ -1,4 +1,4 @@
-"""The generation thread, which owns MLX: everything else reaches models through it."""
+"""The generation thread: everything else in the server reaches models through it."""
 
 from __future__ import annotations
 

@@ -360,6 +360,9 @@ SHOWN = frozenset(
 MANY = 10
 """Commands with more flags of their own than this have many."""
 
+NAMED = frozenset({"chat", "serve", "show", "rm", "stop"})
+"""Commands that take names of ``mlx-flash create`` as the model. ``run`` does too, among its words."""
+
 
 class _Formatter(argparse.HelpFormatter):
     """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags.
@@ -494,16 +497,17 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
             found = made
             own = [names for names, _ in command.flags]
             found.shown = SHOWN if len(own) > MANY else SHOWN.union(*own)
-            _add_flags(found, command)
+            _add_flags(found, command, takes_names=name in NAMED)
     return parser, found
 
 
-def _add_flags(parser: Parser, command: Command) -> None:
+def _add_flags(parser: Parser, command: Command, *, takes_names: bool) -> None:
     """Add all flags of a command: the basics first, those for tuning last."""
     help_texts = setting_help() if command.streams else {}
     if command.model:
         nargs, options = ("*", {"action": "append", "default": []}) if "..." in command.model else ("?", {})
-        parser.add_argument("first", nargs=nargs, metavar="MODEL", help="folder, Hugging Face repository, or name")
+        text = "folder, Hugging Face repository, or name" if takes_names else "folder or Hugging Face repository"
+        parser.add_argument("first", nargs=nargs, metavar="MODEL", help=text)
         parser.add_argument("--model", metavar="MODEL", help="the same, at any place", **options)
     for name in BASICS if command.streams else ():
         _add_setting(parser, name, help_texts[name])

@@ -195,7 +195,7 @@ def advice(found: Findings) -> Iterator[str]:
     if found.profile.bytes_per_second < SLOW_DISK:
         yield (
             f"{disk.mount} ({disk.device}, {disk.file_system}) reads only {found.profile.bytes_per_second / GB:.2f} "
-            "GB/s, which large models wait for. Hint: copy them to a faster disk, such as an internal one."
+            "GB/s, which makes large models slow. Hint: copy them to a faster disk, such as an internal one."
         )
     if not found.profile.direct:
         yield (

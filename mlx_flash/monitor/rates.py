@@ -21,7 +21,8 @@ class SystemMemory:
     Attributes:
         total, available: main memory.
         swap_total, swap_used: swap space.
-        pressure: share of the last ten seconds in which tasks waited for memory.
+        pressure: share of the last ten seconds in which tasks waited for memory; on macOS 0.0, 0.3 or 1.0 for the
+            kernel's level.
     """
 
     total: int

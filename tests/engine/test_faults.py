@@ -451,7 +451,7 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_folder_of_keys_and_values_that_is_removed_is_made_again(tmp_path: Path) -> None:
-    """Files of the old cache are open, and read on."""
+    """The old cache has its files open, so they stay readable."""
     theirs = stock(save(tmp_path / "model", LLAMA))
     expected, calls = run(theirs, PREFILL_AND_DECODE), ([1, 2, 3, 4, 5], [6, 7, 8])
     with streamed_on_disk(tmp_path / "model", kv_directory=tmp_path / "kv") as model:

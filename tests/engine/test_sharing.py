@@ -157,10 +157,8 @@ def test_a_cache_that_was_closed_costs_its_own_row_alone(directory: Path) -> Non
         assert isinstance(rows[0].error, ClosedError) and len(rows[1].outputs) == 1
 
 
-def test_a_cache_that_was_dropped_while_it_owed_a_token_leaves_its_room(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It refers to itself. Until Python's collector came, a prompt was cut, or refused, for its sake."""
+def test_dropped_cache_that_owes_a_token_frees_its_memory(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The cache is part of a reference cycle, and its memory is needed before the garbage collector runs by itself."""
     prompt = mx.arange(200)
     with streamed_whole(directory, speculation=False, context_length=512) as model:
         model.start()

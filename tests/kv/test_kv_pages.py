@@ -314,7 +314,7 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_a_removed_or_replaced_file_is_read_on(tmp_path: Path) -> None:
+def test_removed_or_replaced_file_stays_readable(tmp_path: Path) -> None:
     pool, caches = on_disk(tmp_path)
     path = caches[0].rows.disk.file.path
     path.unlink()

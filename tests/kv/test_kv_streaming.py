@@ -386,7 +386,7 @@ def test_a_kv_directory_that_cannot_be_made_is_refused(
         load_model(directory, settings(directory, kv_directory=tmp_path / "kv"))
 
 
-def test_layers_in_a_kv_directory_that_was_removed_are_read_on(tmp_path: Path) -> None:
+def test_layers_stay_readable_after_their_kv_directory_is_removed(tmp_path: Path) -> None:
     pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv"))
     caches = make_caches([KVCache(), KVCache()], pool.options, pool)
     rows = mx.ones((1, 2, 100, 32))

@@ -291,7 +291,7 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
     assert disk - others - len(opened.files()) * PAGE_BYTES >= disk / 10 and found(by_default, [4] * STEP) == 1
 
 
-def test_what_is_held_stays(opened: Opener) -> None:
+def test_held_pages_are_not_evicted(opened: Opener) -> None:
     store, other = opened(limit_bytes=4 * PAGE_BYTES), opened(limit_bytes=4 * PAGE_BYTES)
     put(store, TOKENS[: 3 * STEP])
     prefix = store.find(TOKENS[: 2 * STEP])

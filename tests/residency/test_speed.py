@@ -63,7 +63,7 @@ def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("planned", "half", "is_probed_again"), [(1e15, 0.5, True), (1.0, 0.5, True), (1e9, 1e-4, False)]
 )
-def test_disk_at_half_its_probed_speed_or_twice_is_probed_again(
+def test_disk_at_half_or_twice_its_probed_speed_is_probed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: float, half: float, is_probed_again: bool
 ) -> None:
     monkeypatch.setattr("mlx_flash.engine.session.HALF", half)

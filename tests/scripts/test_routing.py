@@ -1,4 +1,4 @@
-"""The routing of a run is in the file as it was."""
+"""A routing trace has every routing decision of a run."""
 
 from __future__ import annotations
 

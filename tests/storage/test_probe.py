@@ -150,6 +150,7 @@ def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(BackgroundPrefetcher, "start", start)
     probe._measure(big, False, 4 << 20, 1, 0, 2 * SAMPLE)
     assert left[0] < 50
+    assert num_cached_pages(big) < 50, "the pages of the probe were dropped, too"
 
 
 def test_disk_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts like Ctrl-C at chosen points of the code, or at random moments.
+"""Interrupts like Ctrl-C at chosen points of the code.
 
 CPython raises what a signal handler raises after a call, at the beginning of a function, and at the end of a loop's
 round. A point is one of these, or the place behind an instruction that changes an object. A trace can only raise before
@@ -97,7 +97,7 @@ class Tracer:
 
 @functools.cache
 def _points(code: CodeType) -> frozenset[int]:
-    entries = getattr(dis.Bytecode(code), "exception_entries", ())  # none before Python 3.11, whose blocks are marked
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
 
     def handler(offset: int) -> int | None:
         return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)

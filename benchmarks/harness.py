@@ -158,7 +158,7 @@ def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
 def slowed(model: Path, mb_per_second: float | None) -> Iterator[None]:
     """Limit what this process and those that it starts read a second, if a limit is wanted.
 
-    They keep no speeds of the disk for other programs, and find none.
+    They have a cache directory of their own, so that no other process uses the speeds that they measure.
     """
     if mb_per_second is None:
         yield

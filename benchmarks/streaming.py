@@ -366,11 +366,17 @@ def _settings(text: str) -> dict[str, Any]:
 def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bench, list[str]]:
     """Return the bench, and notes on the runs that it leaves out."""
     shards = [shard for model in options.model for shard in read_checkpoint(model).shards]
-    nbytes = sum(shard.nbytes for shard in read_checkpoint(options.model[0]).shards)
+    first = read_checkpoint(options.model[0])
+    nbytes = sum(shard.nbytes for shard in first.shards)
     profile = disk_profile(max(shards, key=lambda shard: shard.nbytes).path, direct=True)
     settings = dict.fromkeys([(profile.read_size, profile.queue_depth), *OTHER_PROBES])
     notes = []
     with_resident = not options.no_resident
+    if first.tables and (with_resident or options.limit is not None):
+        sys.exit(
+            f"mlx-lm cannot load {options.model[0]}, which is compressed. "
+            "Hint: name the plain model first, or give --no-resident without --limit."
+        )
     if with_resident and nbytes + RESIDENT_SLACK > available_memory():
         with_resident = False
         notes.append(f"no resident run: the model has {nbytes / GB:.2f} GB, {available_memory() / GB:.2f} GB are free")

@@ -638,10 +638,13 @@ def text_part(config: Config) -> Config:
 def quantization_settings(args: argparse.Namespace) -> Config | None:
     """The quantization asked for on the command line."""
     if args.quantize_bits is None:
+        if args.group_size is not None:
+            raise UsageError("--group-size needs --quantize-bits")
         return None
-    if args.quantize_bits not in BITS or args.group_size not in GROUPS:
+    group_size = args.group_size or 64
+    if args.quantize_bits not in BITS or group_size not in GROUPS:
         raise UsageError(f"--quantize-bits is one of {BITS}, and --group-size one of {GROUPS}")
-    return {"group_size": args.group_size, "bits": args.quantize_bits, "mode": "affine"}
+    return {"group_size": group_size, "bits": args.quantize_bits, "mode": "affine"}
 
 
 def base_config(args: argparse.Namespace) -> Config:
@@ -899,7 +902,7 @@ def add_format_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("values and files")
     group.add_argument("--dtype", metavar="NAME", help="bfloat16 (default, or the config's), float16 or float32")
     group.add_argument("--quantize-bits", type=int, metavar="N", help="quantize to N bits")
-    group.add_argument("--group-size", type=int, default=64, metavar="N", help="values per scale (default 64)")
+    group.add_argument("--group-size", type=int, metavar="N", help="values per scale (default 64)")
     group.add_argument("--shard-size-gb", type=positive, default=1.0, metavar="GB", help="largest file (default 1)")
     group.add_argument("--naming", choices=["mlx", "huggingface"], default="mlx", help="whose tensor names")
     group.add_argument("--seed", type=int, default=0, metavar="N")

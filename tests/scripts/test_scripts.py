@@ -193,7 +193,7 @@ def test_sharding_changes_the_files_but_no_value(tiny: Path, made: Callable[...,
     assert index["metadata"]["total_size"] == sum(len(raw) for _, _, raw in read_tensors(other).values())
     assert generate(other) == generate(tiny)
     (header,) = read_headers(tiny).values()
-    assert stored_order(header) != sorted(stored_order(header))  # as mlx's writer leaves them
+    assert stored_order(header) != sorted(stored_order(header))  # in no order, as MLX writes them
     assert header["__metadata__"] == {"format": "mlx"}
 
 
@@ -439,6 +439,7 @@ def test_a_killed_run_leaves_no_model(tmp_path: Path) -> None:
         (["--heads=5"], "not divisible by --heads"),
         (["--dtype=float8"], "unknown dtype"),
         (["--quantize-bits=7"], "--quantize-bits is one of"),
+        (["--group-size=32"], "--group-size needs --quantize-bits"),
         (["--vocab-size=100"], "at least 261"),
         (["--config=absent.json"], "cannot read absent.json"),
         (["--naming=huggingface", "--quantize-bits=4"], "does not go with quantization"),

@@ -2,8 +2,8 @@
 
 Clients ask whole and streamed, leave in between, and send wrong requests, garbage, and bytes one by one. Every answer
 is compared with that of the same request alone. With ``--crowd`` and ``--slow-readers`` many connections are opened at
-once before. At the end the server must be healthy, have no more descriptors and threads than before, have stayed in its
-budget, and end on SIGTERM with status 0.
+once before the clients start. At the end the server must be healthy, have no more descriptors and threads than before,
+have stayed in its budget, and end on SIGTERM with status 0.
 
 Example:
     python scripts/soak.py --seconds 7200 --under 'scripts/small_machine --warm {limit}' --json soak.json
@@ -435,8 +435,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--clients", type=int, default=6, help="clients at once (default: %(default)s)")
     numbers, most = range(1, len(TEXTS) + 1), len(TEXTS)
     add("--texts", type=int, choices=numbers, default=most, help="prompts (default: %(default)s)")
-    add("--crowd", type=int, default=0, help="connections that are opened at once before")
-    add("--slow-readers", type=int, default=0, help="streams that nobody reads for a while before")
+    add("--crowd", type=int, default=0, help="connections to open at once before the clients start")
+    add("--slow-readers", type=int, default=0, help="streams to leave unread for a while before the clients start")
     add(
         "--budget-gb",
         type=float,

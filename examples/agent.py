@@ -27,8 +27,8 @@ def use(name: str, arguments: str) -> str:
     return files[file].read_text(errors="replace")[:4000] if file in files else f"there is no file {file}"
 
 
-name = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-functions = {"list_files": {"type": "object", "properties": {}}, "read_file": name}
+file_name = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+functions = {"list_files": {"type": "object", "properties": {}}, "read_file": file_name}
 tools = [{"type": "function", "function": {"name": name, "parameters": form}} for name, form in functions.items()]
 client = openai.OpenAI(base_url=f"http://127.0.0.1:{args.port}/v1", api_key="not needed", max_retries=0, timeout=3600)
 messages = [{"role": "user", "content": args.task}]

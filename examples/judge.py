@@ -1,4 +1,4 @@
-"""Judges text files by their log-likelihood, as the mean of their tokens. The likeliest come first.
+"""Ranks text files by their mean log-likelihood per token, the likeliest first.
 
 python examples/judge.py --model DIR_OR_REPO --ram-budget-gb 2 one.txt two.txt three.txt
 """
@@ -25,7 +25,7 @@ config = mlx_flash.FlashConfig(
 model, tokenizer = mlx_flash.load(args.model, config)
 texts = [tokenizer.encode(file.read_text())[: args.tokens] for file in args.files]
 longest = max(len(tokens) for tokens in texts)
-# One call reads the weights once for all files. What is padded on the right changes nothing before it.
+# One call reads the weights once for all files. Padding on the right does not change the logits before it.
 logits = model(mx.array([tokens + [0] * (longest - len(tokens)) for tokens in texts])).astype(mx.float32)
 found = {}
 for file, tokens, own in zip(args.files, texts, logits, strict=True):

@@ -42,9 +42,9 @@ def wrapped_functions(wrap: Callable[[str, Callable[..., Any]], Callable[..., An
         wrap: given the name of a function and the function, returns what takes its place.
     """
     originals = [(owner, name, getattr(owner, name)) for name, owner in _WRAPPED.items()]
-    for owner, name, original in originals:
-        setattr(owner, name, wrap(name, original))
     try:
+        for owner, name, original in originals:
+            setattr(owner, name, wrap(name, original))
         yield
     finally:
         for owner, name, original in originals:

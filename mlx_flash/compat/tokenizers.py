@@ -82,9 +82,9 @@ def change_messages(tokenizer: Any, change: Callable[[list[Any]], list[Any]]) ->
 
 @contextmanager
 def _json_replaced() -> Iterator[None]:
-    for module in _READERS:
-        vars(module)["json"] = _Json()
     try:
+        for module in _READERS:
+            vars(module)["json"] = _Json()
         yield
     finally:
         for module in _READERS:

@@ -255,10 +255,11 @@ def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
-    for module in modules:
-        swap_class(module, _WatchedTable if is_embedding(module) else _Watched, watch)
+    own = [module for module in modules if module]  # all models share one empty module, the default of an argument
     try:
+        for module in own:
+            swap_class(module, _WatchedTable if is_embedding(module) else _Watched, watch)
         yield
     finally:
-        for module in modules:
+        for module in own:
             restore_class(module)

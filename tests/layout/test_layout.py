@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +16,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_flash.errors import CheckpointError
+from mlx_flash.layout import trace
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.reachable import arrays_in
@@ -24,7 +27,7 @@ from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
-from models import GEMMA3, LLAMA, MAMBA2, run, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
 from streamed import nbytes_of
 from zoo import configuration
 
@@ -153,6 +156,44 @@ def test_a_rehearsal_reads_nothing_and_leaves_no_trace(tmp_path: Path, monkeypat
     assert not any("_compiled" in vars(layer.mlp) for layer in model.layers)
     assert len(seen) > len(model.layers)
     assert same_bits(run(model, [[1, 2, 3]]), expected)
+
+
+@pytest.mark.parametrize(("function", "number"), [("swap_class", 2), ("restore_class", 1)])
+def test_an_interrupted_rehearsal_leaves_other_models_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
+) -> None:
+    """All mixtures of mlx-lm share one activation, the default of an argument."""
+    directory = save(tmp_path, QWEN3_MOE)
+    expected = run(stock(directory), [[1, 2, 3]])
+    original, seen = getattr(trace, function), []
+
+    def interrupted(module: nn.Module, *state: Any) -> None:
+        seen.extend([module] if isinstance(module, SwitchGLU) else [])
+        if len(seen) == number:
+            raise KeyboardInterrupt
+        original(module, *state)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trace, function, interrupted)
+        layout_of(directory)
+    assert same_bits(run(stock(directory), [[1, 2, 3]]), expected)
+    layout_of(directory)
+
+
+def test_two_mixtures_are_rehearsed_at_once(tmp_path: Path) -> None:
+    directory = save(tmp_path, QWEN3_MOE)
+    first, expected = load_lazily(directory, read_checkpoint(directory)), layout_of(directory)[1]
+    inner: list[ModelLayout] = []
+
+    def make_cache(model: nn.Module) -> list[Any]:
+        inner.append(layout_of(directory)[1])
+        return first.make_cache(model)
+
+    outer = make_layout(replace(first, make_cache=make_cache))
+    assert inner
+    for layout in (outer, *inner):
+        assert [unit.name for unit in layout.units] == [unit.name for unit in expected.units]
+        assert len(layout.experts) == len(expected.experts) == QWEN3_MOE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from mlx_flash.errors import (
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
+from mlx_flash.layout.walk import iter_parameters
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
 from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord, absent_shards
@@ -300,27 +301,3 @@ def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.
         {"sanitize": sanitize, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__},
     )
     return recording
-
-
-def iter_parameters(module: nn.Module) -> list[tuple[str, Any, Any, mx.array]]:
-    """Every array in a module's tree, private constants included: (name, container, key, array)."""
-    found = list[tuple[str, Any, Any, mx.array]]()
-    _collect_arrays(module, "", set(), found)
-    return found
-
-
-def _collect_arrays(container: Any, prefix: str, seen: set[int], found: list[tuple[str, Any, Any, mx.array]]) -> None:
-    if id(container) in seen:
-        return
-    seen.add(id(container))
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    for key, value in items:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, mx.array):
-            found.append((name, container, key, value))
-        elif isinstance(value, dict | list):
-            _collect_arrays(value, name, seen, found)
-        elif isinstance(value, tuple):
-            for i, item in enumerate(value):
-                if isinstance(item, dict | list):
-                    _collect_arrays(item, f"{name}.{i}", seen, found)

@@ -143,7 +143,7 @@ class WeightStream:
         self._successor: list[int] = []
         self._released_at: list[float] = []
         self._last: int | None = None
-        self._computing: tuple[int, Callable[[], None] | None] | None = None
+        self._computing: tuple[int, Callable[[], None]] | None = None
         self._last_release = 0.0
         self._seconds = [0.0] * num_units
 
@@ -222,17 +222,9 @@ class WeightStream:
         """
         if self._computing is not None:
             self.release_computed()
-        self._computing = index, wait
-        if wait is None:
-            self.release_computed()
-
-    def release_computed(self) -> None:
-        """Wait for what a unit still computes, and release it. Call it at the end of a pass."""
-        if self._computing is None:
-            return
-        (index, wait), self._computing = self._computing, None
         if wait is not None:
-            wait()  # after an exception the slot stays held, up to :meth:`recover`
+            self._computing = index, wait
+            return
         slot = self._slots[self.units[index].slot]
         if self.before_release is not None:
             self.before_release(index, slot.arena.memory)
@@ -252,6 +244,13 @@ class WeightStream:
             if self._slots[self.units[upcoming].slot] is slot:
                 self._fill(slot, upcoming)
                 break
+
+    def release_computed(self) -> None:
+        """Wait for what a unit still computes, and release it. Call it at the end of a pass."""
+        if self._computing is not None:
+            (index, wait), self._computing = self._computing, None
+            wait()  # after an exception the slot stays held, up to :meth:`recover`
+            self.release(index)
 
     @property
     def holds_units(self) -> bool:

@@ -23,8 +23,7 @@ class Job:
     """A request.
 
     Attributes:
-        number: in the order of arrival, and in the batch.
-        request: as the dialect made it.
+        request: as the dialect made it, with the messages that every conversation with the model begins with.
         source: its model.
         answer: the way to its client; None on other ranks than 0.
         prompt: its prompt; without tokens until its model is in memory.
@@ -43,7 +42,6 @@ class Job:
         is_over: nothing is sent any more.
     """
 
-    number: int
     request: GenerationRequest
     source: Source
     answer: Answer | None
@@ -64,6 +62,11 @@ class Job:
     load_seconds: float = 0.0
     _began: float | None = None
     _first: float | None = None
+
+    @property
+    def number(self) -> int:
+        """Its number, in the batch too."""
+        return self.request.number
 
     @property
     def length(self) -> int:

@@ -26,7 +26,7 @@ from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
 from mlx_flash.server.grammar import Grammars
 from mlx_flash.server.job import Job
-from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, opened_with
+from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
@@ -171,7 +171,6 @@ class LoadedModel:
         most = defaults.max_tokens if request.max_tokens is None else request.max_tokens
         job.max_tokens = 1 if request.work == "embed" else max(1, most)
         job.reading = self._reading(job) if request.is_read else None
-        request = _opened(self.source, request)
         with refused("prompt" if request.messages is None else "messages"):
             if num_prompt := least_tokens(request, self.tokenizer):
                 try:
@@ -272,7 +271,7 @@ class LoadedModel:
             cache, job.num_cached = self.kept.longest(job.prompt.tokens)
         else:  # the same tokens may stand for another picture
             cache = None
-            pictures = self._sight.inputs(_opened(self.source, request), defaults.template_options or {})
+            pictures = self._sight.inputs(request, defaults.template_options or {})
             job.inputs = {"inputs": pictures}
         self._rows.insert_as(
             job.number,
@@ -454,17 +453,6 @@ class LoadedModel:
             self.kept.keep(*kept)
         del kept
         job.end(reason)
-
-
-def _opened(source: Source, request: GenerationRequest) -> GenerationRequest:
-    """Return a request with the messages that every conversation with a model begins with.
-
-    Behind an earlier conversation this is the system prompt alone, as with Ollama.
-    """
-    first = [each for each in source.first_messages if not request.context or each["role"] == "system"]
-    if request.messages is None or not first:
-        return request
-    return replace(request, messages=opened_with(first, request.messages))
 
 
 def _taken(response: Any) -> Kept | None:

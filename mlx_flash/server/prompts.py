@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -73,6 +73,17 @@ class Prompt:
 
 NO_PROMPT = Prompt([], [], [])
 """The prompt of a request whose model is not in memory yet, or that has no prompt."""
+
+
+def opened(request: GenerationRequest, first: Sequence[Mapping[str, Any]]) -> GenerationRequest:
+    """Return a request with the messages that every conversation with a model begins with.
+
+    Behind an earlier conversation this is the system prompt alone, as with Ollama.
+    """
+    own = [each for each in first if not request.context or each["role"] == "system"]
+    if request.messages is None or not own:
+        return request
+    return replace(request, messages=opened_with(own, request.messages))
 
 
 def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

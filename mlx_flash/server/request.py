@@ -88,6 +88,7 @@ class GenerationRequest:
 
     Attributes:
         model: name of the model, as the client gave it.
+        number: of the answer, in the order of arrival.
         adapter: name of the adapter that the model was started with, where the client gives one.
         work: the work: an answer, the vector of a text, counting the tokens of the prompt, or loading or unloading the
             model.
@@ -117,6 +118,7 @@ class GenerationRequest:
     """
 
     model: str
+    number: int = 0
     adapter: str | None = None
     work: Literal["answer", "embed", "count", "load", "unload"] = "answer"
     messages: Sequence[dict[str, Any]] | None = None

@@ -10,6 +10,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
@@ -20,6 +21,7 @@ from mlx_flash.server.events import Answer, Failed, Progress
 from mlx_flash.server.job import Job
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
+from mlx_flash.server.prompts import opened
 from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.rows import BatchOptions
@@ -57,10 +59,10 @@ class EngineRoom:
         self._native_id: int | None = None
         self._is_stopping = self._is_closed = self._has_ended_well = False
         self._changed = threading.Condition()
-        self._requests: list[tuple[int, GenerationRequest]] = []
+        self._requests: list[GenerationRequest] = []
         self._left: list[int] = []  # numbers of requests whose clients have left
         self._answers: WeakValueDictionary[int, Answer] = WeakValueDictionary()
-        self._number = 0
+        self._numbers = count(1)
         self._ranks: Ranks | None = None
         self._waiting: deque[Job] = deque()
 
@@ -103,8 +105,12 @@ class EngineRoom:
         if self._ranks is not None:  # an error in the thread would end all ranks
             for each in requests:
                 self._ranks.check(each)
-        seeded = [
-            replace(each, sampling=replace(each.sampling, choice=i, drawn_seed=secrets.randbits(_SEED_BITS)))
+        asked = [
+            replace(
+                each,
+                number=next(self._numbers),
+                sampling=replace(each.sampling, choice=i, drawn_seed=secrets.randbits(_SEED_BITS)),
+            )
             for each in requests
             for i in range(each.num_choices)
         ]
@@ -112,16 +118,11 @@ class EngineRoom:
             if not self.is_alive:
                 raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
             arrived = asyncio.Event()
-            answers = [self._add(request, arrived) for request in seeded]
+            answers = {each.number: Answer(partial(self._leave, each.number), arrived) for each in asked}
+            self._answers.update(answers)
+            self._requests += asked
             self._changed.notify()
-        return answers
-
-    def _add(self, request: GenerationRequest, arrived: asyncio.Event) -> Answer:
-        self._number += 1
-        number = self._number
-        answer = self._answers[number] = Answer(lambda: self._leave(number), arrived)
-        self._requests.append((number, request))
-        return answer
+        return [*answers.values()]
 
     def _leave(self, number: int) -> None:
         with self._changed:
@@ -184,8 +185,8 @@ class EngineRoom:
     def _step(self) -> bool:
         """Go one round. Return whether the server stops."""
         news = self._news()
-        for number, request in news.requests:
-            self._take_in(number, request)
+        for request in news.requests:
+            self._take_in(request)
         for number in news.left:
             self._let_go(number)
         with ends_alone(lambda error: None):  # it is logged; the model has left the room
@@ -217,11 +218,12 @@ class EngineRoom:
             self._requests, self._left = [], []
         return news if ranks is None else ranks.share(news)
 
-    def _take_in(self, number: int, request: GenerationRequest) -> None:
+    def _take_in(self, request: GenerationRequest) -> None:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
-        answer = self._answers.get(number)  # None on other ranks than 0, or if the client is gone
+        answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
         with ends_alone(lambda error: None if answer is None else answer.put(Failed(error))):
-            job = Job(number, request, self.catalog.find(request.model, request.adapter), answer)
+            source = self.catalog.find(request.model, request.adapter)
+            job = Job(opened(request, source.first_messages), source, answer)
             model = self.models.get(job.source)
             if model is not None and request.has_prompt:
                 model.prepare(job)
@@ -260,8 +262,8 @@ class EngineRoom:
             if self._ranks is None:  # other ranks take requests between passes only
                 with self._changed:
                     found, self._requests = self._requests, []
-                for number, request in found:
-                    self._take_in(number, request)
+                for request in found:
+                    self._take_in(request)
             for other in self._waiting:
                 if other.source.name == job.source.name:
                     other.send(Progress("loading", done, total))

@@ -52,75 +52,6 @@ class Reading(NamedTuple):
     is_all: bool = False
 
 
-class Member(GeneratedSequence):
-    """A sequence of a batch.
-
-    Args:
-        waiting: the sequence as it was inserted.
-        model: the model.
-        step: mlx-lm's ``prefill_step_size``.
-        report: as ``on_prompt`` of `RowGenerator`.
-        reading: of the prompt's hidden states; None for none.
-
-    Attributes:
-        uid: its number.
-        num_prompt: tokens of the prompt.
-        most_tokens: the most tokens that its cache will have.
-    """
-
-    def __init__(
-        self,
-        waiting: Waiting,
-        model: FlashLLM,
-        step: int,
-        report: Callable[[int, int, int], None],
-        reading: Reading | None = None,
-    ) -> None:
-        self.uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
-        prompt = [*tokens, *(token for segment in segments for token in segment)]
-        if reading is not None:
-            step = min(step, reading.step)
-            if reading.is_all:
-                segments, max_tokens = [prompt], 0  # no token is computed alone
-        super().__init__(
-            model,
-            cache,
-            segments,
-            Chooser(sampler, processors, prompt),
-            step=step,
-            max_tokens=int(max_tokens),
-            guesses=Guesses(Lookup(prompt)),
-            tokens=tokens,
-            report=partial(report, self.uid),
-            reads=None if reading is None else reading.keeps,
-        )
-        self.num_prompt, self.most_tokens, self._matcher = self.num_left, waiting.most_tokens, stop.matcher()
-
-    def progress(self) -> Any:
-        """Return how far the prompt is."""
-        done, is_part_done = self.num_prompt - self.num_left, self.begin().is_done
-        return Progress(self.uid, (done, self.num_prompt), is_part_done and self.ends_segment, done == self.num_prompt)
-
-    @property
-    def has_chosen(self) -> bool:
-        """True if a token was chosen, and not handed out."""
-        return self.num_tokens > self.num_taken
-
-    def choose(self) -> None:
-        """Choose the next token of a sequence that is ready."""
-        key = random_key()
-        super().choose()
-        if random_key() is not key:  # whose order of numbers would depend on guesses
-            self.guesses = None
-
-    def answer(self) -> Any:
-        """Return the token that was chosen."""
-        number, logprobs, _ = self.take()
-        reason = "length" if self.num_tokens >= self.max_tokens else None
-        reason = "stop" if self._matcher.advance(number) else reason
-        return Response(self.uid, number, logprobs, reason, *((self.cache, self.tokens) if reason else (None, None)))
-
-
 class RowGenerator(BatchGenerator):
     """mlx-lm's ``BatchGenerator``, whose sequences share passes over the weights and nothing else.
 
@@ -140,7 +71,6 @@ class RowGenerator(BatchGenerator):
         on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do: during a
             pass in which it is alone, and at the end of one that it shares. :meth:`next` raises what it raises; others
             of the pass keep what they have computed.
-        reading_of: returns what is wanted of the hidden states of a sequence's prompt, by its number.
         options: as mlx-lm's generator takes them.
 
     Attributes:
@@ -156,16 +86,15 @@ class RowGenerator(BatchGenerator):
         takes_turns: bool = False,
         takes_turns_alone: bool = False,
         on_prompt: Callable[[int, int, int], None] = lambda uid, done, total: None,
-        reading_of: Callable[[int], Reading | None] = lambda uid: None,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
         self._flash = model
-        self._members: list[Member] = []
+        self._running: list[GeneratedSequence] = []
         self._completes_caches = completes_caches
-        self._ended: list[Member] = []
+        self._ended: list[GeneratedSequence] = []
         self._on_error = on_error
-        self._on_prompt, self._reading_of = on_prompt, reading_of
+        self._on_prompt = on_prompt
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
         self._may_lack_tokens = False
         self.num_elsewhere = 0
@@ -195,14 +124,14 @@ class RowGenerator(BatchGenerator):
         """
         self._join()
         began, num_left = time.perf_counter(), self._num_left
-        compute([member for member in self._members if not member.is_ready], most=self._most_prompt)
+        compute([sequence for sequence in self._running if not sequence.is_ready], most=self._most_prompt)
         prompts: list[Any] = []
         answers: list[Any] = []
-        for member in [*self._members]:
-            self._choose(member, prompts)
-        for member in [*self._members]:
-            self._take(member, answers)
-        if not self._members and not self.waiting:
+        for sequence in [*self._running]:
+            self._choose(sequence, prompts)
+        for sequence in [*self._running]:
+            self._take(sequence, answers)
+        if not self._running and not self.waiting:
             self._complete_caches()
         num_prompt, seconds = num_left - self._num_left, time.perf_counter() - began
         self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=seconds)
@@ -210,11 +139,11 @@ class RowGenerator(BatchGenerator):
 
     @property
     def _num_left(self) -> int:
-        return sum(member.num_left for member in self._members)
+        return sum(sequence.num_left for sequence in self._running)
 
     def _join(self) -> None:
-        num_prompts = sum(not member.num_tokens for member in self._members)
-        num_running = len(self._members) + self.num_elsewhere
+        num_prompts = sum(not sequence.num_tokens for sequence in self._running)
+        num_running = len(self._running) + self.num_elsewhere
         room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - num_running)
         for waiting in self.waiting[: max(0, room)]:
             if not self._has_room(waiting):
@@ -222,55 +151,88 @@ class RowGenerator(BatchGenerator):
             self.forget({waiting.uid})
             if self._completes_caches is not None:
                 waiting = waiting._replace(cache=copy.deepcopy(waiting.cache))
-            self._members.append(self._begin(waiting))
+            self._running.append(self._begin(waiting))
 
-    def _begin(self, waiting: Waiting) -> Member:
-        """Return a sequence that begins."""
-        reading = self._reading_of(waiting.uid)
-        return Member(waiting, self._flash, self.prefill_step_size, self._on_prompt, reading)
+    def _begin(self, waiting: Waiting, reading: Reading | None = None) -> GeneratedSequence:
+        """Return a sequence that begins.
+
+        Args:
+            waiting: the sequence as it was inserted.
+            reading: of the prompt's hidden states; None for none.
+        """
+        prompt = [*waiting.tokens, *(token for segment in waiting.segments for token in segment)]
+        step, segments, max_tokens = self.prefill_step_size, waiting.segments, int(waiting.max_tokens)
+        if reading is not None:
+            step = min(step, reading.step)
+            if reading.is_all:
+                segments, max_tokens = [prompt], 0  # no token is computed alone
+        return GeneratedSequence(
+            self._flash,
+            waiting.cache,
+            segments,
+            Chooser(waiting.sampler, waiting.processors, prompt),
+            step=step,
+            max_tokens=max_tokens,
+            guesses=Guesses(Lookup(prompt)),
+            tokens=waiting.tokens,
+            report=partial(self._on_prompt, waiting.uid),
+            reads=None if reading is None else reading.keeps,
+            uid=waiting.uid,
+            stop=waiting.stop_sequences.matcher(),
+        )
 
     @property
     def _most_prompt(self) -> int | None:
         """The most tokens of a prompt in a pass: a step where others wait for the pass, as in mlx-lm's batches."""
-        have_reads = [member.reads is not None for member in self._members]  # nobody waits for their tokens
+        have_reads = [sequence.reads is not None for sequence in self._running]  # nobody waits for their tokens
         is_waited_for = self._takes_turns_alone or (self._takes_turns and len(have_reads) > 1 and not all(have_reads))
         return self.prefill_step_size if is_waited_for else None
 
     def _has_room(self, waiting: Waiting) -> bool:
         """Return whether a sequence, and those that run, can all be computed to their ends in the budget."""
-        if not self._members:  # alone, its keys and values may go to disk, and its prompt may be cut
+        if not self._running:  # alone, its keys and values may go to disk, and its prompt may be cut
             return True
-        lengths = [member.most_tokens for member in (*self._members, *self._ended)]
+        lengths = [sequence.most_tokens for sequence in (*self._running, *self._ended)]
         return self._flash.has_room([*lengths, waiting.most_tokens])
 
-    def _choose(self, member: Member, prompts: list[Any]) -> None:
+    def _choose(self, sequence: GeneratedSequence, prompts: list[Any]) -> None:
         """Choose the next token of a sequence, if what it follows from is computed."""
-        row = member.begin()
+        row = sequence.begin()
         if row.error is not None:
-            self._members.remove(member)
-            self._fail(member.uid, row.error)
+            self._running.remove(sequence)
+            self._fail(sequence.uid, row.error)
             return
-        if not member.num_tokens:
-            prompts.append(member.progress())
-        if member.end_part():
-            if not member.segments:  # it is only read
-                self._members.remove(member)
-        elif member.is_ready:
-            member.choose()
+        if not sequence.num_tokens:
+            done, total = sequence.num_prompt - sequence.num_left, sequence.num_prompt
+            ends_segment = row.is_done and sequence.ends_segment
+            prompts.append(Progress(sequence.uid, (done, total), ends_segment, done == total))
+        if sequence.end_part():
+            if not sequence.segments:  # it is only read
+                self._running.remove(sequence)
+        elif sequence.is_ready:
+            _choose_next(sequence)
 
-    def _take(self, member: Member, answers: list[Any]) -> None:
+    def _take(self, sequence: GeneratedSequence, answers: list[Any]) -> None:
         """Take the token that a sequence has chosen, and those that it has guessed right."""
-        while member.has_chosen:
-            answers.append(member.answer())
+        while sequence.num_tokens > sequence.num_taken:
+            answers.append(self._answer(sequence))
             if answers[-1].finish_reason is not None:
                 if self._completes_caches is False:
                     answers[-1].prompt_cache = None
-                self._members.remove(member)
-                member.end()
+                self._running.remove(sequence)
+                sequence.end()
                 if self._completes_caches:
-                    self._ended.append(member)
-            elif member.num_rows > 1 and member.is_ready:  # the next one was guessed right
-                member.choose()
+                    self._ended.append(sequence)
+            elif sequence.num_rows > 1 and sequence.is_ready:  # the next one was guessed right
+                _choose_next(sequence)
+
+    def _answer(self, sequence: GeneratedSequence) -> Any:
+        """Return the token that a sequence has chosen."""
+        number, logprobs, _ = sequence.take()
+        reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
+        reason = "stop" if sequence.stop.advance(number) else reason
+        kept = (sequence.cache, sequence.tokens) if reason else (None, None)
+        return Response(sequence.uid, number, logprobs, reason, *kept)
 
     def _fail(self, uid: int, error: Exception) -> None:
         if self._on_error is None:
@@ -290,7 +252,7 @@ class RowGenerator(BatchGenerator):
     def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Return copies of the caches of sequences, and the tokens in them."""
         wanted = set(uids)
-        found = {member.uid: member for member in self._members if member.uid in wanted}
+        found = {sequence.uid: sequence for sequence in self._running if sequence.uid in wanted}
         waiting = super().extract_cache(wanted - found.keys())
         return {**waiting, **{uid: (copy.deepcopy(each.cache), [*each.tokens]) for uid, each in found.items()}}
 
@@ -299,14 +261,22 @@ class RowGenerator(BatchGenerator):
         gone = set(uids)
         caches = self.extract_cache(gone) if return_prompt_caches else {}
         self.forget(gone)
-        self._members = [member for member in self._members if member.uid not in gone]
+        self._running = [sequence for sequence in self._running if sequence.uid not in gone]
         return caches
 
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of all caches."""
         waiting = int(super().prompt_cache_nbytes)
-        return waiting + sum(int(entry.nbytes) for member in self._members for entry in member.cache)
+        return waiting + sum(int(entry.nbytes) for sequence in self._running for entry in sequence.cache)
+
+
+def _choose_next(sequence: GeneratedSequence) -> None:
+    """Choose the next token of a sequence that is ready."""
+    key = random_key()
+    sequence.choose()
+    if random_key() is not key:  # whose order of numbers would depend on guesses
+        sequence.guesses = None
 
 
 def computes_rows(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:

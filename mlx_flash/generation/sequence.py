@@ -52,9 +52,13 @@ class GeneratedSequence:
         report: called with (tokens done, tokens to do) of the prompt, if given. What it raises ends the pass.
         reads: as of :meth:`FlashLLM.row`, for the prompt.
         is_seen: whether the caller sees in the cache every token that was handed out, as with mlx-lm.
+        uid: its number in a batch.
+        stop: mlx-lm's matcher of the tokens that end it; None where its loop goes on.
 
     Attributes:
-        model, cache, chooser, max_tokens, reads: as given.
+        model, cache, chooser, max_tokens, reads, uid, stop: as given.
+        num_prompt: tokens of the prompt.
+        most_tokens: the most tokens that its cache will have.
         segments: those that are left.
         guesses: as given; None once nothing is guessed any more.
         has_room: False once guesses had no room. Nothing is guessed then, but a draft model still needs the text.
@@ -81,11 +85,15 @@ class GeneratedSequence:
         report: Progress | None = None,
         reads: Reads | None = None,
         is_seen: bool = False,
+        uid: int = 0,
+        stop: Any = None,
     ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
-        self.chooser = chooser
+        self.chooser, self.uid, self.stop = chooser, uid, stop
         self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
         self.row: Row | None = None
+        self.num_prompt = sum(map(len, segments))
+        self.most_tokens = len(tokens) + self.num_prompt + max_tokens
         self.num_tokens = self.num_taken = self.num_rows = self.num_restored = 0
         self.ends_segment = self.has_room = True
         self._step, self._report, self.reads = step, report, reads

@@ -18,7 +18,8 @@ from mlx_flash.compat.batchgenerator import Progress as PromptProgress
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation import generate_step, speculative_generate_step
-from mlx_flash.generation.batches import Member, Reading, RowGenerator, may_batch
+from mlx_flash.generation.batches import Reading, RowGenerator, may_batch
+from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
@@ -231,7 +232,6 @@ class ServedRows(RowGenerator):
             model,
             on_error=self._note,
             on_prompt=self.note_prompt,
-            reading_of=self._reading,
             takes_turns=True,
             takes_turns_alone=not is_shared and not model.plan.read_bytes,  # nothing is read for another pass
             completion_batch_size=options.decode_concurrency if self.loop is None else 1,
@@ -304,7 +304,7 @@ class ServedRows(RowGenerator):
             read, computed = [], []
         if self._fatal is not None:
             raise self._fatal
-        self._members = [member for member in self._members if member.uid not in self._errors]
+        self._running = [sequence for sequence in self._running if sequence.uid not in self._errors]
         return prompts + read, answers + [answer for answer in computed if answer.uid not in self._errors]
 
     def take_errors(self) -> dict[int, RefusedError]:
@@ -314,9 +314,9 @@ class ServedRows(RowGenerator):
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
-        row = next((member for member in self._members if member.uid == uid), None)
-        kept = self.remove([uid], return_prompt_caches=row is None).get(uid)
-        return kept if row is None else (row.cache, row.tokens)
+        running = next((sequence for sequence in self._running if sequence.uid == uid), None)
+        kept = self.remove([uid], return_prompt_caches=running is None).get(uid)
+        return kept if running is None else (running.cache, running.tokens)
 
     def extract_cache(self, uids: Iterable[int]) -> dict[int, Kept]:
         """Return copies of the caches of requests, and the tokens in them."""
@@ -338,15 +338,15 @@ class ServedRows(RowGenerator):
         if self._is_shared and not isinstance(error, BudgetError):
             self._fatal = error
 
-    def _begin(self, waiting: Waiting) -> Member:
-        return super()._begin(self._guarded(waiting))
+    def _begin(self, waiting: Waiting, reading: Reading | None = None) -> GeneratedSequence:
+        return super()._begin(self._guarded(waiting), self._reading(waiting.uid))
 
-    def _choose(self, member: Member, prompts: list[Any]) -> None:
-        super()._choose(member, prompts)
-        if (job := self._jobs.get(member.uid)) is not None:
-            job.num_restored = member.num_restored
-            if member.hidden and not member.num_left:
-                job.hidden, member.hidden = member.hidden, []
+    def _choose(self, sequence: GeneratedSequence, prompts: list[Any]) -> None:
+        super()._choose(sequence, prompts)
+        if (job := self._jobs.get(sequence.uid)) is not None:
+            job.num_restored = sequence.num_restored
+            if sequence.hidden and not sequence.num_left:
+                job.hidden, sequence.hidden = sequence.hidden, []
 
     def _guarded(self, waiting: Waiting) -> Waiting:
         """Return a request whose sampler and processors note what they raise: it ends alone after the call.
@@ -406,7 +406,7 @@ class ServedRows(RowGenerator):
 
     def _groups_at_once(self) -> Iterator[Group | LoneRequest]:
         """Yield the groups that are computed now. Prompts beyond the limits wait."""
-        num_prompts, num_running = 0, len(self._members)
+        num_prompts, num_running = 0, len(self._running)
         for group in [*self._groups]:
             num_prompts += group.num_prompts
             num_running += len(group)

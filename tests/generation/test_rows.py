@@ -20,7 +20,7 @@ from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
-from mlx_flash.generation.batches import Member, RowGenerator
+from mlx_flash.generation.batches import RowGenerator
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure
 from models import LLAMA, MAMBA2, same_bits, save, save_initialised, stock
@@ -311,7 +311,7 @@ def test_batch_that_was_interrupted_refuses_to_go_on(directories: Directories, m
         batch.insert([[5, 6, 7], [8, 9]])
         batch.next()
         with monkeypatch.context() as patch:
-            patch.setattr(Member, "answer", interrupt)
+            patch.setattr(RowGenerator, "_answer", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 while True:
                     batch.next()

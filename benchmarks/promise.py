@@ -40,9 +40,8 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.call import ForwardCall, Row
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.row import Row
 from mlx_flash.errors import FlashError
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model

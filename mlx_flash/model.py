@@ -18,14 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.body import body_of, head_alone
-from mlx_flash.engine.call import ForwardCall, parse_call, token_call
+from mlx_flash.engine.call import ForwardCall, Row, parse_call, token_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.prepare import Prepared
-from mlx_flash.engine.row import Row
 from mlx_flash.engine.wrapped import prepare_loaded
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.checkpoints import Checkpoints

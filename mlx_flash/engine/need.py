@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.kv.growth import Growth, update_growth

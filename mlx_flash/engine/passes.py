@@ -12,12 +12,10 @@ import mlx.core as mx
 
 from mlx_flash import enginethread
 from mlx_flash.compat.compiler import explained
-from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.call import ForwardCall, Lane, Row, teller
 from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.need import admit_in_memory, layers_at_once, make_room, need
-from mlx_flash.engine.row import Row, teller
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters

@@ -19,12 +19,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.call import ForwardCall, Lane, Row
 from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.need import Need, check_least, layers_at_once, make_room, need
-from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes

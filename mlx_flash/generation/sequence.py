@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_flash.engine.call import Row
 from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.kv.checkpoints import trimmable

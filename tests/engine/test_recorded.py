@@ -12,8 +12,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import layers_at_once, need
 from mlx_flash.memory.footprint import footprint
 from models import LLAMA, run, same_bits, save, stock

@@ -24,9 +24,8 @@ from batches import Tokens, alone, by_generator, check_equal
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.generation import stock_generate_step
-from mlx_flash.engine.call import token_call
+from mlx_flash.engine.call import Row, token_call
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.row import Row
 from mlx_flash.generation import RowGenerator, batches
 from mlx_flash.generation.batches import computes_rows
 from mlx_flash.layout.reachable import arrays_in

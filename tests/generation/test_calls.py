@@ -14,8 +14,7 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM, enginethread, load_model
-from mlx_flash.engine.call import token_call
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane, token_call
 from mlx_flash.engine.need import make_room, need
 from models import LLAMA, QWEN3_MOE, saved_once
 from streamed import LARGE_GB, config

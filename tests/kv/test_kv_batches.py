@@ -22,7 +22,7 @@ from batches import alone, check_equal
 from conversations import model
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
-from mlx_flash.engine.row import Row
+from mlx_flash.engine.call import Row
 from mlx_flash.generation import RowGenerator
 from mlx_flash.kv import kvfiles
 from mlx_flash.kv.disk import DiskRows

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from benchmark_modules import load_benchmark
 from kv_rows import adding
 from mlx_flash import BudgetError, FlashConfig, load_model
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane
 from mlx_flash.engine.need import check_least
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import make_caches

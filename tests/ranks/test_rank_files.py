@@ -13,8 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from local_ranks import run_ranks
 from mlx_flash import cli
-from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import check_least
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError

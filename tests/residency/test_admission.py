@@ -26,8 +26,7 @@ from admission_plans import plan as plan  # a fixture
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import need as need_module
-from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import make_room, need
 from mlx_flash.kv.growth import update_growth
 from mlx_flash.kv.options import KVOptions

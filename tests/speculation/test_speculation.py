@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_flash
 from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
-from mlx_flash.engine.row import Row
+from mlx_flash.engine.call import Row
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.folder import clear_prefixes

@@ -23,7 +23,7 @@ from expert_pools import with_pool
 from mlx_flash import FlashLLM, ReadError
 from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.engine import sharing
-from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.call import Lane
 from mlx_flash.engine.need import Need, need
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import ResidencyPlan

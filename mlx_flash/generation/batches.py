@@ -30,8 +30,7 @@ from mlx_flash.compat.batchgenerator import (
 from mlx_flash.compat.generation import with_names
 from mlx_flash.compat.randomkeys import random_key
 from mlx_flash.errors import CacheError, FlashError
-from mlx_flash.generation.chooser import Chooser
-from mlx_flash.generation.sequence import GeneratedSequence, compute
+from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.speculation.guesses import Guesses

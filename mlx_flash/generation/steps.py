@@ -26,8 +26,7 @@ from mlx_flash.compat.generation import (
     with_names,
 )
 from mlx_flash.engine.engine import Progress
-from mlx_flash.generation.chooser import Chooser
-from mlx_flash.generation.sequence import GeneratedSequence, Token, compute
+from mlx_flash.generation.sequence import Chooser, GeneratedSequence, Token, compute
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE

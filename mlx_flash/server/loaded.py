@@ -20,12 +20,11 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.boundary import ends_alone, refusal_of, refused
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
 from mlx_flash.server.grammar import Grammars
-from mlx_flash.server.job import Job
+from mlx_flash.server.job import Job, ends_alone, refusal_of, refused
 from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest

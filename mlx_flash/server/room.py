@@ -15,10 +15,9 @@ from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.boundary import ends_alone
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Answer, Failed, Progress
-from mlx_flash.server.job import Job
+from mlx_flash.server.job import Job, ends_alone
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
 from mlx_flash.server.prompts import opened

@@ -23,9 +23,8 @@ from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
-from mlx_flash.server.boundary import ends_alone, refusal_of
 from mlx_flash.server.events import Progress
-from mlx_flash.server.job import Job
+from mlx_flash.server.job import Job, ends_alone, refusal_of
 from mlx_flash.server.sampling import Sampler, greedy
 
 if TYPE_CHECKING:  # an extra

@@ -13,8 +13,7 @@ import pytest
 import mlx_flash
 from mlx_flash import FlashLLM
 from mlx_flash.engine.sharing import Sharing, waiting_bytes
-from mlx_flash.generation.chooser import Chooser
-from mlx_flash.generation.sequence import GeneratedSequence, compute
+from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock

@@ -34,9 +34,6 @@ class News:
     stops: bool = False
 
 
-_NEWS = TypeAdapter(News)
-
-
 class Ranks:
     """The ranks that answer requests together. All of them call every method, in the same order.
 
@@ -49,6 +46,7 @@ class Ranks:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
+        self._news = TypeAdapter(News)
 
     @classmethod
     def of_process(cls) -> Ranks | None:
@@ -68,7 +66,7 @@ class Ranks:
             RefusedError: its values have too many levels for JSON.
         """
         try:
-            _NEWS.validate_json(_NEWS.dump_json(News([request])))
+            self._news.validate_json(self._news.dump_json(News([request])))
         except ValueError:  # pydantic stops at about 200 levels, and has no error of its own for that
             raise RefusedError(
                 "the request has too many objects or arrays inside each other: a server on several ranks takes about "
@@ -78,8 +76,8 @@ class Ranks:
 
     def share(self, news: News) -> News:
         """Return the news of rank 0."""
-        text = self._peers.text(_NEWS.dump_json(news).decode())
-        return news if self.is_first else _NEWS.validate_json(text)
+        text = self._peers.text(self._news.dump_json(news).decode())
+        return news if self.is_first else self._news.validate_json(text)
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision on a request that suits every rank.

@@ -35,7 +35,7 @@ from rich.table import Table
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.loading import load_model
-from mlx_flash.server.rows import BatchOptions, ServedRows
+from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.sampling import greedy
 
 Prompts = list[list[int]]
@@ -54,7 +54,7 @@ class Round:
 
 def served(model: FlashLLM, prompts: Prompts, num_tokens: int) -> Round:
     """Decode as the server does."""
-    rows: Any = ServedRows(model, BatchOptions(), {})
+    rows: Any = ServedBatch(model, BatchOptions(), {})
     rows.admit(model.plan, [len(prompt) + num_tokens for prompt in prompts])
     return _run(rows, prompts, num_tokens)
 

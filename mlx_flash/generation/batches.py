@@ -1,4 +1,4 @@
-"""Rows: sequences that share passes over the weights, each bit for bit as if it were computed alone.
+"""Batches: sequences that share passes over the weights, each bit for bit as if it were computed alone.
 
 mlx-lm computes a batch as one array with a row for each sequence, padded to the longest one. Kernels then work on other
 shapes than for a sequence alone, and on GPUs the last bits differ. Here each sequence keeps its own cache and its own
@@ -222,7 +222,7 @@ class RowGenerator(BatchGenerator):
                 sequence.end()
                 if self._completes_caches:
                     self._ended.append(sequence)
-            elif sequence.num_rows > 1 and sequence.is_ready:  # the next one was guessed right
+            elif sequence.num_calls > 1 and sequence.is_ready:  # the next one was guessed right
                 _choose_next(sequence)
 
     def _answer(self, sequence: GeneratedSequence) -> Any:
@@ -278,10 +278,10 @@ def _choose_next(sequence: GeneratedSequence) -> None:
         sequence.guesses = None
 
 
-def computes_rows(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:
-    """Return whether sequences are rows, each computed as if it were alone. If not, they are batches of mlx-lm's.
+def shares_passes(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:
+    """Return whether sequences share passes, each computed as if it were alone. If not, they are mlx-lm's batches.
 
-    They are rows, too, where mlx-lm's batches, which are padded, have no room.
+    They share passes, too, where mlx-lm's batches, which are padded, have no room.
 
     Args:
         model: the model, which is started.
@@ -320,13 +320,13 @@ def may_batch(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
 class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's ``BatchGenerator``, as ``mlx_lm.batch_generate`` makes it while the patch is applied.
 
-    For a streamed model whose sequences are rows it is a `RowGenerator`. Every other caller gets mlx-lm's own.
+    For a streamed model whose sequences share passes it is a `RowGenerator`. Every other caller gets mlx-lm's own.
     """
 
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
         """Return what computes a batch."""
         wanted = wanted_of(sys._getframe(1)) if isinstance(model, FlashLLM) else None
-        if wanted is None or not computes_rows(model, wanted.lengths, wanted.given):
+        if wanted is None or not shares_passes(model, wanted.lengths, wanted.given):
             return super().__new__(cls)
         return RowGenerator(model, *args, completes_caches=wanted.caches, **options)
 

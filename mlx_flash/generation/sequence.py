@@ -130,7 +130,7 @@ class GeneratedSequence:
         tokens: those in the cache.
         row: what is computed now, or was computed and not chosen from; None where the next row is not known.
         num_tokens, num_taken: tokens that were chosen, and those of them that were handed out.
-        num_rows: rows of one token that are computed now; 0 for a part of the prompt.
+        num_calls: calls of one token that are computed now; 0 for a part of the prompt.
         num_restored: tokens of the prompt that came from the prefix cache.
         ends_segment: the row that is computed ends with a segment.
         hidden: what is kept of the prompt's hidden states, one array for each part of it.
@@ -159,7 +159,7 @@ class GeneratedSequence:
         self.row: Row | None = None
         self.num_prompt = sum(map(len, segments))
         self.most_tokens = len(tokens) + self.num_prompt + max_tokens
-        self.num_tokens = self.num_taken = self.num_rows = self.num_restored = 0
+        self.num_tokens = self.num_taken = self.num_calls = self.num_restored = 0
         self.ends_segment = self.has_room = True
         self._step, self._report, self.reads = step, report, reads
         self._is_read_only = reads is not None and max_tokens == 0
@@ -172,17 +172,17 @@ class GeneratedSequence:
         self._reason: str | None = None
 
     def begin(self, num_others: int = 0, *, most: int | None = None) -> Row:
-        """Return the row to compute now, beside as many rows of others.
+        """Return the row to compute now, beside as many calls of others.
 
         Args:
-            num_others: rows of others.
+            num_others: calls of others.
             most: the most tokens of a prompt, at least a step; None for as many as memory allows.
         """
         if self.row is None and self._owed is not None and self._owed.found is not None:  # somebody looked
             self.row, self._new, self._at = self._owed.found, [self.last], -1
         if self.row is not None:
             return self.row
-        self._at, self.num_rows = -1, int(self._token is not None)
+        self._at, self.num_calls = -1, int(self._token is not None)
         if self._token is None:
             if most is not None:
                 most -= most % self.model.prefill_step(self._step, 0)
@@ -202,7 +202,7 @@ class GeneratedSequence:
             self.row.report = self._report
         else:
             guessed = self._guess(num_others)
-            self._new, self.num_rows = [self.last, *guessed], 1 + len(guessed)
+            self._new, self.num_calls = [self.last, *guessed], 1 + len(guessed)
             self._at = 0 if guessed else -1
             self.row = self.model.row(
                 mx.array([self._new]), self.cache, self._step, num_guesses=len(guessed), owed=self._owed
@@ -363,22 +363,22 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     model, rows, num_others = sequences[0].model, [], len(sequences) - 1
     for sequence in sequences:
         rows.append(sequence.begin(num_others, most=most))
-        num_others += max(0, sequence.num_rows - 1)
-    counts = [sequence.num_rows for sequence in sequences]
+        num_others += max(0, sequence.num_calls - 1)
+    counts = [sequence.num_calls for sequence in sequences]
     are_tokens = 0 not in counts
     engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()
     waited, busy = _reading(engine)
     model.advance(rows)
-    without = [each for each, row in zip(sequences, rows, strict=True) if each.num_rows > 1 and _has_no_room(row)]
+    without = [each for each, row in zip(sequences, rows, strict=True) if each.num_calls > 1 and _has_no_room(row)]
     for sequence in without:
         sequence.has_room, sequence.row = False, None
     if without:
         model.advance([sequence.begin() for sequence in without])
     is_one_pass = model.engine is engine and model.counters.num_passes == num_passes + 1
     if are_tokens and is_one_pass:
-        num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
+        num_calls, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
         now_waited, now_busy = _reading(engine)
-        model.times.note(max(1, num_rows), seconds, now_waited - waited, now_busy - busy)
+        model.times.note(max(1, num_calls), seconds, now_waited - waited, now_busy - busy)
 
 
 def _reading(engine: Engine | None) -> tuple[float, float]:

@@ -2,5 +2,5 @@
 
 A request's way: `app` -> `service` (limits, and `body` checks its fields) -> a dialect, which makes a
 `GenerationRequest` -> `room`, whose generation thread takes it in as a `Job` -> `models` -> `loaded` (prompt and
-admission) -> `rows` (passes) -> `text` (pieces) -> `events` -> the dialect's reply, by `replies`.
+admission) -> `batch` (passes) -> `text` (pieces) -> `events` -> the dialect's reply, by `replies`.
 """

@@ -20,6 +20,7 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.server.batch import BatchOptions, Kept, ServedBatch
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
@@ -29,7 +30,6 @@ from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_promp
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import BatchOptions, Kept, ServedRows
 from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, check_tools
 
@@ -154,10 +154,10 @@ class LoadedModel:
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
         shared = {"draft": draft, "sight": sight, "is_shared": ranks is not None}
-        self._new_rows = partial(ServedRows, model, options, self.jobs, **shared)
-        self._rows = self._new_rows()
+        self._new_batch = partial(ServedBatch, model, options, self.jobs, **shared)
+        self._batch = self._new_batch()
         # The last token of a copy is computed once more, so it must be possible to take it out.
-        self._shares_prompts = self._rows.loop is None and can_trim_prompt_cache(make_prompt_cache(model))
+        self._shares_prompts = self._batch.loop is None and can_trim_prompt_cache(make_prompt_cache(model))
 
     def prepare(self, job: Job) -> None:
         """Make the prompt of a request, and check that the budget has room for it when nothing else runs.
@@ -226,13 +226,13 @@ class LoadedModel:
             job.max_tokens = shorter[num_fitting - 1]
 
     def _reading(self, job: Job) -> Reading:
-        if self._rows.loop is not None or self._ranks is not None:
+        if self._batch.loop is not None or self._ranks is not None:
             raise RefusedError(
                 "this server gives no vectors and no log probabilities of prompts. Hint: start it without a draft "
                 "model, quantized keys and values, --vision and further ranks.",
                 400,
             )
-        return reading_for(job, self.model, self._rows.prefill_step_size)
+        return reading_for(job, self.model, self._batch.prefill_step_size)
 
     def admits(self, job: Job) -> bool:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""
@@ -241,7 +241,7 @@ class LoadedModel:
         if decision == "wait":
             return False
         plan, lengths = self._plan_for(job), [*running, job.length]
-        batching = self._rows.admit(plan, lengths)
+        batching = self._batch.admit(plan, lengths)
         needed = alone_bytes(plan, job.length) if decision == "alone" else together_bytes(plan, lengths, batching)
         self.kept.limit_bytes = max(0, room_bytes(plan) - needed)
         self.kept.trim_to(n_bytes=self.kept.limit_bytes)
@@ -272,11 +272,11 @@ class LoadedModel:
             cache = None
             pictures = self._sight.inputs(request, defaults.template_options or {})
             job.inputs = {"inputs": pictures}
-        self._rows.insert_as(
+        self._batch.insert_as(
             job.number,
             job.prompt.after(job.num_cached),
             max_tokens=job.max_tokens,
-            caches=cache or self._rows.make_cache(),
+            caches=cache or self._batch.make_cache(),
             all_tokens=job.prompt.tokens[: job.num_cached],
             samplers=sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size),
             logits_processors=self._processors(job),
@@ -297,7 +297,7 @@ class LoadedModel:
             if job.leader is None or job.leader.is_prompt_done or job.leader.number not in self.jobs:
                 with ends_alone(partial(self.drop, job)):
                     self._compute(job)
-        prompts, answers = self._rows.next()
+        prompts, answers = self._batch.next()
         read: list[Job] = []
         for response in prompts:
             if (found := self._computed(response.uid)) is not None:
@@ -312,7 +312,7 @@ class LoadedModel:
             if (found := self._computed(response.uid)) is not None:
                 with ends_alone(partial(self.drop, found)):
                     self._take_token(found, response)
-        for number, error in self._rows.take_errors().items():
+        for number, error in self._batch.take_errors().items():
             if (found := self._computed(number)) is not None:
                 del self.jobs[number]
                 self._fail(found, error)
@@ -325,7 +325,7 @@ class LoadedModel:
     def drop(self, job: Job, error: RefusedError | None = None) -> None:
         """End a request: with an error, or because its client left."""
         if self.jobs.pop(job.number, None) is not None and job.is_computed:
-            self._rows.remove([job.number])
+            self._batch.remove([job.number])
         if error is not None:
             job.fail(error)
 
@@ -333,15 +333,15 @@ class LoadedModel:
         """End all requests with an error, after a pass that failed for all."""
         jobs = list(self.jobs.values())
         self.jobs.clear()
-        self._rows.close()
-        self._rows = self._new_rows()
+        self._batch.close()
+        self._batch = self._new_batch()
         for job in jobs:
             job.fail(error)
 
     def close(self) -> None:
         """Free its memory."""
         self.kept.trim_to(n_sequences=0)
-        self._rows.close()
+        self._batch.close()
         for model in (self.model if self._sight is None else self._sight.model, self.draft):
             if model is not None:
                 model.close()
@@ -384,8 +384,8 @@ class LoadedModel:
             num_prompt,
             num_answer,
             running,
-            may_batch=self._rows.loop is None,
-            batching=self._rows.batching,
+            may_batch=self._batch.loop is None,
+            batching=self._batch.batching,
         )
         return wish() if self._ranks is None else self._ranks.agree(wish)
 
@@ -401,7 +401,7 @@ class LoadedModel:
             job.num_cached += job.num_restored
         if is_segment or (response.end_of_prompt and is_awaited):
             kind = job.prompt.kind_at(done) if is_segment else "user"
-            for cache, tokens in self._rows.extract_cache([response.uid]).values():
+            for cache, tokens in self._batch.extract_cache([response.uid]).values():
                 self.kept.keep(cache, tokens, kind)
 
     def _take_reading(self, job: Job, event: Piece | Vector | Exception) -> None:
@@ -440,7 +440,7 @@ class LoadedModel:
         if reason is not None:
             kept = _taken(response)
         elif job.text.stop is not None or (has_call and job.request.one_call):
-            reason, kept = "stop", self._rows.finish(response.uid)
+            reason, kept = "stop", self._batch.finish(response.uid)
         else:
             return
         self._end(job, reason, kept)

@@ -21,10 +21,10 @@ from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.memory.buffers import free_unused
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks import launched_group
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.ranks import Ranks
-from mlx_flash.server.rows import BatchOptions
 from mlx_flash.vision.detect import loads_with_vlm
 
 if TYPE_CHECKING:  # an extra

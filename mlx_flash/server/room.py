@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Answer, Failed, Progress
 from mlx_flash.server.job import Job, ends_alone
@@ -23,7 +24,6 @@ from mlx_flash.server.models import Models
 from mlx_flash.server.prompts import opened
 from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import BatchOptions
 from mlx_flash.threadends import wait_for_end_of_thread
 
 _SEED_BITS = 63

@@ -75,7 +75,7 @@ class Guesses:
         Args:
             times: of the model's passes.
             limit: the most tokens to guess.
-            num_others: rows that other texts compute in the same pass.
+            num_others: calls of other sequences in the same pass.
         """
         limit = min(limit, self._most)
         able = [each for each in self._sources if each.quality]

@@ -27,7 +27,7 @@ from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.call import Row, token_call
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator, batches
-from mlx_flash.generation.batches import computes_rows
+from mlx_flash.generation.batches import shares_passes
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import GEMMA3, LLAMA, VOCAB_SIZE, same_bits, save, stock
@@ -57,7 +57,7 @@ def test_everything_in_memory_is_mlx_lms_batch(directories: Directories, name: s
     with load_model(directories(name), config(ram_budget_gb=LARGE_GB))[0] as model:
         got = mlx_flash.batch_generate(model, TOKENIZER, PROMPTS, **wanted)
         assert not model.engine.stream.units
-        assert not computes_rows(model, [30] * 4)
+        assert not shares_passes(model, [30] * 4)
     assert (got.token_ids, got.logprobs) == (expected.token_ids, expected.logprobs)
 
 
@@ -94,7 +94,7 @@ def test_without_room_for_padding_sequences_are_rows(directories: Directories, m
     monkeypatch.setattr(batches, "RowGenerator", Noted)
     all_end = SimpleNamespace(eos_token_ids=range(VOCAB_SIZE), decode=str)
     with load_model(directories("llama"), config(ram_budget_gb=LARGE_GB))[0] as model:
-        most = next(n for n in range(1000, 10**7, 1000) if computes_rows(model, [n] * 3))
+        most = next(n for n in range(1000, 10**7, 1000) if shares_passes(model, [n] * 3))
         for lengths, are_rows in (([most - 1] * 3, True), ([most - 1, 5, most - 1], True), ([most // 2] * 3, False)):
             made.clear()
             got = mlx_flash.batch_generate(model, all_end, [[1], [2], [3]], max_tokens=lengths)

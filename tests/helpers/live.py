@@ -17,9 +17,9 @@ from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.server.access import Access
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source, source_of
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.rows import BatchOptions
 from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port
 

@@ -14,13 +14,13 @@ from mlx_lm import server
 
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import Answer as ServerAnswer
 from mlx_flash.server.events import End, Event, Failed, Piece, merged
 from mlx_flash.server.loaded import PromptCaches
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.rows import BatchOptions
 
 Answer = list[tuple[str, float]]
 """Text and log-probability of every token."""

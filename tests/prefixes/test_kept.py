@@ -20,9 +20,9 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.prefixes.leaves import RowLeaf
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Begun
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import BatchOptions
 from served import Answer, Served, serving, stock_serving
 
 LAYERS = 4

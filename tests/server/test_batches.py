@@ -24,10 +24,10 @@ from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
-from mlx_flash.server import loaded, rows
+from mlx_flash.server import batch, loaded
+from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
-from mlx_flash.server.rows import BatchOptions, ServedRows
 from models import make_random_model
 from served import Served, events_of, every, serving, text_of
 from zoo import configuration
@@ -99,7 +99,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.fixture(params=["apart", "together"])
 def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Prompts are computed apart, or all in one array, however long they are."""
-    monkeypatch.setattr(rows, "padded_length", lambda num: 10**9 if request.param == "apart" else 512)
+    monkeypatch.setattr(batch, "padded_length", lambda num: 10**9 if request.param == "apart" else 512)
     return str(request.param)
 
 
@@ -161,21 +161,21 @@ def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> No
 
 
 @pytest.fixture
-def made(model: str) -> Iterator[ServedRows]:
+def made(model: str) -> Iterator[ServedBatch]:
     with load_model(model, FlashConfig(ram_budget_gb=1.0, telemetry=False))[0] as loaded_model:
         loaded_model.start()
-        found = ServedRows(loaded_model, BatchOptions(prompt_concurrency=2), {})
+        found = ServedBatch(loaded_model, BatchOptions(prompt_concurrency=2), {})
         assert found.admit(loaded_model.plan, [200] * 8) == "stock"
         yield found
         found.close()
 
 
-def insert(made: ServedRows, *lengths: int, max_tokens: int = 2, **options: Any) -> None:
+def insert(made: ServedBatch, *lengths: int, max_tokens: int = 2, **options: Any) -> None:
     for length in lengths:
         made.insert_segments([[[5] * length, [6] * 10]], max_tokens=[max_tokens], **options)
 
 
-def test_prompts_that_come_later(made: ServedRows, prompts: list[list[int]]) -> None:
+def test_prompts_that_come_later(made: ServedBatch, prompts: list[list[int]]) -> None:
     """Those that are alike share calls. No more than two are computed at once, the others wait."""
     insert(made, 20, 20)
     made.next()
@@ -219,7 +219,7 @@ def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: lis
         return await asyncio.gather(*map(every, others))
 
     assert list(map(text_of, served.run(collect()))) == expected[1:] and len(prompts[0]) == 4
-    assert not next(iter(served.room.models))._rows._groups
+    assert not next(iter(served.room.models))._batch._groups
 
 
 def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
 
 
 def test_processors_see_each_token_once_when_prompts_have_no_room_together(
-    made: ServedRows, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    made: ServedBatch, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Grammars go on with each token."""
     lengths: list[int] = []
@@ -373,7 +373,7 @@ def test_a_cache_is_kept_for_the_next_turn(served: Served, sizes: list[int]) -> 
     served.prompt_cache.trim_to(n_sequences=0)
 
 
-def test_groups_that_have_joined_leave_their_caches(made: ServedRows, sizes: list[int]) -> None:
+def test_groups_that_have_joined_leave_their_caches(made: ServedBatch, sizes: list[int]) -> None:
     insert(made, 300, 100, 300, max_tokens=9)
     alive: list[weakref.ref[Any]] = []
     for _ in range(9):
@@ -428,7 +428,7 @@ def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: p
     expected = expected_of(served, *asked)
     monkeypatch.setattr(loaded, "processors_of", limited)
     assert list(map(text_of, served.events_together(*asked))) == expected
-    found = next(iter(served.room.models))._rows
+    found = next(iter(served.room.models))._batch
     assert not found._errors and not found._groups
 
 
@@ -461,7 +461,7 @@ def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"ram_budget_gb": "min"}, {"kv_prefixes": "longest"}])
-def test_other_settings_compute_rows(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
+def test_other_settings_compute_sequences_apart(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
     with serving(model, **{"context_length": 8192, **settings}) as running:
         asked = [request(text) for text in TEXTS]
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and not sizes

@@ -16,9 +16,9 @@ from conversations import LONG, model, turn
 from exact_answers import NUM_TOKENS, TEXTS, ask, each_alone, together
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Piece
 from mlx_flash.server.request import GenerationRequest, Sampling
-from mlx_flash.server.rows import BatchOptions
 from served import Answer, Served, serving, stock_serving
 
 __all__ = ["model", "plan"]

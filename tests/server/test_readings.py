@@ -21,7 +21,7 @@ from conversations import model
 from live import Live, live
 from mlx_flash.engine.body import body_of, head_alone
 from mlx_flash.errors import BudgetError
-from mlx_flash.server.rows import BatchOptions
+from mlx_flash.server.batch import BatchOptions
 from models import GEMMA3, MAMBA2, QWEN3_MOE, build, save, stock
 from vocabularies import write_tokenizer
 from zoo import configuration

@@ -17,11 +17,11 @@ from mlx_flash import FlashConfig
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.admission import room_bytes, together_bytes
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import End, Failed, Progress
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.rows import BatchOptions
 from models import make_random_model
 from served import serving
 from zoo import configuration

@@ -10,9 +10,9 @@ import pytest
 
 from conversations import LONG, model, turn
 from mlx_flash.kv.kvpool import LayerRows, park
+from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Begun, End, Event, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
-from mlx_flash.server.rows import BatchOptions, ServedRows
 from served import events_of, every, serving, text_of
 
 __all__ = ["model"]
@@ -78,16 +78,16 @@ def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None
 def test_a_streamed_pass_ends_when_its_only_client_leaves(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[tuple[int, int]] = []
     leaver: list[Any] = []
-    note_prompt = ServedRows.note_prompt
+    note_prompt = ServedBatch.note_prompt
 
-    def leaving(rows: ServedRows, number: int, done: int, total: int) -> None:
-        job = rows._jobs.get(number)
+    def leaving(batch: ServedBatch, number: int, done: int, total: int) -> None:
+        job = batch._jobs.get(number)
         if leaver and job is not None and job.answer is leaver[0]:
             visited.append((done, total))
             job.answer.leave()
-        note_prompt(rows, number, done, total)
+        note_prompt(batch, number, done, total)
 
-    monkeypatch.setattr(ServedRows, "note_prompt", leaving)
+    monkeypatch.setattr(ServedBatch, "note_prompt", leaving)
     options = BatchOptions(prefill_step_size=64)
     with serving(model, options=options, ram_budget_gb="min", lend_reserves=False, prefill_step_size=64) as served:
         request, other, *_ = requests(LONG)

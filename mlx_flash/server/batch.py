@@ -1,4 +1,4 @@
-"""The requests of a model while they are computed: as rows, in batches of mlx-lm's, or one after another by a loop.
+"""The requests of a model while they are computed: in shared passes, in mlx-lm's batches, or one by one by a loop.
 
 One that fails gets its error alone.
 """
@@ -195,10 +195,10 @@ def padded_length(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-class ServedRows(RowGenerator):
+class ServedBatch(RowGenerator):
     """Requests of a model.
 
-    Where weights are streamed they are rows, each computed as if it were alone. Where all are in memory they are in
+    Where weights are streamed they share passes, each computed as if it were alone. Where all are in memory they are in
     mlx-lm's batches from the prompt on: prompts that wait at the same time and are about equally long in one array, and
     all answers in one. On a GPU a call with a row for each of several answers takes little longer than a call for one;
     the price is that the last bits of an answer depend on the others, as in mlx-lm's server. With a loop, they are
@@ -298,7 +298,7 @@ class ServedRows(RowGenerator):
         prompts, answers = ([each for part in parts for each in part] for parts in zip(([], []), *batched, strict=True))
         try:
             read, computed = super().advance()
-        except LeftError as error:  # rows of others are as they were before their next pass
+        except LeftError as error:  # others are as they were before their next pass
             self.remove([error.number])
             read, computed = [], []
         if self._fatal is not None:

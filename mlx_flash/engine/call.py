@@ -1,4 +1,4 @@
-"""What a pass computes: calls of the model, the rows that consist of them, and lanes, the parts of rows in one pass."""
+"""Calls of the model, the rows that consist of them, and lanes: the calls of rows that share a pass."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Passes over the weights: the calls of each are computed, and counted."""
+"""Passes over the weights: the calls of each are computed and counted, and undone after an exception."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash import enginethread
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine.call import ForwardCall, Lane, Row, teller
 from mlx_flash.engine.group import CallGroup, Outcome
@@ -19,11 +20,12 @@ from mlx_flash.engine.need import admit_in_memory, layers_at_once, make_room, ne
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.engine.undo import Undo
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import CacheError, FlashError
+from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, trim_all_to, trimmable
 from mlx_flash.kv.diskcache import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import CacheGroup, KVPool
-from mlx_flash.kv.owed import Owed, owed_to
+from mlx_flash.kv.owed import Debt, Owed, owed_to
+from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.leaves import forget
@@ -269,3 +271,50 @@ def _groups_of(rows: Iterable[Row]) -> frozenset[CacheGroup]:
     """Return the lists of caches of rows that the pool has."""
     pooled = [next((each for each in row.whole.cache or () if isinstance(each, PooledCache)), None) for row in rows]
     return frozenset(each.rows.group for each in pooled if each is not None)
+
+
+class Undo:
+    """The way back of a prompt cache to what it is before some calls of a pass. It may be taken several times.
+
+    A pass changes a cache layer by layer. One whose layers replace what they hold cannot be put back.
+
+    Attributes:
+        is_possible: False if there is none. The cache refuses every use then.
+    """
+
+    def __init__(self, calls: Sequence[ForwardCall]) -> None:
+        cache, checkpoints, self.is_possible = calls[0].cache or (), calls[0].checkpoints, True
+        self._steps: list[PutBack]
+        if len(calls) > 1 and checkpoints is not None:
+            self._steps = [partial(checkpoints.take_back, 0)]
+        elif (offsets := trimmable(cache)) is not None:
+            self._steps = [partial(_trim, cache, offsets)]
+        elif can_be_viewed(cache) and is_empty(cache):
+            self._steps = [checkpoint(entry) for entry in entries_of(cache)]
+        else:
+            self._steps, self.is_possible = [partial(break_cache, cache)], False
+
+    def __call__(self) -> None:
+        """Put the cache back."""
+        for step in self._steps:
+            step()
+
+
+def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:
+    with suppress(FlashError, OSError):  # tokens on disk, which may be full or gone, cannot be read
+        trim_all_to(cache, offsets)
+    if [entry.offset for entry in cache] != offsets:
+        break_cache(cache)
+
+
+def break_cache(cache: Sequence[Any]) -> None:
+    """Make a prompt cache refuse every use: some of its layers have tokens that others do not have."""
+    kinds = sorted({type(entry).__name__ for entry in entries_of(cache)})
+
+    def refuse() -> None:
+        raise CacheError(
+            "a call with this prompt cache was interrupted or failed before all layers had its tokens, and what was "
+            f"dropped from its {', '.join(kinds)} cannot be put back. Hint: start again with a fresh prompt cache."
+        )
+
+    Owed(cache).owe(Debt(0, refuse))

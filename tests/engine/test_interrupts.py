@@ -22,7 +22,7 @@ from interrupting import CHANGES, CHUNKS, Strike, Victim, outcomes
 from mlx_flash import CacheError, FlashLLM, WriteError, load_model
 from mlx_flash.engine import undo
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.undo import Undo
+from mlx_flash.engine.passes import Undo
 from mlx_flash.kv.checkpoints import trim_all_to
 from mlx_flash.memory.arena import Arena
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock

@@ -316,6 +316,7 @@ class FlashConfig:
         """
         path = settings_file() if file is None else file
         from_file = _read_toml(path, must_exist=file is not None)
+        from_file.pop(NAMES, None)
         variables = {
             name: text
             for name, text in (os.environ if environment is None else environment).items()
@@ -331,6 +332,25 @@ class FlashConfig:
         merged |= own_settings(settings or {}, lambda name: f"settings, key {name}")
         merged |= own_settings(given, lambda name: f"keyword {name}")
         return cls(**merged)
+
+
+NAMES = "models"
+"""The table of the settings file that is not about settings: the user's own names of models."""
+
+
+def own_names() -> dict[str, str]:
+    """Return the user's own names of models, each with its repository or folder.
+
+    Raises:
+        ConfigError: the settings file is unreadable, or what it has is no table of texts.
+    """
+    path = settings_file()
+    names = _read_toml(path, must_exist=False).get(NAMES, {})
+    if not isinstance(names, dict) or not all(isinstance(model, str) and model for model in names.values()):
+        raise ConfigError(
+            f'{path}, table {NAMES}: it must have names of models, each with a text. Hint: mine = "NAMESPACE/NAME"'
+        )
+    return names
 
 
 def parse_budget(value: object) -> Budget:

@@ -589,6 +589,7 @@ COMMANDS = {
     "list": Command(
         "list models here: size, fit, and expected speed", LIST, place="models.list_", usage="[FOLDER ...]"
     ),
+    "models": Command("list models that people run, and how fast they would be here", (JSON,), place="known.models"),
     "pull": Command("download a model, after showing its plan", PULL, "REPOSITORY", "models.pull"),
     "show": Command("show a model's files and its plan, or a Modelfile", SHOW, "MODEL", "models.show"),
     "create": Command(

@@ -40,7 +40,7 @@ from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.monitor.rates import SystemMemory, system_memory
 from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, sample_in
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, folder_profile
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
 from mlx_flash.storage.shards import weight_files
@@ -178,13 +178,12 @@ def examine(path: Path | None, config: FlashConfig) -> Findings:
 
 
 def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
-    """Return the speed of a disk. Without a model to read, a file is written for the moment."""
+    """Return the speed of a disk."""
     direct, may_buffer = reads_directly(config.io), config.io == "auto"
     if path is not None:
         shard = max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes)
         return disk_profile(shard.path, direct, may_buffer)
-    with sample_in(cache_directory()) as file:
-        return disk_profile(file, direct, may_buffer)
+    return folder_profile(cache_directory(), direct, may_buffer)
 
 
 def advice(found: Findings) -> Iterator[str]:

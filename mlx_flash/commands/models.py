@@ -226,7 +226,7 @@ _NOT_PLANNED = (FlashError, OSError, ValueError, KeyError, TypeError)
 def list_(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash list``."""
     config = make_config(args)
-    found = [*_downloaded(), *_in_folders(args.folders)]
+    found = [*downloaded(), *_in_folders(args.folders)]
     models = list({tuple(model.values()): model for model in found}.values())
     models += _named({model["name"]: model for model in models})
     with Status("Planning", args.verbose) as status:
@@ -300,7 +300,7 @@ def repositories() -> list[CachedRepoInfo]:
         return []
 
 
-def _downloaded() -> Iterator[Json]:
+def downloaded() -> Iterator[Json]:
     """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
     for repository in sorted(repositories(), key=lambda repository: str(repository.repo_id)):
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)

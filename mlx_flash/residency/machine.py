@@ -217,14 +217,17 @@ def has_grown(before: Machine, now: Machine) -> bool:
 
 
 def compute_bytes_per_second(layout: ModelLayout) -> float:
-    """Return weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
+    """Return weight bytes a second in a matrix-vector product of the kind that the model's layers are made of."""
+    linear = _largest_linear(layout)
+    return _FALLBACK_BYTES_PER_SECOND if linear is None else read_products(linear)
+
+
+def read_products(linear: nn.Module) -> float:
+    """Return weight bytes a second in matrix-vector products of a linear layer whose weights were just read.
 
     The weights are written before each run, as the reader writes them: a GPU with memory of its own has to fetch those
     that the processor wrote.
     """
-    linear = _largest_linear(layout)
-    if linear is None:
-        return _FALLBACK_BYTES_PER_SECOND
     part, arena = _some_rows(linear)
     x = _inputs(linear, part, 1)
     return _nbytes(part) / _least(lambda: _seconds_after_writing(part, x, arena))
@@ -248,7 +251,12 @@ def resident_bytes_per_second(layout: ModelLayout) -> float:
     On other devices nothing has to be fetched, and :func:`compute_bytes_per_second` holds for all weights.
     """
     linear = _largest_linear(layout)
-    if linear is None or not has_own_memory():
+    return 0.0 if linear is None else kept_products(linear)
+
+
+def kept_products(linear: nn.Module) -> float:
+    """Return the same as :func:`read_products`, for weights that a GPU's own memory holds; 0 on other devices."""
+    if not has_own_memory():
         return 0.0
     part, arena = _some_rows(linear)
     arena.fill(0)

@@ -138,7 +138,8 @@ def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> Residen
     reached = _told(machine.reached_bytes)
     minimum = max(reached, least)
     # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
-    budget = _budget(task.config, machine, max(reached, options[0][1].peak_bytes))
+    memory = MemoryReading(machine.total_memory, machine.available_memory)
+    budget = budget_of(task.config, memory, machine.base_bytes, max(reached, options[0][1].peak_bytes))
     if most is not None and budget > most:
         raise BudgetError("a smaller budget is enough", minimum)
     if budget < machine.reached_bytes and least < reached:
@@ -208,17 +209,17 @@ def _with_experts(task: Task, trunk: ModelSizes) -> Task:
     return replace(task, sizes=trunk, pool_slots=num_slots)
 
 
-def _budget(config: FlashConfig, machine: Machine, least: int) -> int:
-    """Return the budget in bytes. A word never stands for less than the least."""
+def budget_of(config: FlashConfig, memory: MemoryReading, held: int, least: int) -> int:
+    """Return the budget in bytes, in a process that holds some already. A word never stands for less than the least."""
     budget = config.budget_bytes
     if isinstance(budget, int):
         return budget
     if budget == "min":
         return least
     if budget == "auto":
-        return max(least, MemoryReading(machine.total_memory, machine.available_memory).room(machine.base_bytes))
+        return max(least, memory.room(held))
     of_free, of_all = PROFILE_SHARES[budget]
-    return max(least, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
+    return max(least, min(int(memory.available * of_free), int(memory.total * of_all)))
 
 
 def _told(reached_bytes: int) -> int:

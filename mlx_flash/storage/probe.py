@@ -134,7 +134,7 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
         direct: whether to read past the page cache where the file system can.
         may_buffer: whether to read through it, too, where that is faster.
     """
-    key = _disk(path) + ("buffered" if not direct else "any" if may_buffer else "direct")
+    key = _key(path, direct, may_buffer)
     remembered = _remembered(key)
     if remembered is not None:
         return remembered
@@ -146,6 +146,22 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
     return profile
 
 
+def folder_profile(folder: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
+    """Return the profile of the disk that holds a folder, which need not exist yet: a new one writes a file there.
+
+    Args:
+        folder: the folder.
+        direct, may_buffer: as in :func:`disk_profile`.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
+    if remembered := _remembered(_key(nearest(folder), direct, may_buffer)):
+        return remembered
+    with sample_in(folder) as file:
+        return disk_profile(file, direct, may_buffer)
+
+
 def doubt_profile(path: Path) -> None:
     """Have the next load probe the disk that holds a file once more: a run read at half of its speed, or at twice.
 
@@ -154,6 +170,10 @@ def doubt_profile(path: Path) -> None:
     for key, entry in PROFILES.load().items():
         if key.startswith(_disk(path)) and isinstance(entry, dict) and not entry.get("was_doubted"):
             PROFILES.save(key, {"was_doubted": True})
+
+
+def _key(path: Path, direct: bool, may_buffer: bool) -> str:
+    return _disk(path) + ("buffered" if not direct else "any" if may_buffer else "direct")
 
 
 def _disk(path: Path) -> str:

@@ -160,6 +160,7 @@ DEFAULT_MODEL = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 
 JSON = flag("--json", "write one JSON object to stdout")
 VISION = flag("--vision", "load a model that sees with mlx-vlm, and not as text alone with mlx-lm", action=_MAYBE)
+YES = flag("-y --yes", "download a model without a question")
 TRUST = flag("--trust-remote-code", "run the code that comes with a tokenizer")
 ADAPTER = flag("--adapter-path DIR", "a LoRA adapter")
 SYSTEM = flag("--system-prompt TEXT", "the system prompt")
@@ -221,6 +222,7 @@ GENERATE = (
     *QUANTIZED,
     *IDLE,
     JSON,
+    YES,
     flag("--resident", "keep everything in memory, by mlx-lm alone, to compare with"),
 )
 _STAYS = "time that the model stays in memory without a message, such as 5m (default: until the end)"
@@ -230,6 +232,7 @@ CHAT = (
     VISION,
     flag("--format json|FILE", "answer in JSON, or by the JSON schema in a file"),
     flag("--resume", "go on with the last conversation"),
+    YES,
     flag("--keepalive --keep-alive TIME", _STAYS, duration),
     flag("--max-tokens -m N", _ANSWER, max_tokens),
     flag("--verbose", "print the log, and all measurements", action="store_const", const=LOG, default=False),
@@ -303,6 +306,7 @@ def measured(prompt_length: int, num_tokens: int) -> tuple[Flag, ...]:
         flag("--max-tokens -m N", "tokens to generate", count, default=num_tokens),
         VISION,
         JSON,
+        YES,
     )
 
 
@@ -319,13 +323,14 @@ PACK = (
     flag("--compress", "compress what shrinks, if that is expected to pay on this machine"),
     flag("--compress-always", "compress what shrinks"),
     JSON,
+    YES,
 )
 _FOLDERS = "folders to look in, beside Hugging Face's cache"
 LIST = (flag("folders", _FOLDERS, Path, nargs="*", metavar="FOLDER"), JSON)
 PULL = (flag("--revision NAME", "branch, tag or commit (default: main)"), JSON)
 SHOW = (flag("--modelfile", "print the Modelfile"), JSON)
 CREATE = (
-    flag("NAME", "for run, show, list, rm and the server"),
+    flag("NAME", "to name the model by"),
     flag("-f --file MODELFILE", "the Modelfile", default="Modelfile"),
 )
 RM = (flag("-y --yes", "do not ask"),)
@@ -352,16 +357,13 @@ SHOWN = frozenset(
         *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
         *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
         *("--file", "--serve", "--image", "--format", "--resume", "--keep-alive", "--verbose", "--quiet"),
-        "--traceback",
+        *("--traceback", "--yes"),
     }
 )
 """Flags in the short help of commands with many flags."""
 
 MANY = 10
 """Commands with more flags of their own than this have many."""
-
-NAMED = frozenset({"chat", "serve", "show", "rm", "stop"})
-"""Commands that take names of ``mlx-flash create`` as the model. ``run`` does too, among its words."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -497,16 +499,16 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
             found = made
             own = [names for names, _ in command.flags]
             found.shown = SHOWN if len(own) > MANY else SHOWN.union(*own)
-            _add_flags(found, command, takes_names=name in NAMED)
+            _add_flags(found, command)
     return parser, found
 
 
-def _add_flags(parser: Parser, command: Command, *, takes_names: bool) -> None:
+def _add_flags(parser: Parser, command: Command) -> None:
     """Add all flags of a command: the basics first, those for tuning last."""
     help_texts = setting_help() if command.streams else {}
     if command.model:
         nargs, options = ("*", {"action": "append", "default": []}) if "..." in command.model else ("?", {})
-        text = "folder, Hugging Face repository, or name" if takes_names else "folder or Hugging Face repository"
+        text = "folder, Hugging Face repository, or name: of `mlx-flash models`, or yours"
         parser.add_argument("first", nargs=nargs, metavar="MODEL", help=text)
         parser.add_argument("--model", metavar="MODEL", help="the same, at any place", **options)
     for name in BASICS if command.streams else ():

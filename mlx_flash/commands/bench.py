@@ -25,13 +25,13 @@ from mlx_flash.commands.common import (
     tabled,
     tokenizer_if_any,
 )
+from mlx_flash.commands.models import model_of
 from mlx_flash.commands.plan import BUDGETS, budgets_of
 from mlx_flash.commands.report import Json, Recorder, make_report, render_run, surroundings
 from mlx_flash.commands.vision import is_vision, prepare_model, sampled, steps_after
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.prepare import resolve
 from mlx_flash.folders import cache_directory
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
@@ -48,7 +48,8 @@ from mlx_flash.storage.shards import weight_files
 
 def bench(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash bench``: report the measurements of a run beside the plan."""
-    report, plan, cold = measure(args, resolve(args.model), make_config(args))
+    path = model_of(args)
+    report, plan, cold = measure(args, path, make_config(args))
     report["cold"] = cold
     emit(args, report, render_run(report, plan), out)
     return 0
@@ -150,8 +151,8 @@ class Findings:
 
 def doctor(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash doctor``."""
+    path = None if args.model is None else model_of(args)
     config = make_config(args)
-    path = None if args.model is None else resolve(args.model)
     found = examine(path, config)
     if not args.json:
         lost = ", ".join(f"{way} {number}" for way, number in found.selftest.lost.items())

@@ -73,12 +73,17 @@ LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantize
 def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = None) -> FlashConfig:
     """Return the settings from flags, environment, Modelfile and settings file. Flags that are None are unset.
 
+    Args:
+        args: of the command; ``flash`` has the settings of a Modelfile with its model's name.
+        modelfile: the settings of another one.
+
     Raises:
         ConfigError: a setting is wrong, or keys and values would be quantized after some were dropped.
     """
-    flags = vars(args)  # commands that compute nothing have fewer
+    flags = vars(args)  # commands that load no model have fewer
     idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
-    config = FlashConfig.resolve(modelfile=modelfile, **{name: flags[name] for name in SETTINGS}, **idle)
+    modelfile = flags.get("flash") if modelfile is None else modelfile
+    config = FlashConfig.resolve(modelfile=modelfile, **{name: flags.get(name) for name in SETTINGS}, **idle)
     most = config.kv_max_tokens
     start = 0 if flags.get("kv_bits") is None or flags.get("resident") else flags["quantized_kv_start"]
     if most is not None and start > most:

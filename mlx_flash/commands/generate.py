@@ -27,6 +27,7 @@ from mlx_flash.commands.common import (
     print_rich,
     prompt_text,
 )
+from mlx_flash.commands.models import model_of
 from mlx_flash.commands.report import Recorder, follow, make_report, render_run
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
@@ -49,7 +50,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash generate``: write text to stdout as it is generated."""
     if args.seed is not None:
         mx.random.seed(args.seed)
-    path = resolve(args.model)
+    path = model_of(args)
     if is_vision(args, path, prefers=False):
         run, step, interrupted = generate_with_pictures(args, path, out)
         return end(args, run, step, interrupted, out)

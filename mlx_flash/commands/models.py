@@ -28,7 +28,7 @@ from mlx_flash.convert import derived
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
-from mlx_flash.files import PARTIAL_SUFFIX
+from mlx_flash.files import PARTIAL_SUFFIX, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
@@ -36,7 +36,15 @@ from mlx_flash.layout.download import download, missing_bytes
 from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
-from mlx_flash.modelfile.parse import Modelfile, check_model_name, create_model, named_models, read_modelfile
+from mlx_flash.layout.names import repository_of
+from mlx_flash.modelfile.parse import (
+    Modelfile,
+    check_model_name,
+    create_model,
+    find_modelfile,
+    named_models,
+    read_modelfile,
+)
 from mlx_flash.monitor.words import counted, filled, formatted, printable, size
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
@@ -409,7 +417,7 @@ def show(args: argparse.Namespace, out: TextIO) -> int:
     modelfile = None if path is None else read_modelfile(path)
     config = make_config(args, None if modelfile is None else modelfile.flash)
     found = {"model": args.model, "modelfile": None if modelfile is None else _describe(modelfile)}
-    found |= look_at(args.model if modelfile is None else modelfile.base, config)
+    found |= look_at(repository_of(args.model) if modelfile is None else modelfile.base, config)
     dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
     described = {name: _listed(value) for name, value in (found["modelfile"] or {}).items()}
     more = {"modelfile": described, "dtypes": dtypes, "remote": found["folder"] is None, "plan": in_words(found)}
@@ -458,7 +466,9 @@ def remove(args: argparse.Namespace, out: TextIO) -> int:
         ConfigError: nobody can be asked.
     """
     chosen = [_find(name) for name in dict.fromkeys(args.model)]
-    if not args.yes and not _ask(f"remove {', '.join(words for words, _ in chosen)}?"):
+    if not args.yes and not _ask(
+        f"remove {', '.join(words for words, _ in chosen)}?", "--yes removes without a question"
+    ):
         print("nothing was removed", file=sys.stderr)
         return 1
     for words, delete in chosen:
@@ -482,14 +492,81 @@ def _find(name: str) -> tuple[str, Callable[[], object]]:
     raise CheckpointNotFoundError(f"rm {name}: no model of this name is on this machine. Hint: mlx-flash list")
 
 
-def _ask(question: str) -> bool:
+def _ask(question: str, hint: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to ask. Hint: --yes removes without a question.")
+        raise ConfigError(f"{question} There is no terminal to ask. Hint: {hint}.")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     try:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         return False
+
+
+def model_of(args: argparse.Namespace) -> Path:
+    """Return the folder of a command's model, which may have a name. A download is asked for.
+
+    Raises:
+        CheckpointNotFoundError: there is no such model, or it is not downloaded.
+        ConfigError: nobody can be asked, or the disk has no room.
+    """
+    use_name(args)
+    ask_to_download(args.model, args)
+    return fetched(args.model)
+
+
+def use_name(args: argparse.Namespace) -> None:
+    """Replace the name of a command's model by the model; of a Modelfile, take what the command has use for."""
+    found = find_modelfile(args.model)
+    if found.path.is_file() and found.base != args.model:
+        note(f"mlx-flash: {found.path} gives {args.command} its model and settings; `mlx-flash run` takes all of it")
+        args.flash = found.flash
+        if "adapter_path" in args and found.adapter is not None:
+            args.adapter_path = args.adapter_path or str(found.adapter)
+        if "system_prompt" in args:
+            args.system_prompt = args.system_prompt or found.system
+    args.model = found.base
+
+
+def ask_to_download(name: str, args: argparse.Namespace, settings: Mapping[str, str] | None = None) -> None:
+    """Show the plan of a repository that is not here, the bytes to download and the room for them, and ask.
+
+    Args:
+        name: the repository, or anything that is here.
+        args: of the command; ``yes`` is the answer.
+        settings: of a Modelfile.
+
+    Raises:
+        CheckpointNotFoundError: there is no such model, or the answer is no.
+        ConfigError: nobody can be asked, or the disk has no room.
+    """
+    if is_remote(name):
+        _, nbytes = _announced(name, None, args, make_config(args, settings))
+        if not args.yes and not _ask(f"{name} is not on this machine. Download {size(nbytes)}?", "-y downloads it"):
+            raise CheckpointNotFoundError(f"{name} was not downloaded")
+
+
+def fetched(name: str) -> Path:
+    """Return the folder of a model. Hugging Face shows the progress of a download, and nothing of other calls."""
+    if not is_remote(name):
+        disable_progress_bars()
+    folder = resolve(name)
+    disable_progress_bars()
+    return folder
+
+
+def _announced(name: str, revision: str | None, args: argparse.Namespace, config: FlashConfig) -> tuple[Json, int]:
+    """Show the plan of a repository, the bytes to download, and the room for them; return the first two."""
+    disable_progress_bars()
+    cache = Path(constants.HF_HUB_CACHE)
+    with Status(f"looking at {name}", is_shown=not args.quiet):
+        with preview(name, revision) as path, sample_in(cache) as probe:
+            outcome = expect(path, config, probe)
+        nbytes = missing_bytes(name, revision)
+    room = f"{size(nbytes)} to download, {size(free_bytes(cache))} free in {cache}"
+    note(f"{name}: {in_words(outcome)}; {room}")
+    if sys.stderr.isatty() and not args.quiet:
+        enable_progress_bars()
+    return outcome, nbytes
 
 
 def pull(args: argparse.Namespace, out: TextIO) -> int:
@@ -500,19 +577,11 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
         ConfigError: the name is a folder, or the disk has no room.
         ReadError: the download broke off.
     """
-    name = args.model
+    name = find_modelfile(args.model).base
     if Path(name).is_dir():
         raise ConfigError(f"pull {name}: it is a folder on this machine, which needs no download")
     hub.check_name(name)
-    disable_progress_bars()
-    cache = Path(constants.HF_HUB_CACHE)
-    with Status(f"looking at {name}", is_shown=not args.quiet):
-        with preview(name, args.revision) as path, sample_in(cache) as probe:
-            outcome = expect(path, make_config(args), probe)
-        nbytes = missing_bytes(name, args.revision)
-    note(f"{name}: {in_words(outcome)}; {size(nbytes)} to download")
-    if sys.stderr.isatty() and not args.quiet:
-        enable_progress_bars()
+    outcome, nbytes = _announced(name, args.revision, args, make_config(args))
     folder = download(name, args.revision)
     facts = {"model": name, "folder": folder, "downloaded_bytes": nbytes, **outcome}
     emit(args, facts, f"{name} is in {folder}", out)

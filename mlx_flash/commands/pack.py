@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TextIO
 
 from mlx_flash.commands.common import Status, emit, labelled
+from mlx_flash.commands.models import model_of
 from mlx_flash.commands.report import compression_in_words as in_words
 from mlx_flash.convert.pack import PackReport
 from mlx_flash.convert.pack import pack as pack_checkpoint
-from mlx_flash.engine.prepare import resolve
 from mlx_flash.files import nearest
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
@@ -38,7 +38,7 @@ Compression: {verdict}
 
 def pack(args: argparse.Namespace, out: TextIO) -> int:
     """Write the packed checkpoint, and report its size and how it is read."""
-    source, target = resolve(args.model), Path(args.target)
+    source, target = model_of(args), Path(args.target)
     decision = _Decision(source, target, args.compress_always) if args.compress or args.compress_always else None
     with Status("Packing", args.verbose) as status:
         report = pack_checkpoint(source, target, progress=status.show_bytes, compress=decision)

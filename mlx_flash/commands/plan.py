@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import RenderableType
 
 from mlx_flash.commands.common import emit, make_config, tabled, tokenizer_if_any
-from mlx_flash.commands.models import headers_of
+from mlx_flash.commands.models import headers_of, use_name
 from mlx_flash.commands.report import Json, planning_to_json, render_plan
 from mlx_flash.commands.vision import is_vision, prepare_model
 from mlx_flash.config import FlashConfig
@@ -90,6 +90,7 @@ def budgets_of(prepared: Prepared, config: FlashConfig) -> list[Json]:
 
 def plan(args: argparse.Namespace, out: TextIO) -> int:
     """``mlx-flash plan``: reads no weights."""
+    use_name(args)
     with headers_of(args.model) as (path, probe):
         tokenizer = tokenizer_if_any(path, args)
         config = make_config(args)

@@ -21,13 +21,12 @@ from typing import Any, TextIO
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub.utils.tqdm import disable_progress_bars
 from rich.console import RenderableType
 from rich.text import Text
 
 from mlx_flash.commands.arguments import DEFAULT_MODEL
 from mlx_flash.commands.common import Status, labelled, make_config, note, note_lines, print_rich
-from mlx_flash.commands.models import is_remote
+from mlx_flash.commands.models import ask_to_download, fetched, is_remote
 from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
 from mlx_flash.config import FlashConfig, did_you_mean
@@ -38,6 +37,7 @@ from mlx_flash.errors import ConfigError, FlashError, WriteError
 from mlx_flash.files import make_private, write_atomically
 from mlx_flash.folders import home_directory
 from mlx_flash.layout.hub import is_ollama_name
+from mlx_flash.layout.names import known_models, repository_of
 from mlx_flash.loading import apply_adapter, load
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.model import FlashLLM
@@ -46,6 +46,7 @@ from mlx_flash.modelfile.parse import (
     Modelfile,
     Parameters,
     check_model_name,
+    find_modelfile,
     named_models,
     parse_parameter,
     parse_stop,
@@ -594,6 +595,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     modelfile, prompt = _described(args, None if last is None else last[0])
     note_lines(modelfile)
     config = make_config(args, modelfile.flash)
+    ask_to_download(modelfile.base, args, modelfile.flash)
     if args.serve:
         from mlx_flash.commands.serve import serve_modelfile  # an extra
 
@@ -642,8 +644,7 @@ def _opening(
     args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig
 ) -> tuple[Callable[[Progress], AbstractContextManager[tuple[Any, Any]]], Callable[..., Conversation]]:
     """Return what opens a model, any number of times, and what makes a conversation with it."""
-    _download(modelfile.base)
-    path, settings = resolve(modelfile.base), {"trust_remote_code": bool(args.trust_remote_code)}
+    path, settings = fetched(modelfile.base), {"trust_remote_code": bool(args.trust_remote_code)}
     options: dict[str, Any] = {}
     if args.format is not None:
         options["processors"] = Format(args.format, load_tokenizer(path, settings)).processors
@@ -657,14 +658,6 @@ def _opening(
             "Hint: leave them out, or give --no-vision."
         )
     return partial(seeing_talk, args, path, config), partial(SeeingConversation, **options)
-
-
-def _download(base: str) -> None:
-    """Download a model that is not here, with Hugging Face's own progress, which would mix with our line."""
-    if is_remote(base):
-        note(f"{base} is not on this machine and is downloaded; `mlx-flash pull {base}` shows its plan first")
-        resolve(base)
-    disable_progress_bars()
 
 
 def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, str | None]:
@@ -690,8 +683,12 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
     if model is not None and args.file is not None:
         raise ConfigError(f"run: both a model, {model}, and a Modelfile, {args.file}, are given. Hint: leave one out.")
     if model is None and args.file is None and not Path("Modelfile").exists():
-        raise ConfigError('run found neither a model nor ./Modelfile. Hint: mlx-flash run DIR_OR_REPO "PROMPT"')
-    found = read_modelfile(args.file or "Modelfile") if model is None else described_model(model)
+        near = did_you_mean(words[0], known_models()) if words else ""
+        raise ConfigError(
+            'run found neither a model nor ./Modelfile. Hint: mlx-flash run DIR_OR_REPO "PROMPT", or a name that '
+            f"`mlx-flash models` lists{near}"
+        )
+    found = read_modelfile(args.file or "Modelfile") if model is None else find_modelfile(model)
     given = {"temperature": args.temp, "top_p": args.top_p, "num_predict": args.max_tokens}
     parameters = replace(found.parameters, **{name: value for name, value in given.items() if value is not None})
     adapter = Path(args.adapter_path) if args.adapter_path else found.adapter
@@ -699,18 +696,9 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
     return replace(found, parameters=parameters, adapter=adapter, system=system), words[0] if words else None
 
 
-def described_model(name: str) -> Modelfile:
-    """Return the Modelfile with a name or at a path, or one that only names a folder or repository."""
-    if Path(name).is_file() and not name.endswith(".gguf"):
-        return read_modelfile(name)
-    if not Path(name).is_dir() and (path := named_models().get(name)):
-        return read_modelfile(path)
-    return Modelfile(path=Path(name), base=name)
-
-
 def _names_model(word: str) -> bool:
-    """Return True for a folder, a named Modelfile, and for the form of a repository or of a name of Ollama."""
-    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+    """Return True for a folder, a name, and for the form of a repository or of a name of Ollama."""
+    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", repository_of(word)) is not None
     return Path(word).is_dir() or word in named_models() or is_repository or is_ollama_name(word)
 
 

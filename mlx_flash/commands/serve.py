@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from mlx_flash.commands.common import make_config, note, note_lines
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
+from mlx_flash.layout.names import repository_of
 from mlx_flash.modelfile.parse import Modelfile, named_models, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks import launched_group
@@ -172,12 +173,12 @@ def _note_plan(plan: ResidencyPlan, config: FlashConfig, options: BatchOptions) 
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return name and place of a model of the command line: a name that ``mlx-flash create`` gave is a place, too."""
+    """Return name and place of a model of the command line, which may be named by a short name or a Modelfile's."""
     name, separator, base = text.partition("=")
     if not separator or not name or Path(text).exists():
         name = base = text
     created = None if Path(base).is_dir() else named_models().get(base)
-    return name, base if created is None else str(created)
+    return name, repository_of(base) if created is None else str(created)
 
 
 def _in_folder(folder: Path | None) -> Iterator[tuple[str, str]]:

@@ -20,13 +20,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.commands.common import Status, emit, labelled, make_config
+from mlx_flash.commands.models import model_of
 from mlx_flash.commands.report import Json, surroundings
 from mlx_flash.commands.vision import is_vision, sampled, steps_after
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.prepare import resolve
 from mlx_flash.engine.status import plan_numbers
 from mlx_flash.errors import CheckpointError, FileChangedError, ReadError, WriteError
 from mlx_flash.files import write_atomically
@@ -394,7 +394,7 @@ RESIDENT_SHARE = 0.7
 
 def verify(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash verify``. Return ``EXIT_DIFFERS`` where anything differs."""
-    path = resolve(args.model)
+    path = model_of(args)
     files = [shard.path for shard in read_checkpoint(path).shards]
     identities = [identity_of(file) for file in files]
     earlier = None if args.against is None else read_receipt(args.against)

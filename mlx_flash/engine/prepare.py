@@ -25,6 +25,7 @@ from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundErr
 from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import ModelIdentity, fingerprint_of, state_of
 from mlx_flash.layout.load import LoadedModel, load_lazily
+from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
@@ -230,12 +231,12 @@ def _agreed(
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
-    """Return the directory of a model; one that is named by its Hugging Face repository is downloaded.
+    """Return the directory of a model; one that is named by its Hugging Face repository, or shortly, is downloaded.
 
     Raises:
         CheckpointNotFoundError: there is neither.
     """
-    path_or_hf_repo = os.path.expanduser(path_or_hf_repo)  # noqa: PTH111 - a repository must not become a path
+    path_or_hf_repo = repository_of(os.path.expanduser(path_or_hf_repo))  # noqa: PTH111 - no repository becomes a path
     path = Path(path_or_hf_repo)
     _check_folder(path)
     if not path.exists() and (len(path.parts) > 2 or path_or_hf_repo.startswith(("/", ".", "~"))):

@@ -14,7 +14,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from mlx_flash.config import did_you_mean
 from mlx_flash.errors import CheckpointNotFoundError
+from mlx_flash.layout.names import known_models
 
 DOWNLOAD_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 """Errors of downloads: of the disk, of the connection, and of Hugging Face."""
@@ -64,4 +66,7 @@ def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
         ),
     ]
     words = next((words for kind, words in kinds if isinstance(found, kind)), " ".join(str(error).split()))
-    return CheckpointNotFoundError(f"there is no directory {name!r}, and Hugging Face has no such model here: {words}")
+    return CheckpointNotFoundError(
+        f"there is no directory {name!r}, and Hugging Face has no such model here: {words}"
+        + did_you_mean(name, known_models())
+    )

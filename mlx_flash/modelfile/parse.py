@@ -23,6 +23,7 @@ from mlx_flash.config import ALIASES, IDLE, FlashConfig, did_you_mean, own_setti
 from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.files import make_private, write_atomically
 from mlx_flash.folders import settings_file
+from mlx_flash.layout.names import repository_of
 
 _NAME = re.compile(r"\w[\w.:-]{0,99}", re.ASCII)
 
@@ -38,6 +39,19 @@ def named_models() -> dict[str, Path]:
     if not folder.is_dir():
         return {}
     return {path.name: path for path in sorted(folder.iterdir()) if _NAME.fullmatch(path.name) and path.is_file()}
+
+
+def find_modelfile(name: str) -> Modelfile:
+    """Return the Modelfile at a path or with a name, or one that only names a folder or repository.
+
+    Raises:
+        ConfigError: the Modelfile is unreadable, or a line is wrong.
+    """
+    if Path(name).is_file() and not name.endswith(".gguf"):
+        return read_modelfile(name)
+    if not Path(name).is_dir() and (path := named_models().get(name)):
+        return read_modelfile(path)
+    return Modelfile(path=Path(name), base=repository_of(name))
 
 
 def check_model_name(name: str) -> None:
@@ -195,7 +209,7 @@ def parse_base(value: str, folder: Path) -> str:
         )
     if is_path or _path(value, folder).is_dir():
         return str(parse_directory(value, folder))
-    repository = re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", value)
+    repository = repository_of(re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", value))
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository, re.ASCII):
         raise ConfigError(
             f"FROM is {value!r}: it is neither a directory nor a Hugging Face repository such as "

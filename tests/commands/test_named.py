@@ -19,11 +19,11 @@ import children
 from hub import Hub, serving
 from mlx_flash import cli
 from mlx_flash.commands import models as modellist
-from mlx_flash.commands import run
 from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.modelfile.parse import (
     Modelfile,
     create_model,
+    find_modelfile,
     models_folder,
     named_models,
     parse_modelfile,
@@ -184,9 +184,9 @@ def test_a_folder_comes_before_a_name(own_config: Path, tmp_path: Path, monkeypa
     own_config.mkdir(parents=True)
     (own_config / "mine").write_text(f"FROM {DRAFT}")
     monkeypatch.chdir(tmp_path)
-    assert run.described_model("mine").base == str(DRAFT)
+    assert find_modelfile("mine").base == str(DRAFT)
     (tmp_path / "mine").mkdir()
-    assert run.described_model("mine").base == "mine"
+    assert find_modelfile("mine").base == "mine"
 
 
 def contents(modelfile: Modelfile) -> list[Any]:
@@ -237,3 +237,57 @@ def test_a_modelfile_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     with pytest.raises(WriteError, match=r"cannot write the Modelfile .*/file/mlx-flash/models/mine: .* Hint: "):
         create_model("mine", read_modelfile(tmp_path / "Modelfile"))
+
+
+def test_a_download_is_asked_for(hub: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "mlx-flash").mkdir()
+    (tmp_path / "mlx-flash" / "config.toml").write_text('[models]\nmine = "some/model"\n')
+    env = {**hub, "XDG_CONFIG_HOME": str(tmp_path)}
+    for words in (("run", "mine", "Hello"), ("generate", "mine"), ("pack", "mine", tmp_path / "packed")):
+        done = command(env, *words)
+        told = done.stderr.decode()
+        assert done.returncode == 1 and not done.stdout and all(part for _, part in Hub.requests), told  # headers
+        assert "some/model: within " in told and " to download, " in told and f" free in {tmp_path / 'cache'}" in told
+        assert "some/model is not on this machine. Download " in told and "Traceback" not in told
+        assert told.splitlines()[-1].endswith("There is no terminal to ask. Hint: -y downloads it.")
+    done = command(env, "run", "mine", "Hello", "-y", "--max-tokens", "2")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert len([name for name, part in Hub.requests if part is None]) == 2
+    Hub.requests = []
+    done = command(env, "plan", "mine", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["model"] == "some/model" and not Hub.requests, done.stderr
+
+
+def test_a_no_downloads_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_config: Path
+) -> None:
+    monkeypatch.setattr(modellist, "_announced", lambda *_: ({}, 17_200_000_000))
+    monkeypatch.setattr(modellist, "is_remote", lambda name: True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert cli.main(["run", "qwen3-30b-a3b", "Hello"]) == 1
+    told = capsys.readouterr().err
+    assert "mlx-community/Qwen3-30B-A3B-4bit is not on this machine. Download 17.2 GB? [y/N]" in told
+    assert "mlx-community/Qwen3-30B-A3B-4bit was not downloaded" in told
+
+
+@pytest.mark.usefixtures("own_config")
+def test_commands_take_names_of_modelfiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "Modelfile"
+    file.write_text(f"FROM {DRAFT}\nSYSTEM Be brief.\nFLASH_RAM_GB 1\n")
+    assert cli.main(["create", "mine", "-f", str(file)]) == 0
+    capsys.readouterr()
+    plain = ["--prompt", "Hello", "--max-tokens", "3", "--system-prompt", "Be brief.", "--json"]
+    assert cli.main(["generate", str(DRAFT), *plain]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert cli.main(["generate", "mine", "--prompt", "Hello", "--max-tokens", "3", "--json"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert found["tokens"] == expected["tokens"] and found["budget_bytes"] == 10**9
+    assert "gives generate its model and settings; `mlx-flash run` takes all of it" in told.err
+    assert cli.main(["plan", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget_bytes"] == 10**9
+    assert cli.main(["pack", "mine", str(tmp_path / "packed"), "--json"]) == 0
+    assert (tmp_path / "packed" / "config.json").exists()
+    assert cli.main(["run", "qwen3-30b-a3"]) == 1
+    assert "Did you mean 'qwen3-30b-a3b'?" in capsys.readouterr().err

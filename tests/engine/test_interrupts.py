@@ -20,7 +20,7 @@ from mlx_lm.models.mamba2 import Mamba2Block
 from expert_pools import with_pool
 from interrupting import CHANGES, CHUNKS, Strike, Victim, outcomes
 from mlx_flash import CacheError, FlashLLM, WriteError, load_model
-from mlx_flash.engine import undo
+from mlx_flash.engine import passes
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.passes import Undo
 from mlx_flash.kv.checkpoints import trim_all_to
@@ -176,7 +176,7 @@ def test_a_token_that_is_taken_back_leaves_all_layers_alike(directory: Path, is_
             entry.update_and_fetch(*(mx.zeros((1, LLAMA["num_key_value_heads"], 1, 16)) for _ in range(2)))
         if is_short:
             cache[-1].trim(2)
-        undo._trim(cache, [4] * len(cache))
+        passes._trim(cache, [4] * len(cache))
         if is_short:
             with pytest.raises(CacheError):
                 model(mx.array([[5]]), cache=cache)
@@ -203,7 +203,7 @@ def test_a_cache_that_cannot_be_put_back_costs_its_own_row_alone(
             computed(model, mx.array([[1, 2, 3]]), cache)
         rows = [model.row(mx.array([[5]]), cache, 2048) for cache in caches]
         with monkeypatch.context() as patch:
-            patch.setattr(undo, "trim_all_to", trim)
+            patch.setattr(passes, "trim_all_to", trim)
             caches[0][1].update_and_fetch = overflow
             model.advance(rows)
         assert isinstance(rows[0].error, ValueError) and rows[1].error is None

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import children
-from mlx_flash.convert.derived import MANIFEST_NAME, read_manifest
-from mlx_flash.errors import CheckpointNotFoundError, ReadError
+from mlx_flash.errors import ReadError
 from mlx_flash.folders import cache_directory
 from mlx_flash.storage import probe
-from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, doubt_profile, probe_disk
 from models import save
@@ -153,41 +150,15 @@ def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) 
     assert num_cached_pages(big) < 50, "the pages of the probe were dropped, too"
 
 
-def test_disk_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.preadv
+@pytest.mark.parametrize("error", [ReadError("the disk is gone"), KeyboardInterrupt()])
+def test_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     before = descriptors()
-
-    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if len(buffers[0]) <= 4096:
-            return real(fd, buffers, offset)
-        raise OSError(errno.ENXIO, "the disk is gone")
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(ReadError, match="the disk is gone"):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(Ticket, "wait", Mock(side_effect=error))
         disk_profile(big, True)
     assert descriptors() == before
     assert not reader_threads()
     assert not disks().exists()
-
-
-def test_interrupt_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = descriptors()
-
-    def interrupt(*args: object) -> float:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Ticket, "wait", interrupt)
-        probe_disk(big, True)
-    assert descriptors() == before
-    assert not reader_threads()
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        disk_profile(tmp_path / "absent", True)
-    with pytest.raises((FileNotFoundError, CheckpointNotFoundError)):
-        probe_disk(tmp_path / "absent", True)
 
 
 # --- remembering -----------------------------------------------------------------------
@@ -195,31 +166,18 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_directory() == tmp_path / "cache" / "mlx-flash"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory().is_relative_to(Path.home())
-    assert cache_directory().name == "mlx-flash"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_directory().is_relative_to(Path.home())
-
-
-def test_profile_of_a_big_file_is_stored(big: Path) -> None:
-    first = disk_profile(big, True)
-    assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
-    assert disk_profile(big, True) == first
+    assert cache_directory().name == "mlx-flash"
 
 
 def test_stored_profile_is_used(big: Path, probed: list[bool], tmp_path: Path) -> None:
-    assert disk_profile(big, True) == FAKE
-    assert disk_profile(big, True) == FAKE
-    assert disk_profile(write_file(tmp_path / "tiny", 10), True) == FAKE  # of the same disk
-    assert probed == [True]
-
-
-def test_direct_and_buffered_profiles_are_stored_apart(big: Path, probed: list[bool]) -> None:
     for direct in (True, False, True, False):
-        disk_profile(big, direct)
+        assert disk_profile(big, direct) == FAKE
+    assert disk_profile(write_file(tmp_path / "tiny", 10), True) == FAKE  # of the same disk
     assert probed == [True, False]
     assert len(json.loads(disks().read_text())) == 2
+    assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
 
 
 def test_profile_of_a_small_file_is_not_stored(small: Path, probed: list[bool]) -> None:
@@ -246,13 +204,6 @@ def test_probe_of_a_small_file_stays_within_the_least_budget(tmp_path: Path) -> 
     assert peak <= budget
 
 
-def test_other_entries_are_kept(big: Path, probed: list[bool]) -> None:
-    remember(big, lambda key: json.dumps({"elsewhere:1:direct": entry(), key: entry(time=1.0)}))
-    disk_profile(big, True)
-    assert len(probed) == 2
-    assert "elsewhere:1:direct" in json.loads(disks().read_text())
-
-
 def test_doubted_profile_is_measured_once_more(big: Path, probed: list[bool]) -> None:
     for _ in range(3):
         assert disk_profile(big, True) == FAKE
@@ -260,64 +211,49 @@ def test_doubted_profile_is_measured_once_more(big: Path, probed: list[bool]) ->
     assert probed == [True, True]
 
 
-def test_old_profile_is_measured_again(big: Path, probed: list[bool]) -> None:
-    remember(big, lambda key: json.dumps({key: entry(time=time.time() - MAX_AGE_SECONDS + 60)}))
-    assert disk_profile(big, True).bytes_per_second == 5e8
-    remember_again = json.loads(disks().read_text())
-    for when in (time.time() - MAX_AGE_SECONDS - 1, time.time() + 3600):  # too old; a clock that was wrong
-        disks().write_text(json.dumps({key: entry(time=when) for key in remember_again}))
-        probed.clear()
-        assert disk_profile(big, True) == FAKE
-        assert probed == [True]
-
-
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"\xff\xfe\x00binary", b"null", b"[]", b"3", b'"text"', b"{}", b'{"other": 1}', b"[" * 5000, b"\x00"],
+    ("age", "is_used"), [(MAX_AGE_SECONDS - 60, True), (MAX_AGE_SECONDS + 1, False), (-3600, False)]
 )
-def test_corrupt_file_is_ignored_and_replaced(big: Path, probed: list[bool], content: bytes) -> None:
-    disks().parent.mkdir(parents=True)
-    disks().write_bytes(content)
-    assert disk_profile(big, True) == FAKE
-    assert disk_profile(big, True) == FAKE
-    assert probed == [True]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        1,
-        "text",
-        [],
-        {},
-        {"time": time.time()},
-        entry(read_size=0),
-        entry(read_size=-4096),
-        entry(read_size="large"),
-        entry(read_size=1.5),
-        entry(queue_depth=0),
-        entry(queue_depth=None),
-        entry(bytes_per_second=0.0),
-        entry(bytes_per_second=-1.0),
-        entry(bytes_per_second=float("inf")),
-        entry(bytes_per_second=float("nan")),
-        entry(direct="yes"),
-        entry(time="yesterday"),
-        entry(time=float("nan")),
-    ],
-)
-def test_foreign_entry_is_ignored_and_replaced(big: Path, probed: list[bool], value: object) -> None:
-    remember(big, lambda key: json.dumps({key: value}))
+def test_old_profile_is_measured_again(big: Path, probed: list[bool], age: float, is_used: bool) -> None:
+    """And that of a clock that was wrong. Others, and entries of a later version, are kept."""
+    remember(
+        big, lambda key: json.dumps({"elsewhere:1:direct": entry(), key: entry(time=time.time() - age, latency=3)})
+    )
     probed.clear()
-    assert disk_profile(big, True) == FAKE
-    assert disk_profile(big, True) == FAKE
-    assert probed == [True]
+    assert disk_profile(big, True).bytes_per_second == (5e8 if is_used else FAKE.bytes_per_second)
+    assert probed == ([] if is_used else [True])
+    assert "elsewhere:1:direct" in json.loads(disks().read_text())
 
 
-def test_entry_of_a_later_version_with_more_fields(big: Path, probed: list[bool]) -> None:
-    remember(big, lambda key: json.dumps({key: entry(latency=3)}))
-    assert disk_profile(big, True).bytes_per_second == 5e8
+def test_corrupt_file_is_ignored_and_replaced(big: Path, probed: list[bool]) -> None:
+    disks().parent.mkdir(parents=True)
+    for content in (b"", b"{", b"\xff\xfe\x00binary", b"null", b"[]", b'"text"', b'{"other": 1}', b"[" * 5000):
+        disks().write_bytes(content)
+        check_measured(big, probed, content)
+    disks().unlink()
+    os.mkfifo(disks())
+    check_measured(big, probed, "a FIFO")
+
+
+def check_measured(big: Path, probed: list[bool], found: object) -> None:
+    """The disk is measured once, in place of what was found."""
+    probed.clear()
+    assert disk_profile(big, True) == disk_profile(big, True) == FAKE
+    assert probed == [True], found
+
+
+def test_foreign_entry_is_ignored_and_replaced(big: Path, probed: list[bool]) -> None:
+    changes: list[dict[str, object]] = [
+        *({"read_size": value} for value in (0, -4096, "large", 1.5)),
+        *({"queue_depth": value} for value in (0, None)),
+        *({"bytes_per_second": value} for value in (0.0, -1.0, float("inf"), float("nan"))),
+        *({"time": value} for value in ("yesterday", float("nan"))),
+        {"direct": "yes"},
+    ]
+    for value in (None, 1, "text", [], {}, {"time": time.time()}, *(entry(**change) for change in changes)):
+        disks().unlink(missing_ok=True)
+        remember(big, lambda key, value=value: json.dumps({key: value}))  # type: ignore[misc]
+        check_measured(big, probed, value)
 
 
 def test_cache_that_cannot_be_written(big: Path, probed: list[bool], tmp_path: Path) -> None:
@@ -326,44 +262,3 @@ def test_cache_that_cannot_be_written(big: Path, probed: list[bool], tmp_path: P
     assert disk_profile(big, True) == FAKE
     assert disk_profile(big, True) == FAKE
     assert probed == [True, True]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_failed_writing_leaves_the_old_file_and_nothing_else(
-    big: Path, probed: list[bool], monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    disk_profile(big, True)
-    old = disks().read_bytes()
-
-    def fail(source: Path, target: Path) -> None:
-        raise error
-
-    monkeypatch.setattr(Path, "replace", fail)
-    if isinstance(error, OSError):
-        assert disk_profile(big, False) == FAKE
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            disk_profile(big, False)
-    assert disks().read_bytes() == old
-    assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
-
-
-def _load(folder: Path) -> object:
-    known = Measurements(MANIFEST_NAME)
-    assert known.file == folder / MANIFEST_NAME
-    return known.load()
-
-
-@pytest.mark.parametrize("read", [_load, read_manifest])
-def test_a_fifo_in_the_cache_folder_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, read: Callable[[Path], object]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = cache_directory()
-    folder.mkdir()
-    os.mkfifo(folder / MANIFEST_NAME)
-    found = list[object]()
-    thread = threading.Thread(target=lambda: found.append(read(folder)), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert found == [{}]

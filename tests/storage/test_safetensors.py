@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import glob
 import json
 import os
@@ -9,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,36 +34,14 @@ from mlx_flash.storage.safetensors import (
 
 # --- helpers ---------------------------------------------------------------------------
 
-_NUMPY_DTYPES = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "F16": np.float16,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "F32": np.float32,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "F64": np.float64,
-    "C64": np.complex64,
-}
-_MLX_DTYPES = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "I16": mx.int16,
-    "U16": mx.uint16,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "I32": mx.int32,
-    "U32": mx.uint32,
-    "F32": mx.float32,
-    "I64": mx.int64,
-    "U64": mx.uint64,
-    "C64": mx.complex64,
-}
+_NAMES = {
+    f"{letter}{bits}": f"{name}{bits}"
+    for letter, name in (("U", "uint"), ("I", "int"), ("F", "float"))
+    for bits in (8, 16, 32, 64)
+    if (letter, bits) != ("F", 8)
+} | {"BOOL": "bool_", "C64": "complex64"}
+_NUMPY_DTYPES = {name: np.dtype(getattr(np, other)) for name, other in _NAMES.items()}
+_MLX_DTYPES = {name: getattr(mx, other) for name, other in _NAMES.items() if name != "F64"} | {"BF16": mx.bfloat16}
 
 
 def _entry(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4)) -> dict[str, object]:
@@ -110,33 +87,12 @@ def _assert_consistent(shard: Shard) -> None:
             end = record.extent.end
 
 
-def _refuse(error: OSError) -> Callable[..., Any]:
-    def refusing(*_: object, **__: object) -> Any:
-        raise error
-
-    return refusing
-
-
-def _checkpoint(directory: Path, weight_map: object = None) -> Path:
-    """Write two shards, holding a, b and c, d, and an index if there is a weight map."""
+def _checkpoint(directory: Path) -> Path:
+    """Write two shards, holding a, b and c, d."""
     for number, names in ((1, "ab"), (2, "cd")):
         tensors = {name: np.full(3, ord(name), np.uint8) for name in names}
         save_file(tensors, directory / f"model-0000{number}-of-00002.safetensors")
-    if weight_map is not None:
-        _index(directory).write_text(json.dumps({"metadata": {"total_size": 12}, "weight_map": weight_map}))
     return directory
-
-
-def _index(directory: Path) -> Path:
-    return directory / "model.safetensors.index.json"
-
-
-_GOOD_MAP = {
-    "a": "model-00001-of-00002.safetensors",
-    "b": "model-00001-of-00002.safetensors",
-    "c": "model-00002-of-00002.safetensors",
-    "d": "model-00002-of-00002.safetensors",
-}
 
 
 @st.composite
@@ -145,7 +101,7 @@ def _tables(draw: st.DrawFn) -> dict[str, np.ndarray]:
     table = {}
     for name in names:
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-        dtype = np.dtype(draw(st.sampled_from(list(_NUMPY_DTYPES.values()))))
+        dtype = draw(st.sampled_from(list(_NUMPY_DTYPES.values())))
         nbytes = int(np.prod(shape)) * dtype.itemsize
         raw = draw(st.binary(min_size=nbytes, max_size=nbytes))
         # Booleans other than 0 and 1 have no meaning.
@@ -165,20 +121,6 @@ def scratch() -> Iterator[Path]:
 # --- reading what the official writers wrote -------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", _NUMPY_DTYPES)
-def test_reads_what_safetensors_writes(tmp_path: Path, dtype: str) -> None:
-    values = np.arange(24).astype(_NUMPY_DTYPES[dtype]).reshape(2, 3, 4)
-    save_file({"x": values}, tmp_path / "x.safetensors", metadata={"format": "np"})
-
-    shard = read_shard(tmp_path / "x.safetensors")
-
-    (record,) = shard.tensors
-    assert (record.name, record.dtype, record.shape) == ("x", dtype, (2, 3, 4))
-    assert (record.itemsize, record.nbytes) == (values.itemsize, values.nbytes)
-    assert _bytes_of(record) == values.tobytes()
-    assert shard.metadata == {"format": "np"}
-
-
 @pytest.mark.parametrize("dtype", _MLX_DTYPES)
 def test_reads_what_mlx_writes(tmp_path: Path, dtype: str) -> None:
     values = mx.arange(6).astype(_MLX_DTYPES[dtype]).reshape(2, 3)
@@ -192,19 +134,14 @@ def test_reads_what_mlx_writes(tmp_path: Path, dtype: str) -> None:
     assert _bytes_of(records["x"]) == bytes(memoryview(values.view(mx.uint8)))
 
 
-def test_every_dtype_of_whole_bytes_is_known() -> None:
+def test_every_dtype_of_whole_bytes_has_the_size_that_safetensors_gives_it(tmp_path: Path) -> None:
     eight_bits = {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
     assert DTYPE_SIZES.keys() == eight_bits | _NUMPY_DTYPES.keys() | _MLX_DTYPES.keys()
-
-
-@pytest.mark.parametrize("dtype", DTYPE_SIZES)
-def test_every_dtype_has_the_size_that_safetensors_gives_it(tmp_path: Path, dtype: str) -> None:
-    # safe_open refuses a file whose offsets disagree with the dtype's size.
-    nbytes = 3 * DTYPE_SIZES[dtype]
-    path = _write(tmp_path / "x.safetensors", {"x": _entry(dtype, [3], [0, nbytes])}, bytes(nbytes))
-    with safe_open(path, "np") as file:
-        assert list(file.keys()) == ["x"]
-    assert read_shard(path).tensors[0].nbytes == nbytes
+    for dtype, size in DTYPE_SIZES.items():
+        path = _write(tmp_path / "x.safetensors", {"x": _entry(dtype, [3], [0, 3 * size])}, bytes(3 * size))
+        with safe_open(path, "np") as file:  # which refuses a file whose offsets disagree with the size
+            assert list(file.keys()) == ["x"]
+        assert read_shard(path).tensors[0].nbytes == 3 * size
 
 
 @settings(max_examples=60, deadline=None)
@@ -224,22 +161,6 @@ def test_any_table_of_tensors_is_read_back(scratch: Path, table: dict[str, np.nd
         assert _bytes_of(records[name]) == values.tobytes()
 
 
-def test_tensors_are_in_file_order_whatever_the_header_order(tmp_path: Path) -> None:
-    header = {"z": _entry(offsets=[8, 12]), "a": _entry(offsets=[4, 8]), "m": _entry(offsets=[0, 4])}
-    shard = read_shard(_write(tmp_path / "x.safetensors", header, bytes(12)))
-    assert [record.name for record in shard.tensors] == ["m", "a", "z"]
-
-
-def test_shard_describes_its_file(tmp_path: Path) -> None:
-    raw = json.dumps({"x": _entry()}).encode() + b"   "
-    path = _write(tmp_path / "x.safetensors", raw, bytes(4))
-    shard = read_shard(path)
-    assert shard.path == path
-    assert shard.nbytes == path.stat().st_size == 8 + len(raw) + 4
-    assert shard.data_offset == 8 + len(raw)
-    assert shard.metadata == {}
-
-
 def test_holes_and_empty_tensors_are_accepted_as_by_mlx(tmp_path: Path) -> None:
     header = {
         "a": _entry(offsets=[2, 6]),
@@ -254,10 +175,6 @@ def test_holes_and_empty_tensors_are_accepted_as_by_mlx(tmp_path: Path) -> None:
     loaded = mx.load(str(path))
     for name, record in _by_name(shard).items():
         assert _bytes_of(record) == bytes(loaded[name].flatten().tolist())
-
-
-def test_a_header_without_tensors_is_accepted(tmp_path: Path) -> None:
-    assert read_shard(_write(tmp_path / "x.safetensors", {})).tensors == ()
 
 
 def test_only_the_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,16 +212,6 @@ def test_five_thousand_tensors_parse_fast(tmp_path: Path) -> None:
 # --- records ---------------------------------------------------------------------------
 
 
-def test_extent_end_is_exclusive() -> None:
-    assert Extent(Path("x"), 10, 5).end == 15
-
-
-def test_records_cannot_be_changed(tmp_path: Path) -> None:
-    record = read_shard(_write(tmp_path / "x.safetensors", {"x": _entry()}, bytes(4))).tensors[0]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.dtype = "I8"  # type: ignore[misc]
-
-
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_rows_are_numpy_rows(scratch: Path, data: st.DataObject) -> None:
@@ -327,11 +234,8 @@ def test_rows_out_of_range_are_refused(start: int, stop: int) -> None:
     record = TensorRecord("layer.weight", "U8", (4, 2), Extent(Path("x"), 0, 8))
     with pytest.raises(ValueError, match=f"rows {start}:{stop} of tensor 'layer.weight'.* 0:4"):
         record.rows(start, stop)
-
-
-def test_rows_of_a_scalar_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'scale'.*0-d"):
-        TensorRecord("scale", "F32", (), Extent(Path("x"), 0, 4)).rows(0, 1)
+        TensorRecord("scale", "F32", (), Extent(Path("x"), 0, 4)).rows(start, stop)
 
 
 # --- files that are refused ------------------------------------------------------------
@@ -341,158 +245,84 @@ def test_missing_file(tmp_path: Path) -> None:
     _expect(CheckpointNotFoundError, tmp_path / "gone.safetensors", "no such file", "Hint")
     _write(tmp_path / "x.safetensors", {})
     _expect(CheckpointNotFoundError, tmp_path / "x.safetensors" / "y.safetensors", "no such file")
+    assert issubclass(CheckpointNotFoundError, FileNotFoundError)
+    (tmp_path / "folder.safetensors").mkdir()
+    _expect(CheckpointError, tmp_path / "folder.safetensors", "Is a directory")
 
 
-def test_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read_shard(tmp_path / "gone.safetensors")
+@pytest.mark.parametrize("function", ["mlx_flash.storage.safetensors.open_regular", "pathlib.Path.iterdir"])
+def test_refusal_of_the_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    _write(tmp_path / "model.safetensors", {})
+    monkeypatch.setattr(function, Mock(side_effect=PermissionError(13, "Permission denied")))
+    path, kind = (tmp_path, "folder") if "iterdir" in function else (tmp_path / "model.safetensors", "file")
+    words = (f"cannot read this {kind}: Permission denied", "Hint: check its permissions")
+    _expect(CheckpointError, path, *words, read=read_checkpoint if kind == "folder" else read_shard)
 
 
-def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _write(tmp_path / "x.safetensors", {})
-    if os.geteuid() == 0:
-        # Permissions do not stop root.
-        monkeypatch.setattr(
-            "mlx_flash.storage.safetensors.open_regular", _refuse(PermissionError(13, "Permission denied", str(path)))
-        )
-    else:
-        path.chmod(0)
-    _expect(CheckpointError, path, "Permission denied", "Hint: check its permissions")
+_SIZE = "first 8 bytes promise a header of {} bytes"
+_KEYS = (
+    b'{"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}',
+    b'{"x":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}',
+    b'{"__metadata__":{"format":"pt","format":"mlx"}}',
+)
+BAD_FILES = [
+    *((bytes(count), (f"read {count} of 8 bytes", "truncated", "Hint: download it again")) for count in (0, 1, 7)),
+    (struct.pack("<Q", 1000) + b'{"x"', ("read 4 of 1000 bytes of the header", "truncated", "Hint: download it again")),
+    (b"version https://git-lfs.github.com/spec/v1\n", (str(MAX_HEADER_BYTES), "no safetensors file", "Git LFS")),
+    (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", (_SIZE.format(MAX_HEADER_BYTES + 1), "no safetensors file")),
+    (struct.pack("<Q", MAX_HEADER_BYTES) + b"{}", (f"read 2 of {MAX_HEADER_BYTES} bytes",)),
+]
+BAD_HEADERS = [
+    *((raw, "must start with '{'") for raw in (b"", b" {}", b"[]", b"null", b"\xef\xbb\xbf{}")),
+    *((raw, "the header") for raw in (b'{"\xff": 1}', b'{"x": ', b"{} {}", b"{}\0", b'{"x":' * 200_000)),
+    (b'{"x":' + b"9" * 5000 + b"}", "the header"),
+    *((raw, f"duplicate key '{key}'") for raw, key in zip(_KEYS, ("x", "dtype", "format"), strict=True)),
+    *(
+        ({"__metadata__": metadata}, "__metadata__")
+        for metadata in ([], "", 0, False, {"format": 1}, {"format": None}, {"a": {}})
+    ),
+]
+BAD_ENTRIES = [
+    *(
+        (entry, ("exactly dtype, shape and data_offsets",))
+        for entry in (None, [], "U8", {}, {"dtype": "U8", "shape": [4]}, {**_entry(), "strides": [1]})
+    ),
+    *(
+        (_entry(dtype), (f"unknown dtype {dtype!r}", "BF16"))
+        for dtype in ("F4", "F6_E2M3", "f32", "", None, 8, ["U8"], {})
+    ),
+    *(
+        (_entry(shape=shape), ("shape must be",))
+        for shape in (None, 4, "4", {"0": 4}, [4.0], ["4"], [-4], [-2, -2], [True, 4], [None], [[4]], [2**63])
+    ),
+    *(
+        (_entry("F32", shape, [0, 0]), ("more than 2**63 - 1 bytes",))
+        for shape in ([2**62, 2], [2**32, 2**32], [2**61, 2, 2], [2**62, 2**62, 0], [0, 2**62, 2**62], [10] * 50)
+    ),
+    (_entry("U8", [2**62, 2], [0, 2**63 - 1]), ("more than 2**63 - 1 bytes",)),
+    (_entry("U8", [2**63 - 1], [0, 2**63 - 1]), ("truncated",)),
+    (_entry(shape=[0], offsets=[9, 9]), ("truncated",)),
+    *(
+        (_entry(offsets=offsets), ("data_offsets must be",))
+        for offsets in (None, 4, [], [4], [0, 4, 8], [0.0, 4.0], ["0", "4"], [-4, 0], [False, 4], [0, 2**63], {"0": 4})
+    ),
+    *((_entry(offsets=offsets), ("takes 4 bytes", str(offsets))) for offsets in ([0, 3], [0, 5], [0, 0], [4, 0])),
+]
 
 
-def test_folder_in_place_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").mkdir()
-    _expect(CheckpointError, tmp_path / "x.safetensors", "Is a directory")
-
-
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_file_shorter_than_the_header_length(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(("content", "words"), BAD_FILES)
+def test_wrong_length_of_a_header_is_refused(tmp_path: Path, content: bytes, words: tuple[str, ...]) -> None:
     path = tmp_path / "x.safetensors"
-    path.write_bytes(bytes(count))
-    _expect(HeaderError, path, f"read {count} of 8 bytes", "truncated", "Hint: download it again")
+    path.write_bytes(content)
+    _expect(HeaderError, path, *words)
 
 
-def test_header_longer_than_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", 1000) + b'{"x"')
-    _expect(HeaderError, path, "read 4 of 1000 bytes of the header", "truncated", "Hint: download it again")
-
-
-def test_header_longer_than_the_format_allows(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    _expect(HeaderError, path, str(MAX_HEADER_BYTES), "no safetensors file", "Git LFS")
-    path.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}")
-    _expect(HeaderError, path, str(MAX_HEADER_BYTES + 1), "no safetensors file")
-    path.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES) + b"{}")
-    _expect(HeaderError, path, f"read 2 of {MAX_HEADER_BYTES} bytes")
-
-
-@pytest.mark.parametrize("raw", [b"", b" {}", b"[]", b"null", b"\xef\xbb\xbf{}"])
-def test_header_must_start_with_a_brace(tmp_path: Path, raw: bytes) -> None:
-    _expect(HeaderError, _write(tmp_path / "x.safetensors", raw), "must start with '{'")
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        pytest.param(b'{"\xff": 1}', id="not UTF-8"),
-        pytest.param(b'{"x": ', id="unfinished"),
-        pytest.param(b"{} {}", id="two values"),
-        pytest.param(b"{}\0", id="trailing zero byte"),
-        pytest.param(b'{"x":' * 200_000, id="nested too deep"),
-        pytest.param(b'{"x":' + b"9" * 5000 + b"}", id="number of 5000 digits"),
-    ],
-)
-def test_header_must_be_json(tmp_path: Path, raw: bytes) -> None:
-    _expect(HeaderError, _write(tmp_path / "x.safetensors", raw), "the header")
-
-
-@pytest.mark.parametrize(
-    ("raw", "key"),
-    [
-        (
-            b'{"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}',
-            "x",
-        ),
-        (b'{"x":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', "dtype"),
-        (b'{"__metadata__":{"format":"pt","format":"mlx"}}', "format"),
-    ],
-)
-def test_duplicate_keys(tmp_path: Path, raw: bytes, key: str) -> None:
-    _expect(HeaderError, _write(tmp_path / "x.safetensors", raw, b"0"), f"duplicate key '{key}'")
-
-
-@pytest.mark.parametrize("metadata", [[], "", 0, False, {"format": 1}, {"format": None}, {"a": {}}])
-def test_metadata_must_map_strings_to_strings(tmp_path: Path, metadata: object) -> None:
-    _expect(HeaderError, _write(tmp_path / "x.safetensors", {"__metadata__": metadata}), "__metadata__")
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        None,
-        [],
-        "U8",
-        {},
-        {"dtype": "U8", "shape": [4]},
-        {"dtype": "U8", "data_offsets": [0, 4]},
-        {"shape": [4], "data_offsets": [0, 4]},
-        {**_entry(), "strides": [1]},
-    ],
-)
-def test_entry_must_hold_exactly_three_keys(tmp_path: Path, entry: object) -> None:
-    path = _write(tmp_path / "x.safetensors", {"layer.weight": entry}, bytes(4))
-    _expect(HeaderError, path, "'layer.weight'", "exactly dtype, shape and data_offsets")
-
-
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "f32", "", None, 8, ["U8"], {}])
-def test_unknown_dtype(tmp_path: Path, dtype: object) -> None:
-    path = _write(tmp_path / "x.safetensors", {"layer.weight": _entry(dtype)}, bytes(4))
-    _expect(HeaderError, path, "'layer.weight'", f"unknown dtype {dtype!r}", "BF16")
-
-
-@pytest.mark.parametrize(
-    "shape", [None, 4, "4", {"0": 4}, [4.0], ["4"], [-4], [-2, -2], [True, 4], [None], [[4]], [2**63]]
-)
-def test_wrong_shape(tmp_path: Path, shape: object) -> None:
-    path = _write(tmp_path / "x.safetensors", {"layer.weight": _entry(shape=shape)}, bytes(4))
-    _expect(HeaderError, path, "'layer.weight'", "shape must be")
-
-
-@pytest.mark.parametrize(
-    "shape", [[2**62, 2], [2**32, 2**32], [2**61, 2, 2], [2**62, 2**62, 0], [0, 2**62, 2**62], [10] * 50]
-)
-def test_shape_that_overflows(tmp_path: Path, shape: list[int]) -> None:
-    path = _write(tmp_path / "x.safetensors", {"layer.weight": _entry("F32", shape, [0, 0])})
-    _expect(HeaderError, path, "'layer.weight'", "more than 2**63 - 1 bytes")
-
-
-@pytest.mark.parametrize(
-    "offsets", [None, 4, [], [4], [0, 4, 8], [0.0, 4.0], ["0", "4"], [-4, 0], [False, 4], [0, 2**63], {"0": 4}]
-)
-def test_wrong_offsets(tmp_path: Path, offsets: object) -> None:
-    path = _write(tmp_path / "x.safetensors", {"layer.weight": _entry(offsets=offsets)}, bytes(4))
-    _expect(HeaderError, path, "'layer.weight'", "data_offsets must be")
-
-
-def test_largest_size_that_fits_in_63_bits(tmp_path: Path) -> None:
-    largest = 2**63 - 1
-    path = _write(tmp_path / "x.safetensors", {"x": _entry("U8", [largest], [0, largest])})
-    _expect(HeaderError, path, "'x'", "truncated")
-    path = _write(tmp_path / "x.safetensors", {"x": _entry("U8", [2**62, 2], [0, largest])})
-    _expect(HeaderError, path, "'x'", "more than 2**63 - 1 bytes")
-
-
-def test_bool_offset_is_no_int(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x.safetensors", {"x": _entry(shape=[1], offsets=[False, True])}, bytes(1))
-    _expect(HeaderError, path, "'x'", "[False, True]")
-
-
-@pytest.mark.parametrize("offsets", [[0, 3], [0, 5], [0, 0], [4, 0]])
-def test_offsets_must_span_the_shape(tmp_path: Path, offsets: list[int]) -> None:
-    path = _write(tmp_path / "x.safetensors", {"layer.weight": _entry(offsets=offsets)}, bytes(8))
-    _expect(HeaderError, path, "'layer.weight'", "takes 4 bytes", str(offsets))
+def test_wrong_headers_and_entries_are_refused_by_name(tmp_path: Path) -> None:
+    for header, words in BAD_HEADERS:
+        _expect(HeaderError, _write(tmp_path / "x.safetensors", header, b"0"), words)
+    for entry, parts in BAD_ENTRIES:
+        path = _write(tmp_path / "x.safetensors", {"layer.weight": entry}, bytes(8))
+        _expect(HeaderError, path, "'layer.weight'", *parts)
 
 
 def test_truncated_data(tmp_path: Path) -> None:
@@ -502,11 +332,6 @@ def test_truncated_data(tmp_path: Path) -> None:
     _expect(
         HeaderError, path, "'cut'", f"needs {size + 1} bytes of file, found {size}", "truncated", "download it again"
     )
-
-
-def test_empty_tensor_behind_the_end(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x.safetensors", {"x": _entry(shape=[0], offsets=[3, 3])}, bytes(2))
-    _expect(HeaderError, path, "'x'", "truncated")
 
 
 @pytest.mark.parametrize("other", [[3, 7], [0, 4], [1, 5]])
@@ -564,7 +389,7 @@ def test_any_json_entry_is_read_consistently_or_refused(
 
 
 def test_checkpoint_joins_its_shards(tmp_path: Path) -> None:
-    _checkpoint(tmp_path, _GOOD_MAP)
+    _checkpoint(tmp_path)
     save_file({"ignored": np.zeros(1)}, tmp_path / "adapters.safetensors")
 
     checkpoint = read_checkpoint(tmp_path)
@@ -607,31 +432,22 @@ def test_later_shard_wins_as_in_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monke
     assert checkpoint.nbytes == 3
 
 
-def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
+def test_links_into_a_cache_are_followed_from_a_relative_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
-    _checkpoint(blobs)
-    for path in blobs.iterdir():
+    for path in _checkpoint(blobs).iterdir():
         (snapshot / path.name).symlink_to(path)
-    _index(snapshot).write_text(json.dumps({"weight_map": _GOOD_MAP}))
-    assert read_checkpoint(snapshot).tensors.keys() == set("abcd")
-
-
-def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(_checkpoint(tmp_path, _GOOD_MAP))
-    assert read_checkpoint(Path(".")).nbytes == 12  # noqa: PTH201
+    monkeypatch.chdir(snapshot)
+    assert read_checkpoint(Path(".")).tensors.keys() == set("abcd")  # noqa: PTH201
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     _expect(CheckpointNotFoundError, tmp_path / "gone", "no such folder", "Hint", read=read_checkpoint)
     file = _write(tmp_path / "model.safetensors", {})
     _expect(CheckpointNotFoundError, file, "no such folder", read=read_checkpoint)
-
-
-def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "iterdir", _refuse(PermissionError(13, "Permission denied")))
-    _expect(CheckpointError, tmp_path, "folder", "Permission denied", "Hint", read=read_checkpoint)
 
 
 def test_folder_without_shards(tmp_path: Path) -> None:
@@ -660,16 +476,8 @@ def test_a_bad_shard_is_named(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [_fifo, _endless])
-def test_shard_must_be_a_regular_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "endless"])
+def test_shard_must_be_a_regular_file(tmp_path: Path, make: Callable[[Path], object]) -> None:
     path = tmp_path / "model.safetensors"
     make(path)
     _expect(CheckpointError, path, "not a regular file", "Hint: download it again")

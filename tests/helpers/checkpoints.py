@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +66,6 @@ def with_single_experts(weights: Weights, stack: str, single: str, names: dict[s
 PROJECTIONS = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
 
 
-def plain(name: str, variant: str) -> Callable[[Path], None]:
-    def make(directory: Path) -> None:
-        config = configuration(name)
-        write(directory, config, random_weights(config, variant))
-
-    return make
-
-
 def gemma3(directory: Path) -> None:
     config = configuration("gemma3")
     weights = random_weights(config, "bf16")
@@ -99,8 +90,6 @@ def qwen3_moe(directory: Path) -> None:
 
 
 DIRECT = {
-    "llama": plain("llama", "bf16"),
-    "qwen3": plain("qwen3", "bf16"),
     "gemma3": gemma3,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,

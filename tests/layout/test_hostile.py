@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -86,19 +87,22 @@ def test_code_of_a_tokenizer_is_not_run_whatever_stdin_says(tmp_path: Path, monk
     assert not list(tmp_path.rglob("ran"))
 
 
-KINDS: dict[str, Callable[[Path], object]] = {
-    "FIFO": os.mkfifo,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "folder": Path.mkdir,
-    "link to itself": lambda path: path.symlink_to(path),
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "FIFO": (os.mkfifo, "it is a FIFO, not a regular file.*Hint: "),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "it is a device or socket.*Hint: "),
+    "folder": (Path.mkdir, ""),
+    "link to itself": (lambda path: path.symlink_to(path), ""),
 }
+NAMES = ("config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "chat_template.jinja")
+CASES = [*itertools.product(NAMES[:2], KINDS), *itertools.product(NAMES[2:], ("FIFO", "device"))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
     save(tmp_path, LLAMA | {"num_hidden_layers": 1})
-    (tmp_path / name).unlink(missing_ok=True)
-    KINDS[kind](tmp_path / name)
-    with pytest.raises(CheckpointError, match=name):
+    path, (make, words) = tmp_path / name, KINDS[kind]
+    path.unlink(missing_ok=True)
+    make(path)
+    words = f"cannot read {path}: {words}" if words and name != "model.safetensors" else name
+    with pytest.raises(CheckpointError, match=words):
         load_lazily(tmp_path, read_checkpoint(tmp_path))

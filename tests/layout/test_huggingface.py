@@ -37,11 +37,6 @@ def latent(weights: Weights) -> Weights:
     return with_single_experts(result, "mlp.switch_mlp", "mlp.experts", PROJECTIONS)
 
 
-def deepseek(directory: Path) -> None:
-    config = configuration("deepseek_v3")
-    write(directory, config, latent(random_weights(config, "fp32")))
-
-
 def deepseek_fp8(directory: Path) -> None:
     """Write a checkpoint without experts, since MLX's CPU back end multiplies experts in fp32 only."""
     config = {**configuration("deepseek_v3"), "first_k_dense_replace": 4}
@@ -86,11 +81,6 @@ def gpt_oss_weights(config: Config) -> Weights:
         elif ".up_proj." not in name:
             result[name.replace("down_proj.bias", "down_proj_bias")] = array
     return result
-
-
-def gpt_oss(directory: Path) -> None:
-    config = configuration("gpt_oss")
-    write(directory, config, gpt_oss_weights(config))
 
 
 def gpt_oss_mxfp4(directory: Path) -> None:
@@ -157,10 +147,8 @@ SOME = TURNS[1]
 """Generations that are compared: where bytes come from is the same for all. `test_zoo` runs all of them."""
 
 DERIVED = {
-    "deepseek_v3": deepseek,
     "deepseek_v3-fp8": deepseek_fp8,
     "kimi-int4": kimi_int4,
-    "gpt_oss": gpt_oss,
     "gpt_oss-mxfp4": gpt_oss_mxfp4,
     "llama4": llama4,
     "awq": autoawq("awq", True),

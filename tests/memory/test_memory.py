@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -65,124 +66,82 @@ class Tree:
         self.proc.mkdir()
         self.groups.mkdir()
 
-    def be_in(self, *lines: str) -> None:
-        (self.proc / "cgroup").write_text("".join(line + "\n" for line in lines))
-
-    def add(self, path: str, limit_file: str, limit: object, stat: str) -> None:
+    def add(self, path: str, limit: object, used: int = 0, shared: int = 0) -> None:
+        """Add a group; one below ``memory/`` is of version 1."""
+        is_v1 = path.split("/")[0] == "memory"
         group = self.groups / path
         group.mkdir(parents=True, exist_ok=True)
-        (group / limit_file).write_text(f"{limit}\n")
-        (group / "memory.stat").write_text(stat)
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(f"{limit}\n")
+        stat = "cache 99\nrss 1\ntotal_rss {}\ntotal_shmem {}\n" if is_v1 else "file 12\nanon {}\nshmem {}\nkernel 7\n"
+        (group / "memory.stat").write_text(stat.format(used, shared))
 
-    def add_v2(self, path: str, limit: object, anon: int = 0) -> None:
-        self.add(path, "memory.max", limit, f"anon {anon}\nfile 123456\nkernel 77\n")
 
-    def add_v1(self, path: str, limit: object, rss: int = 0) -> None:
-        self.add(
-            path, "memory.limit_in_bytes", limit, f"cache 99\nrss 1\nhierarchical_memory_limit 5\ntotal_rss {rss}\n"
-        )
+def made_tree(root: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    made = Tree(root)
+    monkeypatch.setattr(memory, "_PROC", made.proc)
+    monkeypatch.setattr(memory, "_CGROUPS", made.groups)
+    machine = SimpleNamespace(total=64_000 * MB, available=40_000 * MB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    return made
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    made = Tree(tmp_path)
-    monkeypatch.setattr(memory, "_PROC", made.proc)
-    monkeypatch.setattr(memory, "_CGROUPS", made.groups)
-
-    class Machine:
-        total = 64_000 * MB
-        available = 40_000 * MB
-
-    monkeypatch.setattr(psutil, "virtual_memory", Machine)
-    return made
+    return made_tree(tmp_path, monkeypatch)
 
 
-def check(total: int, available: int) -> None:
-    assert (total_memory(), available_memory()) == (total * MB, available * MB)
+SCOPE = "user.slice/run.scope"
+GROUPS: dict[str, tuple[list[str] | None, list[tuple[str, object, int]], tuple[int, int]]] = {
+    "no file": (None, [], (64_000, 40_000)),
+    "none": ([], [], (64_000, 40_000)),
+    "only the root": (["0::/"], [], (64_000, 40_000)),
+    "v2": ([f"0::/{SCOPE}"], [(SCOPE, 8_000, 3_000)], (8_000, 5_000)),
+    "v2 without limit": ([f"0::/{SCOPE}"], [(SCOPE, "max", 3_000)], (64_000, 40_000)),
+    "limits of parents hold": (
+        ["0::/pod/container/leaf"],
+        [("pod", 6_000, 5_500), ("pod/container", 9_000, 100), ("pod/container/leaf", "max", 50)],
+        (6_000, 500),
+    ),
+    "v2 in a container with its group as root": (["0::/"], [("", 4_000, 1_000)], (4_000, 3_000)),
+    "v1": (
+        ["5:devices:/", "4:cpu,memory:/job", "2:cpuset:/other", "1:name=systemd:/job", "0::/"],
+        [("memory/job", 8_000, 1_000), ("memory", UNLIMITED_V1, 30_000)],
+        (8_000, 7_000),
+    ),
+    "v1 in a container with another group name": (
+        ["4:memory:/docker/0123456789"],
+        [("memory", 8_000, 1_000)],
+        (8_000, 7_000),
+    ),
+    "other controllers and odd names": (
+        ["4:memoryless:/a", "3:cpu:/a", "0::/with:colon/é"],
+        [("memory/a", 1, 0), ("with:colon/é", 7_000, 0)],
+        (7_000, 7_000),
+    ),
+    "outside of the visible tree": (["0::/../sibling"], [("", 5_000, 0)], (5_000, 5_000)),
+    "more used than allowed": (["0::/a"], [("a", 1_000, 1_001)], (1_000, 0)),
+    "limit above what the machine has": (["0::/a"], [("a", 100_000, 1_000)], (64_000, 40_000)),
+}
+"""Lines of ``/proc/self/cgroup``; groups with limit and use in MB; the total and available memory in MB."""
 
 
-def test_shared_memory_of_a_group_is_in_use(tree: Tree) -> None:
+def test_limits_of_control_groups_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (name, (lines, groups, expected)) in enumerate(GROUPS.items()):
+        (tmp_path / str(number)).mkdir()
+        tree = made_tree(tmp_path / str(number), monkeypatch)
+        if lines is not None:
+            (tree.proc / "cgroup").write_text("".join(line + "\n" for line in lines))
+        for path, limit, used in groups:
+            tree.add(path, limit * MB if isinstance(limit, int) and limit != UNLIMITED_V1 else limit, used * MB)
+        assert (total_memory(), available_memory()) == (expected[0] * MB, expected[1] * MB), name
+
+
+@pytest.mark.parametrize(("line", "path"), [("0::/a", "a"), ("5:memory:/a", "memory/a")])
+def test_shared_memory_of_a_group_is_in_use(tree: Tree, line: str, path: str) -> None:
     """It is counted as cache, but without swap the kernel would rather kill than take it back."""
-    for line, limit_file, names in (
-        ("0::/a", "memory.max", ("anon", "shmem")),
-        ("5:memory:/a", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
-    ):
-        tree.be_in(line)
-        path = "a" if limit_file == "memory.max" else "memory/a"
-        tree.add(path, limit_file, 1000 * MB, f"{names[0]} {300 * MB}\n{names[1]} {200 * MB}\n")
-        check(1000, 500)
-
-
-def test_no_control_groups(tree: Tree) -> None:
-    check(64_000, 40_000)  # no /proc/self/cgroup at all
-    tree.be_in()
-    check(64_000, 40_000)
-    tree.be_in("0::/")
-    check(64_000, 40_000)
-
-
-def test_cgroup_v2(tree: Tree) -> None:
-    tree.be_in("0::/user.slice/run.scope")
-    tree.add_v2("user.slice/run.scope", 8_000 * MB, 3_000 * MB)
-    check(8_000, 5_000)
-
-
-def test_cgroup_v2_without_limit(tree: Tree) -> None:
-    tree.be_in("0::/user.slice/run.scope")
-    tree.add_v2("user.slice/run.scope", "max", 3_000 * MB)
-    check(64_000, 40_000)
-
-
-def test_cgroup_v2_limits_of_parents_hold(tree: Tree) -> None:
-    tree.be_in("0::/pod/container/leaf")
-    tree.add_v2("pod", 6_000 * MB, 5_500 * MB)
-    tree.add_v2("pod/container", 9_000 * MB, 100 * MB)
-    tree.add_v2("pod/container/leaf", "max", 50 * MB)
-    check(6_000, 500)
-
-
-def test_cgroup_v2_in_a_container_with_its_group_as_root(tree: Tree) -> None:
-    tree.be_in("0::/")
-    tree.add_v2("", 4_000 * MB, 1_000 * MB)
-    check(4_000, 3_000)
-
-
-def test_cgroup_v1(tree: Tree) -> None:
-    tree.be_in("5:devices:/", "4:cpu,memory:/job", "2:cpuset:/other", "1:name=systemd:/job", "0::/")
-    tree.add_v1("memory/job", 8_000 * MB, 1_000 * MB)
-    tree.add_v1("memory", UNLIMITED_V1, 30_000 * MB)
-    check(8_000, 7_000)
-
-
-def test_cgroup_v1_in_a_container_with_another_group_name(tree: Tree) -> None:
-    tree.be_in("4:memory:/docker/0123456789")
-    tree.add_v1("memory", 8_000 * MB, 1_000 * MB)
-    check(8_000, 7_000)
-
-
-def test_other_controllers_and_odd_names(tree: Tree) -> None:
-    tree.be_in("4:memoryless:/a", "3:cpu:/a", "0::/with:colon/é")
-    tree.add_v1("memory/a", 1 * MB)
-    tree.add_v2("with:colon/é", 7_000 * MB)
-    check(7_000, 7_000)
-
-
-def test_group_outside_of_the_visible_tree(tree: Tree) -> None:
-    tree.be_in("0::/../sibling")
-    tree.add_v2("", 5_000 * MB)
-    check(5_000, 5_000)
-
-
-def test_more_used_than_allowed(tree: Tree) -> None:
-    tree.be_in("0::/a")
-    tree.add_v2("a", 1_000 * MB, 1_001 * MB)
-    check(1_000, 0)
-
-
-def test_limit_above_what_the_machine_has(tree: Tree) -> None:
-    tree.be_in("0::/a")
-    tree.add_v2("a", 100_000 * MB, 1_000 * MB)
-    check(64_000, 40_000)
+    (tree.proc / "cgroup").write_text(f"{line}\n")
+    tree.add(path, 1000 * MB, 300 * MB, 200 * MB)
+    assert (total_memory(), available_memory()) == (1000 * MB, 500 * MB)
 
 
 @linux
@@ -297,60 +256,16 @@ def test_context_is_what_nvml_counts_beside_arrays(
 
 # --- macOS -----------------------------------------------------------------------------
 
-V4_FIELDS = [
-    "ri_user_time",
-    "ri_system_time",
-    "ri_pkg_idle_wkups",
-    "ri_interrupt_wkups",
-    "ri_pageins",
-    "ri_wired_size",
-    "ri_resident_size",
-    "ri_phys_footprint",
-    "ri_proc_start_abstime",
-    "ri_proc_exit_abstime",
-    "ri_child_user_time",
-    "ri_child_system_time",
-    "ri_child_pkg_idle_wkups",
-    "ri_child_interrupt_wkups",
-    "ri_child_pageins",
-    "ri_child_elapsed_abstime",
-    "ri_diskio_bytesread",
-    "ri_diskio_byteswritten",
-    "ri_cpu_time_qos_default",
-    "ri_cpu_time_qos_maintenance",
-    "ri_cpu_time_qos_background",
-    "ri_cpu_time_qos_utility",
-    "ri_cpu_time_qos_legacy",
-    "ri_cpu_time_qos_user_initiated",
-    "ri_cpu_time_qos_user_interactive",
-    "ri_billed_system_time",
-    "ri_serviced_system_time",
-    "ri_logical_writes",
-    "ri_lifetime_max_phys_footprint",
-    "ri_instructions",
-    "ri_cycles",
-    "ri_billed_energy",
-    "ri_serviced_energy",
-    "ri_interval_max_phys_footprint",
-    "ri_runnable_time",
-]
-"""The 64-bit fields of ``struct rusage_info_v4``, after the 16 bytes of ``ri_uuid``."""
+NUM_V4_FIELDS = 35
+"""64-bit fields of ``struct rusage_info_v4``, after the 16 bytes of ``ri_uuid``."""
 
 
-@pytest.mark.parametrize("name", ["ri_phys_footprint", "ri_lifetime_max_phys_footprint"])
-def test_offsets_of_the_macos_struct(name: str) -> None:
-    assert getattr(memory._RUsageInfo, name).offset == 16 + 8 * V4_FIELDS.index(name)
-    assert getattr(memory._RUsageInfo, name).size == 8
-
-
-def test_size_of_the_macos_struct() -> None:
-    """The system writes the whole of the version asked for."""
-    assert ctypes.sizeof(memory._RUsageInfo) >= 16 + 8 * len(V4_FIELDS)
-
-
-def test_known_offsets_of_the_macos_struct() -> None:
-    assert V4_FIELDS.index("ri_phys_footprint") == 7
-    assert V4_FIELDS.index("ri_lifetime_max_phys_footprint") == 28
+@pytest.mark.parametrize(("name", "number"), [("phys_footprint", 7), ("lifetime_max_phys_footprint", 28)])
+def test_the_macos_struct(name: str, number: int) -> None:
+    assert getattr(memory._RUsageInfo, f"ri_{name}").offset == 16 + 8 * number
+    assert getattr(memory._RUsageInfo, f"ri_{name}").size == 8
+    # The system writes the whole of the version asked for.
+    assert ctypes.sizeof(memory._RUsageInfo) >= 16 + 8 * NUM_V4_FIELDS
 
 
 HOLES = """

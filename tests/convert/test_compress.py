@@ -113,11 +113,6 @@ def test_only_what_every_pass_reads_is_compressed(dense: tuple[Path, Path]) -> N
     assert not any("norm" in name for name in names)
 
 
-def test_stock_mlx_lm_refuses_a_compressed_copy(dense: tuple[Path, Path]) -> None:
-    with pytest.raises(FileNotFoundError):
-        mlx_lm_utils.load_model(dense[1])
-
-
 @pytest.mark.parametrize("part", ["compressed-00002-of-", "uncompressed-00001-of-"])
 def test_a_copy_without_one_of_its_files_is_refused(dense: tuple[Path, Path], tmp_path: Path, part: str) -> None:
     for path in dense[1].iterdir():
@@ -125,11 +120,7 @@ def test_a_copy_without_one_of_its_files_is_refused(dense: tuple[Path, Path], tm
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(CheckpointNotFoundError, match="copy"):
         read_checkpoint(tmp_path)
-
-
-def test_files_of_two_kinds_are_refused(dense: tuple[Path, Path], tmp_path: Path) -> None:
-    for path in [*dense[0].iterdir(), *dense[1].iterdir()]:
-        (tmp_path / path.name).unlink(missing_ok=True)
+    for path in dense[0].glob("*.safetensors"):
         (tmp_path / path.name).symlink_to(path)
     with pytest.raises(CheckpointError, match="has both"):
         read_checkpoint(tmp_path)
@@ -231,24 +222,16 @@ def _disk(speed: float) -> Callable[..., Any]:
     return lambda path, direct, may_buffer: DiskProfile(speed, 4 << 20, 4, direct)
 
 
-def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], capsys: Any) -> None:
+    with pytest.raises(FileNotFoundError):
+        mlx_lm_utils.load_model(dense[1])
     budget = ["--context-length=256", "--ram-budget-gb=min"]
     assert main(["plan", "--model", str(dense[1]), *budget]) == 0
     assert "Compressed:" in capsys.readouterr().out
-    receipt = tmp_path / "receipt.json"
     assert main(["verify", "--model", str(dense[1]), *budget, "--max-tokens=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["is_exact"] is True
     assert found["bytes_compared"] > 0
-    assert not receipt.exists()
-
-
-def test_the_planned_speed_is_that_of_disk_and_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.storage.blocks.num_cores", lambda: 4)
-    assert Compression(0.5, 1e9, 1e9, 3e9, True).weight_bytes_per_second == 2e9
-    assert Compression(0.5, 1e9, 9e9, 3e9, True).weight_bytes_per_second == 3e9
-    assert Compression(0.5, 1e9, 9e9, 3e9, False).weight_bytes_per_second == 4e9
-    assert decoding_bytes(4096) > 2 * BLOCK_BYTES
 
 
 def test_as_many_threads_decode_as_keep_up_with_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

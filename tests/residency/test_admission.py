@@ -118,6 +118,12 @@ def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -
 NOTHING = ActivationSizes(0, 0, 0, 0, 0)
 
 
+def on_disk(plan: ResidencyPlan, **changes: Any) -> ResidencyPlan:
+    """Return the plan with keys and values on disk."""
+    options = KVOptions(step=16, budget_bytes=0)
+    return replace(plan, kv=replace(plan.kv, options=options, num_on_disk=1), **changes)
+
+
 def with_mlx_lm_caches(plan: ResidencyPlan) -> ResidencyPlan:
     """Return the plan with the caches of :func:`filled`, and with nothing but these."""
     row, num_layers = plan.cache.largest_row * 4 // LLAMA["num_key_value_heads"], LLAMA["num_hidden_layers"]
@@ -145,8 +151,7 @@ def test_rows_are_there_twice_while_a_batch_joins_another(plan: ResidencyPlan, n
 
 def test_a_request_alone_has_one_layer_in_memory(plan: ResidencyPlan) -> None:
     """With keys and values on disk, in a single slot."""
-    kv = replace(plan.kv, options=KVOptions(step=16, budget_bytes=0))
-    lean = replace(plan, activations=NOTHING, kv=kv)
+    lean = on_disk(plan, activations=NOTHING)
     more = alone_bytes(lean, 120_000) - alone_bytes(lean, 60_000)
     assert 60_000 * lean.cache.largest_row <= more < 1.1 * 60_000 * lean.cache.largest_row
     short, long = (replace(lean, prefill_step_size=step) for step in (1, 2048))
@@ -164,22 +169,20 @@ def test_activations_of_requests_count(plan: ResidencyPlan) -> None:
 
 
 def test_caches_that_never_go_to_disk_count_in_full(plan: ResidencyPlan) -> None:
-    kv = replace(plan.kv, options=KVOptions(step=16, budget_bytes=0))
-    own = replace(plan, kv=kv)
+    own = on_disk(plan)
     with_others = replace(own, cache=replace(own.cache, token_bytes=own.cache.token_bytes + 100))
     assert alone_bytes(with_others, 9000) - alone_bytes(own, 9000) >= 9000 * 100
 
 
 def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: ResidencyPlan) -> None:
     """Slots are for the longest."""
-    kv = replace(plan.kv, options=KVOptions(step=16, budget_bytes=0), num_on_disk=1)
     cache = replace(plan.cache, token_bytes=plan.cache.token_bytes + 10)
-    lean = replace(plan, activations=NOTHING, kv=kv, cache=cache)
+    lean = on_disk(plan, activations=NOTHING, cache=cache)
     one, two = (together_bytes(lean, lengths, "exact") for lengths in ([90_000], [90_000, 60_000]))
     more = 16 * sum(cache.rows) + lean.ledger.others.nbytes(60_000)
     assert more <= two - one < 1.1 * more
     assert together_bytes(lean, [60_000, 90_000], "exact") == two
-    in_memory = replace(lean, kv=replace(kv, num_on_disk=0))  # where plans have room for all
+    in_memory = replace(lean, kv=replace(lean.kv, num_on_disk=0))  # where plans have room for all
     assert together_bytes(in_memory, [90_000], "exact") >= 90_000 * cache.token_bytes
 
 

@@ -11,9 +11,11 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -49,30 +51,47 @@ def join() -> mx.distributed.Group:
     return group
 
 
-def run_ranks(
-    num_ranks: int, *program: object, env: Mapping[str, str] = {}, timeout: float = 240
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``python PROGRAM`` on some ranks. A program that is forked has to call its exit functions itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        files, started = [], []
-        for rank, address in enumerate(ring(num_ranks, Path(folder))):
-            files.append([Path(folder) / f"{name}-{rank}" for name in ("stdin", "stdout", "stderr")])
-            started.append(
-                children.start(*program, files=[_touched(path) for path in files[-1]], env={**env, **address})
-            )
+class Rank(NamedTuple):
+    """A process, and the files of its standard output and error."""
+
+    process: BaseProcess
+    out: Path
+    errors: Path
+
+
+@contextlib.contextmanager
+def started(num_ranks: int, folder: Path, *program: object, forks: bool = True) -> Iterator[list[Rank]]:
+    """Start ``python PROGRAM`` on some ranks, as ``mlx.launch`` does, which would end all when one has ended.
+
+    A program that is forked has to call its exit functions itself.
+    """
+    ranks = []
+    try:
+        for i, address in enumerate(ring(num_ranks, folder)):
+            out, errors = folder / f"out-{i}", folder / f"errors-{i}"
+            for path in (out, errors):
+                path.touch()
+            files = Path(os.devnull), out, errors
+            ranks.append(Rank(children.start(*program, files=files, env=address, forks=forks), out, errors))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
+def run_ranks(num_ranks: int, *program: object, timeout: float = 240) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``python PROGRAM`` on some ranks."""
+    with tempfile.TemporaryDirectory() as folder, started(num_ranks, Path(folder), *program) as ranks:
         deadline = time.monotonic() + timeout
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [process for process in started if process.exitcode is None]
-        for process in late:
-            process.kill()
-            process.join()
-        texts = [[path.read_text() for path in each[1:]] for each in files]
-        assert not late, texts
-        codes = [process.exitcode or 0 for process in started]
-        return [subprocess.CompletedProcess(program, code, *text) for code, text in zip(codes, texts, strict=True)]
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        texts = [(rank.out.read_text(), rank.errors.read_text()) for rank in ranks]
+        codes = [rank.process.exitcode for rank in ranks]
+        assert None not in codes, texts
+        return [subprocess.CompletedProcess(program, code or 0, *text) for code, text in zip(codes, texts, strict=True)]
 
 
-def _touched(path: Path) -> Path:
-    path.touch()
-    return path
+def lines_of(done: Sequence[subprocess.CompletedProcess[str]]) -> list[list[Any]]:
+    """Return the lines of JSON that ranks printed."""
+    return [json.loads(line) for each in done for line in each.stdout.splitlines() if line.startswith("[")]

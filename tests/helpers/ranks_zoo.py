@@ -15,14 +15,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-import children
-from local_ranks import join, ring
+from local_ranks import Rank, join, started
 from mlx_flash.engine import layershares
 from mlx_flash.errors import ConfigError, PeerError, StreamedWeightsError
 from models import stock
@@ -64,58 +62,43 @@ def compare_all(names: Sequence[str], num_ranks: int, timeout: float) -> Iterato
     """
     left = list(names)
     while left:
-        with tempfile.TemporaryDirectory(prefix="zoo-ranks-") as folder, _Ranks(left, num_ranks, Path(folder)) as ranks:
+        with (
+            tempfile.TemporaryDirectory(prefix="zoo-ranks-") as folder,
+            started(num_ranks, Path(folder), __file__, folder, *left) as ranks,
+        ):
             while left:
-                outcome = ranks.wait_for(left[0], timeout)
+                outcome = _wait_for(ranks, left[0], timeout)
                 yield outcome
                 del left[0]
                 if outcome.status in ("refused", "failed"):
                     break
 
 
-class _Ranks:
-    """The processes of all ranks, and what they printed."""
+def _wait_for(ranks: Sequence[Rank], name: str, timeout: float) -> RankOutcome:
+    """Return the outcome of an architecture, once all ranks have said it or one of them has failed."""
+    began = time.monotonic()
+    while True:
+        are_alive = all(rank.process.is_alive() for rank in ranks)
+        outcome = _judge(_said(ranks, name), len(ranks))
+        if outcome is None and not are_alive:
+            outcome = _judge(_said(ranks, name), len(ranks)) or _crash(ranks)
+        if outcome is None and time.monotonic() - began > timeout:
+            outcome = "failed", f"no end after {timeout:g} s"
+        if outcome is not None:
+            return RankOutcome(name, *outcome, time.monotonic() - began)
+        time.sleep(POLL_SECONDS)
 
-    def __init__(self, names: Sequence[str], num_ranks: int, folder: Path) -> None:
-        self._files = [[folder / f"{kind}-{rank}" for kind in ("in", "out", "err")] for rank in range(num_ranks)]
-        self._processes: list[BaseProcess] = []
-        for rank, env in enumerate(ring(num_ranks, folder)):
-            for path in self._files[rank]:
-                path.touch()
-            self._processes.append(children.start(__file__, folder, *names, files=self._files[rank], env=env))
 
-    def __enter__(self) -> _Ranks:
-        return self
+def _said(ranks: Sequence[Rank], name: str) -> list[tuple[int, str, str]]:
+    lines = [line for rank in ranks for line in rank.out.read_text().splitlines(True)]
+    found = [json.loads(line) for line in lines if line.startswith("[") and line.endswith("\n")]
+    return [(rank, word, text) for rank, of, word, text in found if of == name]
 
-    def __exit__(self, *exception: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
 
-    def wait_for(self, name: str, timeout: float) -> RankOutcome:
-        """Return the outcome of an architecture, once all ranks have said it or one of them has failed."""
-        began = time.monotonic()
-        while True:
-            are_alive = all(process.is_alive() for process in self._processes)
-            said = self._said(name)
-            outcome = _judge(said, len(self._processes))
-            if outcome is None and not are_alive:
-                outcome = _judge(self._said(name), len(self._processes)) or self._crash(said)
-            if outcome is None and time.monotonic() - began > timeout:
-                outcome = "failed", f"no end after {timeout:g} s"
-            if outcome is not None:
-                return RankOutcome(name, *outcome, time.monotonic() - began)
-            time.sleep(POLL_SECONDS)
-
-    def _said(self, name: str) -> list[tuple[int, str, str]]:
-        lines = [line for _, out, _ in self._files for line in out.read_text().splitlines(True)]
-        found = [json.loads(line) for line in lines if line.startswith("[") and line.endswith("\n")]
-        return [(rank, word, text) for rank, of, word, text in found if of == name]
-
-    def _crash(self, said: Sequence[tuple[int, str, str]]) -> tuple[str, str]:
-        time.sleep(1.0)  # the others may say more than that a rank is lost
-        errors = " ".join(err.read_text()[-200:] for *_, err in self._files)
-        return ("failed", f"a rank ended: {' '.join(errors.split())}")
+def _crash(ranks: Sequence[Rank]) -> tuple[str, str]:
+    time.sleep(1.0)  # the others may say more than that a rank is lost
+    errors = " ".join(rank.errors.read_text()[-200:] for rank in ranks)
+    return "failed", f"a rank ended: {' '.join(errors.split())}"
 
 
 def _judge(said: Sequence[tuple[int, str, str]], num_ranks: int) -> tuple[str, str] | None:

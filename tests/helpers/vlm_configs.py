@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-MROPE = {"type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
 PARTIAL_MROPE = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 QWEN_VISION = {
     "depth": 3,

@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from local_ranks import run_ranks
+from children import HELPERS
+from local_ranks import lines_of, run_ranks
 from mlx_flash import cli
 from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import check_least
@@ -21,10 +22,10 @@ from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import NeededFiles, RankFolder, follow_files, needed_files
 from mlx_flash.residency.plan import ResidencyPlan
 from models import LLAMA, QWEN3_MOE, VOCAB_SIZE, save
-from rank_programs import PROGRAM, lines_of
 from streamed import config
 from zoo import configuration
 
+PROGRAM = HELPERS / "ranks_program.py"
 OWNERS = {"llama": [2, 2, 1, 0, 0], "qwen3_moe": [1, 2, 0]}
 
 

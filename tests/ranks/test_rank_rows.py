@@ -12,12 +12,11 @@ import mlx.core as mx
 import pytest
 
 from children import HELPERS
-from local_ranks import run_ranks
+from local_ranks import lines_of, run_ranks
 from mlx_flash.ranks import HAND_ON, HAND_OVER, HANDED
 from mlx_flash.streaming.lockstep import Lockstep, Results
 from mlx_flash.streaming.stream import Place, WeightStream
 from models import save
-from rank_programs import lines_of
 from shared_passes import MODELS
 
 PROGRAM = HELPERS / "ranks_rows.py"

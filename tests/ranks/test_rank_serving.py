@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
 import mlx_lm
 import pytest
 
-import children
-from local_ranks import ring
+from local_ranks import Rank, started
 from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers
 from mlx_flash.residency.admission import Decision
@@ -35,41 +31,22 @@ SECONDS = 60.0
 class Ranks:
     """A server on two ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.model = str(make_random_model(folder / "model", *SHAPE.split()))
-        self.logs = [folder / "log-0", folder / "log-1"]
-        command = ["-m", "mlx_flash", "serve", "--model", self.model, "--ram-budget-gb", "1", "--port", self.port]
-        self.processes: list[BaseProcess] = [
-            children.start(*command, files=(Path(os.devnull), log, log), env=env, forks=False)
-            for env, log in zip(ring(2, folder), self.logs, strict=True)
-        ]
+    def __init__(self, model: str, port: int, ranks: Sequence[Rank]) -> None:
+        self.model, self.port, self.ranks = model, port, ranks
 
-    def ask(self, prompt: str, max_tokens: int = 8, **options: Any) -> str:
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **options}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=SECONDS) as response:
-            return str(json.load(response)["choices"][0]["text"])
+    def post(self, path: str, **body: Any) -> Any:
+        data = json.dumps(body).encode()
+        url, headers = f"http://127.0.0.1:{self.port}/v1/{path}", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS) as response:
+            return json.load(response)
 
-    def ask_with_tool(self, parameters: dict[str, Any]) -> None:
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(request, timeout=SECONDS).close()
+    def ask(self, prompt: str, **options: Any) -> str:
+        body = self.post("completions", prompt=prompt, max_tokens=8, temperature=0.0, **options)
+        return str(body["choices"][0]["text"])
 
-    def leave(self, **options: Any) -> None:
+    def leave(self) -> None:
         """Ask for a long answer, and close the connection before it is complete."""
-        body = json.dumps({"prompt": "Go on", "max_tokens": 4000, "stream": True, **options}).encode()
+        body = json.dumps({"prompt": "Go on", "max_tokens": 4000, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection:
             connection.sendall(head.encode() + body)
@@ -78,7 +55,7 @@ class Ranks:
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            assert all(process.is_alive() for process in self.processes), self.texts
+            assert all(rank.process.is_alive() for rank in self.ranks), self.texts
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
                     return
@@ -87,19 +64,20 @@ class Ranks:
 
     @property
     def texts(self) -> list[str]:
-        return [log.read_text() for log in self.logs]
+        return [path.read_text() for rank in self.ranks for path in (rank.out, rank.errors)]
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    found = Ranks(tmp_path)
-    try:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model = str(make_random_model(tmp_path / "model", *SHAPE.split()))
+    command = ["-m", "mlx_flash", "serve", "--model", model, "--ram-budget-gb", "1", "--port", port]
+    with started(2, tmp_path, *command, forks=False) as processes:
+        found = Ranks(model, port, processes)
         found.wait_until_ready()
         yield found
-    finally:
-        for process in found.processes:
-            process.kill()
-            process.join()
 
 
 def test_rank_0_answers_and_all_end_together(ranks: Ranks) -> None:
@@ -110,14 +88,15 @@ def test_rank_0_answers_and_all_end_together(ranks: Ranks) -> None:
     ranks.leave()
     assert ranks.ask(PROMPTS[1]) == expected[1]  # from the kept cache
     assert ranks.ask(PROMPTS[0], seed=3) == expected[0]  # alone
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(300)}}
     with pytest.raises(urllib.error.HTTPError, match="400"):
-        ranks.ask_with_tool(nested(300))
+        ranks.post("chat/completions", messages=[{"role": "user", "content": "Hi"}], tools=[tool])
     assert ranks.ask(PROMPTS[1]) == expected[1]
-    assert ranks.processes[0].pid is not None
-    os.kill(ranks.processes[0].pid, signal.SIGTERM)
-    for process in ranks.processes:
+    processes = [rank.process for rank in ranks.ranks]
+    processes[0].terminate()
+    for process in processes:
         process.join(SECONDS)
-    assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.texts
+    assert [process.exitcode for process in processes] == [0, 0], ranks.texts
 
 
 def nested(num_levels: int) -> dict[str, Any]:

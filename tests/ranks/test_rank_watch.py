@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
 
-import children
 from children import HELPERS
-from local_ranks import ring
+from local_ranks import started
 from models import LLAMA, save
 
 PROGRAM = HELPERS / "ranks_program.py"
@@ -35,7 +31,7 @@ def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
 )
 def test_a_lost_rank_ends_the_others(tmp_path: Path, number: signal.Signals, words: str) -> None:
     save(tmp_path / "llama", LLAMA, mx.float32)
-    with started(3, tmp_path) as ranks:
+    with started(3, tmp_path, PROGRAM, tmp_path, "llama", "endless") as ranks:
         for rank in ranks:
             wait_for(lambda rank=rank: "ready" in rank.out.read_text() or not rank.process.is_alive(), 120)
         assert ranks[1].process.pid is not None and ranks[1].process.is_alive(), ranks[1].errors.read_text()
@@ -46,27 +42,3 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, number: signal.Signals, wor
         errors = [rank.out.read_text() + rank.errors.read_text() for rank in others]
         assert all(rank.process.exitcode for rank in others), errors
         assert any(words in each for each in errors), errors  # the second one may see that the first one is gone
-
-
-class Rank(NamedTuple):
-    process: BaseProcess
-    out: Path
-    errors: Path
-
-
-@contextlib.contextmanager
-def started(num_ranks: int, folder: Path) -> Iterator[list[Rank]]:
-    """Start ranks as ``mlx.launch`` does, which would end all of them when one has ended."""
-    ranks = []
-    try:
-        for i, address in enumerate(ring(num_ranks, folder)):
-            out, errors = (folder / f"{name}-{i}" for name in ("out", "errors"))
-            files = (Path(os.devnull), out, errors)
-            process = children.start(PROGRAM, folder, "llama", "endless", files=files, env=address)
-            ranks.append(Rank(process, out, errors))
-            out.touch()
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()

@@ -17,16 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from local_ranks import run_ranks
+from children import HELPERS
+from local_ranks import lines_of, run_ranks
 from mlx_flash import cli
 from mlx_flash import ranks as chain
 from mlx_flash.errors import ConfigError
 from mlx_flash.ranks import RankSpeed, runs, share_layers
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
-from rank_programs import PROGRAM, lines_of
 from ranks_zoo import compare_all
 from zoo import configuration
 
+PROGRAM = HELPERS / "ranks_program.py"
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
 MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7")}
 

@@ -37,6 +37,14 @@ def outputs(model: Any, name: str, has_picture: bool) -> list[mx.array]:
     return found
 
 
+def generated(model: Any, given: Any, step: int, num_tokens: int = 6) -> list[mx.array]:
+    """Tokens and their log-probabilities."""
+    tokens, pixels, extra = given
+    options = {"max_tokens": num_tokens, "temperature": 0, "prefill_step_size": step, **extra}
+    found = generate_step(tokens, model, pixels, **options)
+    return [array for token, logprobs in found for array in (mx.array(token), logprobs)]
+
+
 def same(left: list[mx.array], right: list[mx.array]) -> bool:
     return all(bool(mx.array_equal(a, b)) for a, b in zip(left, right, strict=True))
 
@@ -67,17 +75,12 @@ def test_the_patch_streams_what_mlx_vlm_loads_and_is_undone(tmp_path: Path) -> N
     folder = save(tmp_path, "qwen2_vl")
     original = utils.load_model
     stock = utils.load_model(folder)
-    tokens, pixels, extra = inputs("qwen2_vl", True)
-
-    def generated(model: Any, step: int) -> list[int]:
-        found = generate_step(tokens, model, pixels, max_tokens=5, temperature=0, prefill_step_size=step, **extra)
-        return [int(token) for token, _ in found]
-
+    given = inputs("qwen2_vl", True)
     with apply_flash_patch(CONFIG):
         model = utils.load_model(folder)
         assert type(model) is FlashVLM
         for step in (2048, 3):
-            assert generated(model, step) == generated(stock, step)
+            assert same(generated(model, given, step), generated(stock, given, step))
         with pytest.raises(StreamedWeightsError, match=r"mlx_vlm\.convert needs"):
             exec("load(folder)", {"__name__": "mlx_vlm.convert", "load": utils.load_model, "folder": folder})
     model.close()
@@ -111,15 +114,10 @@ def test_mlx_vlm_is_imported_by_others_only() -> None:
 def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
     folder = save(tmp_path, "qwen3_vl_moe")
     stock = utils.load_model(folder)
-    tokens, pixels, extra = inputs("qwen3_vl_moe", True)
-
-    def computed(model: Any, step: int) -> list[Any]:
-        found = generate_step(tokens, model, pixels, max_tokens=6, temperature=0, prefill_step_size=step, **extra)
-        return [array for token, logprobs in found for array in (mx.array(token), logprobs)]
-
+    given = inputs("qwen3_vl_moe", True)
     with load_vlm_model(folder, CONFIG) as model:
         for step in (1, 3, 2048):  # mlx-vlm computes 2 to 8 tokens as it computes them one after another
-            assert same(computed(model, step), computed(stock, step))
+            assert same(generated(model, given, step), generated(stock, given, step))
         assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
         stats = model.engine.experts.pool.stats
         assert stats.num_calls and stats.read_bytes and model.plan.pool.num_slots < 24
@@ -134,11 +132,6 @@ def test_keys_and_values_may_be_on_disk(name: str, tmp_path: Path, monkeypatch: 
     tokens, pixels, extra = inputs(name, True)
     tokens = mx.concatenate([tokens, mx.array([[5 + i % 200 for i in range(600)]])], axis=1)
     extra["mask"] = mx.ones(tokens.shape, mx.int32)
-
-    def computed(model: Any) -> list[mx.array]:
-        found = generate_step(tokens, model, pixels, max_tokens=4, temperature=0, prefill_step_size=256, **extra)
-        return [array for token, logprobs in found for array in (mx.array(token), logprobs)]
-
     (tmp_path / "kv").mkdir()
     settings = {"ram_budget_gb": 1, "telemetry": False, "kv_step": 16, "kv_directory": str(tmp_path / "kv")}
     settings |= {"context_length": 700, "prefill_step_size": 256}
@@ -146,6 +139,6 @@ def test_keys_and_values_may_be_on_disk(name: str, tmp_path: Path, monkeypatch: 
         load_vlm_model(folder, FlashConfig(**settings, kv_ram_gb=1e-6))
     least = float(str(found.value).split("at least ")[1].split(":")[0])
     with load_vlm_model(folder, FlashConfig(**settings, kv_ram_gb=least)) as model:
-        assert same(computed(model), computed(stock))
+        assert same(*(generated(each, (tokens, pixels, extra), 256, 4) for each in (model, stock)))
         kv = model.language_model.kv
         assert kv is not None and kv.usage.written_bytes and kv.usage.read_bytes

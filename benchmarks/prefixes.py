@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ram-budget-gb", type=float, required=True)
-    parser.add_argument("--mode", choices=("off", "exact", "longest"), default="exact")
+    parser.add_argument("--mode", choices=("off", "exact"), default="exact")
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--prefill-step-size", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4)

@@ -160,7 +160,7 @@ Budget = float | Literal["min", "auto", "safe", "balanced", "performance"] | Non
 IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "disk"]
 Batching = Literal["auto", "stock"]
-PrefixMode = Literal["off", "exact", "longest"]
+PrefixMode = Literal["off", "exact"]
 
 _BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
@@ -203,8 +203,7 @@ class FlashConfig:
         kv_step: tokens by which a cache grows, and tokens of a page on disk.
         kv_directory: folder for the files of a KV cache on disk. None is mlx-flash's cache folder.
         kv_prefixes: mode of the prefix cache, which keeps prompts on disk for later runs. ``"exact"`` restores only
-            calls of the same length, and the output is bit for bit the same; ``"longest"`` restores the longest cached
-            prefix, as mlx-lm's server does with the caches that it keeps. None is ``"exact"`` for the models of a
+            calls of the same length, and the output is bit for bit the same. None is ``"exact"`` for the models of a
             server whose budget has room for it, and ``"off"`` otherwise.
         kv_prefix_tenant: name of a private part of the prefix cache. Tenants find nothing of each other.
         kv_prefix_gb: limit of the prefix cache of all models on disk, in GB. The least recently used pages are evicted.
@@ -277,6 +276,11 @@ class FlashConfig:
     def writes_nothing(self) -> bool:
         """True when neither a KV cache nor a prefix cache may write to a disk."""
         return self.ssd_write_gb_per_day == 0
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """True when prompts are kept on disk."""
+        return self.kv_prefixes == "exact"
 
     @property
     def budget_bytes(self) -> int | Literal["min", "auto"] | Profile:

@@ -365,7 +365,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_keep": (0, 4),
     "kv_step": (256, 64),
     "kv_directory": (None, "/tmp/kv"),
-    "kv_prefixes": (None, "off", "exact", "longest"),
+    "kv_prefixes": (None, "off", "exact"),
     "kv_prefix_tenant": (None, "alice"),
     "kv_prefix_gb": (None, 0, 12.5),
     "ssd_write_gb_per_day": (None, 0, 12.5),

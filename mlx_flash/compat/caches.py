@@ -94,19 +94,13 @@ def token_fits(entry: Any) -> bool:
     return size == most or (length_of(entry) < size and (most is None or size < most))
 
 
-def window_before(entry: Any, num_later: int) -> RotatingKVCache | None:
-    """Return mlx-lm's window as it was before its last tokens came; None if it has not kept all that was in it then.
-
-    A call with several tokens adds them to the window, and those that it moves out are dropped by the next call.
-    """
+def shortened_window(entry: Any) -> Any:
+    """Return mlx-lm's window without the tokens that a call moved out, and the next one drops; else the entry."""
     if type(entry) is not RotatingKVCache or entry.keep or entry.keys is None or entry._idx < entry.keys.shape[2]:
-        return None
-    length, stop = entry.offset - num_later, entry.keys.shape[2] - num_later
-    if stop < min(length, entry.max_size) or length <= 0:
-        return None
-    window, start = RotatingKVCache(entry.max_size), max(0, stop - entry.max_size)
-    window.keys, window.values = (array[..., start:stop, :] for array in (entry.keys, entry.values))
-    window.offset, window._idx = length, stop - start
+        return entry
+    window = RotatingKVCache(entry.max_size)
+    window.keys, window.values = (array[..., -entry.max_size :, :] for array in (entry.keys, entry.values))
+    window.offset, window._idx = entry.offset, window.keys.shape[2]
     return window
 
 

@@ -55,8 +55,7 @@ class Passes:
         self._session = session
         self._kv = kv
         self._counters = counters
-        keeps_answers = session.prefixes is not None and session.prefixes.keeps_answers
-        self.is_in_memory = session.chain is None and not keeps_answers and session.engine.is_resident
+        self.is_in_memory = session.chain is None and session.engine.is_resident
 
     def admit(self, plan: ResidencyPlan, call: ForwardCall) -> bool:
         """Let a call of a model in memory begin as it is, if there is room for it. Return whether it may.

@@ -197,7 +197,7 @@ def prepare(
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
     machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config, checkpoint)
     machine = replace(machine, reached_bytes=reached_bytes(Path(model_path)))
-    fingerprint = None if config.kv_prefixes in (None, "off") else fingerprint_of(loaded, state_of(checkpoint))
+    fingerprint = fingerprint_of(loaded, state_of(checkpoint)) if config.caches_prefixes else None
     chain: Chain | None = None
     if folder is not None and peers is not None:
         folder.let_go()

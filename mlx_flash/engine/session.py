@@ -95,7 +95,7 @@ class Session:
             self._read_at_start = reader.stats
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
-                self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, plan.kept_every, governor)
+                self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, governor)
             limit_buffers(self, plan.cache_limit)
             if config.telemetry:
                 status = Status(name, plan, prepared.layout, self.engine, self._counters, self._kv, _running)

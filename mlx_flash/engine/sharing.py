@@ -27,8 +27,6 @@ from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.prefixes.call import state_end
-from mlx_flash.prefixes.leaves import are_windows, has_state
 from mlx_flash.residency.ledger import shares_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
@@ -178,9 +176,6 @@ class Sharing:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
         if self._session.chain is not None:
             return "how many are guessed depends on measured times, which differ between ranks"
-        prefixes = self._session.prefixes
-        if prefixes is not None and prefixes.keeps_answers and any(map(has_state, entries_of(cache))):
-            return "prompts are cached, with windows or states between two calls"
         return self._group.refusal(cache)
 
     def _offloads(self, asked: _Asked) -> bool:
@@ -229,12 +224,9 @@ def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool
     first, *others = parts
     ledger, cache = plan.ledger, list(entries_of(first.cache or ()))
     before, end = first, Lane(first).tokens.context
-    every, only_windows = plan.kept_every, are_windows(cache)
     for number, part in enumerate(others):
         guessed = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
-        last, left, kept = before.num_tokens, before.segment_left, 0
-        if every and state_end(end, last, left, every, are_windows=only_windows) is not None:
-            kept = plan.cache.states_bytes(last, end)
+        kept = plan.cache.states_bytes(before.num_tokens, end) if plan.keeps_states else 0
         new, batch_size, before = part.num_tokens, part.batch_size, part
         end += new // batch_size
         each = ledger.part_waiting(new, batch_size, end, is_first=not number, on_disk=on_disk, kept=kept)

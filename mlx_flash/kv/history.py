@@ -11,8 +11,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_flash.compat.caches import CacheKinds
 
 Labels = np.ndarray[Any, np.dtype[np.int64]]
-"""``(tokens, 4)``: the token; begin and end of the call that computed it, or 0 where they do not matter; the form of
-the cache at that call."""
+"""``(tokens, 4)``: the token, begin and end of the call that computed it, the form of the cache at that call."""
 
 NO_LABELS: Labels = np.empty((0, 4), np.int64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, window_before
+from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, shortened_window
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
@@ -51,11 +51,6 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
 def has_state(entry: Any) -> bool:
     """Return whether an entry has a window or a state, whose content between two calls is gone after the second."""
     return own_kind(type(entry)) in _STATES
-
-
-def are_windows(entries: Iterable[Any]) -> bool:
-    """Return whether the entries have no state but windows, whose content is known for some tokens that came later."""
-    return all(type(entry) is RotatingKVCache for entry in entries if has_state(entry))
 
 
 def forget(cache: Sequence[Any]) -> None:
@@ -185,21 +180,14 @@ class StateLeaf(Leaf):
     """A window of tokens, or a recurrent state: its content at the end of a call decides everything after it."""
 
     def read_state(self) -> dict[str, Blob]:
-        """Return the arrays of its state by their paths, and everything else in JSON."""
-        flat: Any = tree_flatten(self.entry.state)
+        """Return the arrays of its state by their paths, and everything else in JSON.
+
+        A window comes without the tokens before it, which the next call would drop.
+        """
+        flat: Any = tree_flatten(shortened_window(self.entry).state)
         blobs = {path: to_blob(leaf) for path, leaf in flat if isinstance(leaf, mx.array)}
         others = json.dumps([[path, leaf] for path, leaf in flat if path not in blobs]).encode()
         return {_OTHERS: Blob(others, "uint8", (len(others),)), **blobs}
-
-    def read_before(self, num_later: int) -> dict[str, Blob] | None:
-        """Return the state as it was before the last tokens came, as :meth:`read_state`; None if it is gone.
-
-        A window is returned without the tokens before it, which the next call would drop.
-        """
-        window = window_before(self.entry, num_later)
-        if window is not None:
-            return StateLeaf(window).read_state()
-        return None if num_later else self.read_state()
 
     def set_state(self, found: Mapping[str, mx.array]) -> None:
         """Replace the state by one that :meth:`read_state` returned."""
@@ -239,10 +227,7 @@ def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:
     return array, memory_of(array)
 
 
-def form_of(leaves: Sequence[Leaf], *, of_batches: bool) -> int:
-    """Return a number for what decides a cache's bytes. With ``of_batches``, a batch of one has another number."""
-    forms = [leaf.form for leaf in leaves]
-    if not of_batches:
-        forms = [[str(kind).removeprefix("Batch"), *settings] for kind, *settings in forms]
-    text = json.dumps(forms).encode()
+def form_of(leaves: Sequence[Leaf]) -> int:
+    """Return a number for what decides a cache's bytes. A batch of one has another number."""
+    text = json.dumps([leaf.form for leaf in leaves]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

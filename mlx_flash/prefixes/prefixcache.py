@@ -1,9 +1,8 @@
 """The prefix cache of a model: calls that are answered from disk instead of being computed.
 
-The last bits of a row depend on how many tokens were computed in one call. In the mode ``exact`` a page's name covers
-its tokens and the bounds of the calls that computed them, and a call is restored whole or not at all: the output is bit
-for bit the same. In the mode ``longest`` tokens alone name a page, and the longest cached prefix is restored, as
-mlx-lm's server does with the caches that it keeps.
+The last bits of a row depend on how many tokens were computed in one call. So a page's name covers its tokens and the
+bounds of the calls that computed them, and a call is restored whole or not at all: the output is bit for bit the same.
+Calls whose logits are wanted, generated tokens among them, are not kept.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
-from mlx_flash.kv.history import History, Labels, make_labels
+from mlx_flash.kv.history import History, make_labels
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.call import KnownCall, state_end
+from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.folder import Blob, Place, full_pages
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, are_windows, forget, form_of, leaves_of, new_array, rows_in
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 
@@ -61,19 +60,11 @@ class PrefixCache:
 
     Args:
         store: its pages.
-        is_exact: whether the mode is ``exact``, in which windows and states are kept after each call.
-        states_every: tokens between two windows and states that are kept in the mode ``longest``; None for a page.
-
-    Attributes:
-        keeps_answers: whether generated tokens are kept. If not, a call whose logits are wanted changes nothing.
     """
 
-    def __init__(self, store: PrefixStore, *, is_exact: bool, states_every: int | None = None) -> None:
+    def __init__(self, store: PrefixStore) -> None:
         self.store = store
         self.counters = PrefixCounters()
-        self.keeps_answers = not is_exact
-        self._is_exact = is_exact
-        self._states_every = 1 if is_exact else states_every or store.page_tokens
 
     def look(
         self, parts: Sequence[mx.array], cache: Sequence[Any], segments_left: Sequence[int] = ()
@@ -85,7 +76,7 @@ class PrefixCache:
             cache: mlx-lm's prompt cache.
             segments_left: as of :meth:`begin`.
         """
-        call = self._known(parts, cache, segments_left, is_prompt=True)
+        call = self._known(parts, cache, segments_left)
         if call is not None:
             call.num_restored = max(0, self._find(call, call.after.length).num_tokens - call.history.length)
         return call if call is not None and call.num_restored else None
@@ -118,18 +109,16 @@ class PrefixCache:
             The calls as one, for :meth:`end` when they were computed; None if the content of the cache is not known,
             or nothing is kept.
         """
-        kept = parts if self.keeps_answers else parts[:num_prompts]
-        call = self._known(kept, cache, segments_left, is_prompt=num_prompts > 0) if kept else None
+        call = self._known(parts[:num_prompts], cache, segments_left) if num_prompts else None
         forget(cache)
         if call is not None:
-            call.num_after = sum(part.shape[1] for part in parts[len(kept) :])
+            call.num_after = sum(part.shape[1] for part in parts[num_prompts:])
             self._plan(call)
         return call
 
     def end(self, call: KnownCall) -> None:
         """Store the pages that a call completed, and note what the cache holds now."""
-        if call.is_prompt:
-            self.counters.num_computed += call.tokens.shape[1]
+        self.counters.num_computed += call.tokens.shape[1]
         if any(leaf.length not in (call.after.length + call.num_after, None) for leaf in call.leaves):
             return
         forget([leaf.entry for leaf in call.leaves])  # first: nothing more is written to drafts that are stored
@@ -157,10 +146,10 @@ class PrefixCache:
         self.store.close()
 
     def _known(
-        self, parts: Sequence[mx.array], cache: Sequence[Any], segments_left: Sequence[int] = (), *, is_prompt: bool
+        self, parts: Sequence[mx.array], cache: Sequence[Any], segments_left: Sequence[int] = ()
     ) -> KnownCall | None:
         """Return a call on a cache, or some that share a pass as one; None if the content of the cache is not known."""
-        leaves, is_exact = leaves_of(cache), self._is_exact
+        leaves = leaves_of(cache)
         tokens = parts[0] if len(parts) == 1 else mx.concatenate([*parts], axis=1)
         history = _history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None
         if leaves is None or history is None:
@@ -168,25 +157,21 @@ class PrefixCache:
         bounds = [*accumulate([part.shape[1] for part in parts], initial=history.length)][1:]
         ends = {full for full in full_pages(bounds[-1], self.store.page_tokens) if full > history.length}
         lefts = [*segments_left, *[0] * len(parts)][: len(parts)]
-        if is_exact:  # the last page of a call ends with it, unless its segment has no full page
-            ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= self.store.page_tokens)
-        labels, form = list[Labels](), form_of(leaves, of_batches=is_exact)
-        state_ends, only_windows = {}, are_windows(leaf.entry for leaf in leaves)
-        every, page_tokens = self._states_every, self.store.page_tokens
-        for bound, part, left in zip(bounds, parts, lefts, strict=True):
-            new = part.shape[1]
-            labels.append(make_labels(np.array(part)[0], *((bound - new, bound) if is_exact else (0, 0)), form))
-            end = state_end(bound, new, left, every, are_windows=only_windows, page_tokens=page_tokens)
-            if end in ends:
-                state_ends[bound] = end
+        # the last page of a call ends with it, unless its segment has no full page
+        ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= self.store.page_tokens)
+        form = form_of(leaves)
+        labels = [
+            make_labels(np.array(part)[0], bound - part.shape[1], bound, form)
+            for bound, part in zip(bounds, parts, strict=True)
+        ]
         after = history.with_labels(np.concatenate(labels), sorted(ends))
-        return KnownCall(leaves, history, after, tokens, is_prompt, bounds, state_ends)
+        return KnownCall(leaves, history, after, tokens, bounds)
 
     def _find(self, call: KnownCall, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens that a call may be restored to."""
         ends = [end for end in call.after.ends if end <= most]
         prefix = self.store.find(call.after.labels, ends=ends, snapshot=STATE if call.states else "")
-        return prefix if not self._is_exact or prefix.snapshot else prefix.cut(set(call.bounds))
+        return prefix if prefix.snapshot else prefix.cut(set(call.bounds))
 
     def _restore(self, call: KnownCall) -> int:
         """Fill the cache. Return with how many tokens."""
@@ -248,10 +233,10 @@ class PrefixCache:
             if not self._put_rows(call.rows, history, number, start):
                 return False
         is_stored = True
-        for bound, end in call.state_ends.items():
-            if call.is_prompt and (states := call.take_states(bound)):
-                is_stored &= bool(self._put(history, history.ends.index(end), states, snapshot=STATE))
-        return is_stored or not self._is_exact
+        for bound in call.bounds:
+            if bound in history.ends and (states := call.take_states(bound)):
+                is_stored &= bool(self._put(history, history.ends.index(bound), states, snapshot=STATE))
+        return is_stored
 
     def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int, start: int) -> bool:
         """Store a page of rows. Those that layers wrote to a draft stay there; the others are copied."""
@@ -275,9 +260,7 @@ class PrefixCache:
         snapshot: str = "",
     ) -> str:
         blobs = {f"{i}.{name}": blob for i, leaf in leaves.items() for name, blob in leaf.items()}
-        # in the mode longest, the cached page of a name may have been computed in other calls than its successors here
-        only_new, labels, ends = not self._is_exact, history.labels, history.ends
-        return self.store.put(labels, number, blobs, draft=draft, snapshot=snapshot, ends=ends, only_new=only_new)
+        return self.store.put(history.labels, number, blobs, draft=draft, snapshot=snapshot, ends=history.ends)
 
 
 def _history(leaves: Sequence[Leaf]) -> History | None:
@@ -303,28 +286,27 @@ def _new_pages(call: KnownCall) -> Iterator[tuple[int, int]]:
 
 
 def open_prefixes(
-    config: FlashConfig, model: str, title: str, queue_bytes: int, states_every: int, governor: WriteGovernor
+    config: FlashConfig, model: str, title: str, queue_bytes: int, governor: WriteGovernor
 ) -> PrefixCache | None:
     """Return the prefix cache of a model with a fingerprint and a title; None where the settings want none.
 
-    ``queue_bytes`` is the memory for pages that wait to be written, ``states_every`` as in :class:`PrefixCache`.
+    ``queue_bytes`` is the memory for pages that wait to be written.
     """
-    mode = config.kv_prefixes
-    if mode is None or mode == "off":
+    if not config.caches_prefixes:
         return None
     directory = prefix_directory()
     limit = round(config.kv_prefix_gb * GB) if config.kv_prefix_gb is not None else default_limit(directory)
     store = PrefixStore(
         directory,
         model=model,
-        settings=json.dumps([_device(), mode], sort_keys=True),
+        settings=json.dumps([_device(), config.kv_prefixes], sort_keys=True),
         tenant=config.kv_prefix_tenant or "",
         title=title,
         limit_bytes=limit,
         queue_bytes=queue_bytes,
         governor=governor,
     )
-    return PrefixCache(store, is_exact=mode == "exact", states_every=states_every)
+    return PrefixCache(store)
 
 
 def default_limit(directory: Path) -> int:

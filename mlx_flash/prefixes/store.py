@@ -183,7 +183,6 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         draft: Draft | None = None,  # a file with the other blobs, which becomes the file of the page
         snapshot: str = "",  # the kind of snapshot; empty for the page itself
         ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
-        only_new: bool = False,  # a page that is there counts as not stored: it may have been computed in another way
     ) -> str:
         """Store a page, or a snapshot at its end, in the background. Return its name if it is cached, or queued.
 
@@ -199,7 +198,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes
         if self._is_queued(key.page) or self._folder.has(key.page):
-            return "" if only_new else key.page
+            return key.page
         if not self._folder.is_writable:
             reason = "stopped"
         elif not (self._is_queued(key.parent) or self._folder.has_parent(key)):

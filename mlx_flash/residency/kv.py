@@ -159,24 +159,12 @@ def _check_directory(directory: Path) -> None:
         raise ConfigError(f"kv_directory is {directory}: this user cannot write to {at}. Hint: name another one.")
 
 
-def kept_every(config: FlashConfig, cache: CacheSizes) -> int:
-    """Return how many tokens are between two windows and states that the prefix cache keeps; 0 if it keeps none.
-
-    With ``longest`` they take no more of the disk than the keys and values of the tokens between them, or than those of
-    a dense model of 8 billion weights.
-    """
-    if config.kv_prefixes != "longest":
-        return int(config.kv_prefixes == "exact")
-    states = cache.states_bytes(0, sum(length for _, length in cache.windows))
-    return PAGE_TOKENS * max(1, -(-states // max(sum(cache.rows) * PAGE_TOKENS, DENSE_PAGE_BYTES)))
-
-
 def prefix_bytes(cache: CacheSizes, config: FlashConfig, context_length: int) -> int:
     """Return the bytes of pages of the prefix cache on their way to disk and back.
 
     Some wait to be written while one is copied. Windows and states that are large are written while the call waits.
     """
-    if config.kv_prefixes in (None, "off"):
+    if not config.caches_prefixes:
         return 0
     page, largest = sum(cache.rows) * PAGE_TOKENS, largest_page(cache, context_length)
     return largest + QUEUED_PAGES * (largest if largest <= DENSE_PAGE_BYTES else page)

@@ -60,7 +60,7 @@ class Ledger:
         cut: the way the layers are cut, as in ``Streaming.cut``.
         is_tiled: whether linear layers pass through the slots in tiles of rows, or experts one by one.
         process: the process itself without arrays, and buffers; in bytes.
-        kept_every: tokens between two windows and states of a prompt that the prefix cache keeps; 0 if it keeps none.
+        keeps_states: whether the prefix cache keeps windows and states after each call of a prompt.
     """
 
     cache: CacheSizes
@@ -70,7 +70,7 @@ class Ledger:
     cut: int = 0
     is_tiled: bool = False
     process: int = 0
-    kept_every: int = 0
+    keeps_states: bool = False
 
     # Keys and values
 
@@ -178,16 +178,13 @@ class Ledger:
             is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
                 attention that makes keys of latent ones takes more than :meth:`active` knows.
             on_disk: whether layers are on disk.
-            kept: bytes of the windows and states that the prefix cache keeps for it; None for what it keeps of a part
-                on average, and of the first one at most.
+            kept: bytes of the windows and states that the prefix cache keeps for it; None if they are not known.
         """
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
         keys = 0 if on_disk else row * (context + CACHE_STEP) * batch_size
         if kept is None:
-            kept = self.cache.states_bytes(num_tokens, context) if self.kept_every else 0
-            if kept and not is_first:
-                kept = kept * min(num_tokens, self.kept_every) // self.kept_every
+            kept = self.cache.states_bytes(num_tokens, context) if self.keeps_states else 0
         return sizes.held_bytes(num_tokens, context, cut) + keys + kept
 
     def of_a_layer(self, new: NewTokens) -> int:

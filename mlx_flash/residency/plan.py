@@ -125,7 +125,7 @@ class ResidencyPlan:
         lent_seconds: what weights in the room for waiting parts of prompts save a pass that decodes.
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         compression: of the checkpoint; None where nothing is compressed.
-        kept_every: tokens between two windows and states of a prompt that the prefix cache keeps; 0 if it keeps none.
+        keeps_states: whether the prefix cache keeps windows and states after each call of a prompt.
     """
 
     budget_bytes: int
@@ -156,7 +156,7 @@ class ResidencyPlan:
     lent_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
     compression: Compression | None = None
-    kept_every: int = 0
+    keeps_states: bool = False
     context_bytes: int = 0
 
     @property
@@ -182,7 +182,7 @@ class ResidencyPlan:
             self.streaming.cut,
             self.streaming.is_tiled or self.pool is not None,
             process,
-            kept_every=self.kept_every,
+            keeps_states=self.keeps_states,
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, cast
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.kv import in_memory, kept_every, on_disk, prefix_bytes, promised_bytes
+from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_bytes
 from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes, shares_on_disk
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
@@ -68,7 +68,7 @@ class Task:
             self.sizes.activations,
             cut=self.cut,
             is_tiled=self.is_tiled,
-            kept_every=kept_every(self.config, self.sizes.cache),
+            keeps_states=self.config.caches_prefixes,
         )
 
     @cached_property
@@ -140,7 +140,7 @@ class Task:
             activations=sizes.activations,
             cache=sizes.cache,
             compression=machine.compression,
-            kept_every=self.ledger.kept_every,
+            keeps_states=self.ledger.keeps_states,
         )
 
     def activation_bytes(self, reserve: Reserve) -> int:

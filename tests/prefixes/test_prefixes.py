@@ -84,8 +84,8 @@ def same(left: Logits, right: Logits) -> bool:
     )
 
 
-def first_run(directory: Path, mode: str = "exact", **settings: Any) -> Logits:
-    with loaded(directory, mode, **settings) as model:
+def first_run(directory: Path, **settings: Any) -> Logits:
+    with loaded(directory, **settings) as model:
         found = generated(model)
         assert restored(model) == 0
     return found
@@ -95,11 +95,11 @@ def first_run(directory: Path, mode: str = "exact", **settings: Any) -> Logits:
 
 RUN = """
 import json, sys, hashlib
-sys.path[:0] = sys.argv[3:]
+sys.path[:0] = sys.argv[2:]
 import numpy as np, mlx.core as mx
 import prefix_runs as t
 from pathlib import Path
-model = t.loaded(Path(sys.argv[1]), sys.argv[2])
+model = t.loaded(Path(sys.argv[1]))
 read = []
 def progress(done, total):
     if done < total:
@@ -111,16 +111,15 @@ model.close()
 """
 
 
-@pytest.mark.parametrize("mode", ["exact", "longest"])
-def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: str) -> None:
+def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path) -> None:
     runs = []
     for _ in range(2):
-        done = children.run("-c", RUN, llama, mode, HELPERS)
+        done = children.run("-c", RUN, llama, HELPERS)
         assert done.returncode == 0, done.stderr.decode()
         runs.append(json.loads(done.stdout))
     (passes, tokens_in, none, *first), (passes_again, tokens_again, found, *again) = runs
-    expected = len(PROMPT) - 1 if mode == "exact" else (len(PROMPT) - 1) // STEP * STEP
-    assert (passes, none) == (3, 0) and passes_again == (0 if mode == "exact" else 1)
+    expected = len(PROMPT) - 1
+    assert (passes, none) == (3, 0) and passes_again == 0
     assert found == expected and tokens_again == tokens_in - expected
     assert first == again
 
@@ -175,51 +174,19 @@ def test_in_the_exact_mode_calls_of_another_length_are_others(llama: Path) -> No
 
 
 @pytest.mark.quick
-def test_longest_mode_uses_the_longest_prefix(llama: Path) -> None:
-    first_run(llama, "longest")
-    other = [*PROMPT[:600], *range(100)]
-    with loaded(llama, "longest") as model:
-        generated(model, other, prefill_step_size=300)
-        assert restored(model) == 2 * STEP - 44, "of the second call, which begins in a page, what the page holds"
-        cache = make_prompt_cache(stock(llama))
-        reference = stock(llama)
-        reference(mx.array([PROMPT]), cache=cache)
-        trim_prompt_cache(cache, len(PROMPT) - 2 * STEP)
-        expected = generated(reference, other[2 * STEP :], prompt_cache=cache)
-        assert same(generated(model, other), expected), "as when mlx-lm continues a cache that was cut there"
-
-
 @pytest.mark.parametrize("settings", [{}, {"kv_cache": "disk"}, {"kv_cache": "stock"}])
-@pytest.mark.parametrize("step", [64, 100])
-def test_parts_of_a_prompt_that_are_shorter_than_pages_restore_whole_pages(
-    llama: Path, step: int, settings: dict[str, Any]
-) -> None:
-    known = (len(PROMPT) - 1) // STEP * STEP
-    with loaded(llama, "longest", prefill_step_size=step, **settings) as model:
-        first = list(generate_step(mx.array(PROMPT), model, max_tokens=4))
-    with loaded(llama, "longest", prefill_step_size=step, **settings) as model:
-        again = list(generate_step(mx.array(PROMPT), model, max_tokens=4))
-        assert restored(model) == known
-        assert model.counters.num_tokens_in == len(PROMPT) - known + 3
-    if step == 64:  # parts end where pages end, so what is left was computed in the same calls
-        assert same(again, first)
-    assert [token for token, _ in again] == [token for token, _ in first]
+def test_pages_that_begin_in_an_earlier_call_are_restored(llama: Path, settings: dict[str, Any]) -> None:
+    """As after a system prompt that is shorter than a page: the page replaces its tokens in the cache."""
 
+    def run(model: Any) -> Logits:
+        cache = make_prompt_cache(model)
+        model(mx.array([PROMPT[:100]]), cache=cache)
+        return generated(model, PROMPT[100:], prompt_cache=cache)
 
-def test_longest_mode_caches_generated_tokens(llama: Path) -> None:
-    with loaded(llama, "longest") as model:
-        answer = [token for token, _ in generated(model, num=80)]
-    with loaded(llama, "longest") as model:
-        generated(model, [*PROMPT, *answer, 1, 2])
-        assert restored(model) == 3 * STEP
-
-
-def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) -> None:
-    directory = save(tmp_path / "hybrid", HYBRID)
-    expected = first_run(directory, "longest")
-    with loaded(directory, "longest") as model:
-        assert same(generated(model), expected) and restored(model) == 2 * STEP
-        assert same(generated(model, PROMPT[:400]), generated(stock(directory), PROMPT[:400]))
+    expected = run(stock(llama))
+    for count in (0, len(PROMPT) - 101):
+        with loaded(llama, **settings) as model:
+            assert same(run(model), expected) and restored(model) == count
 
 
 @pytest.mark.parametrize("config", [SMALL, HYBRID], ids=["rows", "windows"])
@@ -234,55 +201,32 @@ def test_pages_on_their_way_to_the_disk_are_found(
 
     add = pagewriter.add_page
     monkeypatch.setattr(pagewriter, "add_page", slow)
-    with loaded(save(tmp_path / "model", config), "longest") as model:
+    with loaded(save(tmp_path / "model", config)) as model:
         first = generated(model, num=1)
-        assert same(generated(model, num=1), first) and restored(model) == 2 * STEP
-
-
-@pytest.mark.parametrize(("window", "length"), [(64, 513), (1024, 500), (64, 700)])
-def test_windows_are_restored_inside_a_call(tmp_path: Path, window: int, length: int) -> None:
-    """A prompt in one call; then others that go on after its last page, with one token and more."""
-    directory = save(tmp_path / "hybrid", {**HYBRID, "sliding_window": window})
-    known = (length - 1) // 256 * 256
-    resident = stock(directory)
-    settings = {"prefill_step_size": 2048, "ram_budget_gb": 2.0}
-    with loaded(directory, "longest", **settings) as model:
-        generated(model, PROMPT[:length], 1, prefill_step_size=2048)
-        assert restored(model) == 0
-    for rest in ([7], [*range(90)]):
-        cache = make_prompt_cache(resident)
-        resident(mx.array([PROMPT[:known]]), cache=cache)
-        expected = generated(resident, rest, 20, prompt_cache=cache)
-        with loaded(directory, "longest", **settings) as model:
-            found = generated(model, [*PROMPT[:known], *rest], 20, prefill_step_size=2048)
-            assert restored(model) == known and model.counters.num_tokens_in == len(rest) + 20
-        assert [token for token, _ in found] == [token for token, _ in expected]
-        for (_, one), (_, other) in zip(found, expected, strict=True):
-            assert bool(mx.allclose(one, other, rtol=0, atol=1e-4))
+        assert same(generated(model, num=1), first) and restored(model) == len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("config", [HYBRID, {**MAMBA2, "num_hidden_layers": 2}], ids=["windows", "states"])
 def test_parts_that_end_inside_pages_are_restored_with_their_states(tmp_path: Path, config: dict[str, Any]) -> None:
-    """A prompt in parts of 64 tokens: 2 x 256 of 699 are in the cache, and no part of these is computed."""
+    """A prompt in parts of 64 tokens."""
     directory = save(tmp_path / "model", config)
     runs = []
-    for num_known in (0, 2 * 256):
-        with loaded(directory, "longest", prefill_step_size=64) as model:
+    for num_known in (0, len(PROMPT) - 1):
+        with loaded(directory, prefill_step_size=64) as model:
             runs.append([*generate_step(mx.array(PROMPT), model, max_tokens=4)])
             assert restored(model) == num_known
             assert model.counters.num_tokens_in == len(PROMPT) - num_known + 3
     assert same(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("mode", ["exact", "longest"])
-def test_snapshots_larger_than_the_queue_are_stored(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_larger_than_the_queue_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the plan is for a short context, and windows grow beyond it."""
     directory = save(tmp_path / "model", {**HYBRID, "sliding_window": 1024, "num_hidden_layers": 6})
     queue_bytes, store = 300_000, prefixcache.PrefixStore
     monkeypatch.setattr(prefixcache, "PrefixStore", lambda *a, **b: store(*a, **{**b, "queue_bytes": queue_bytes}))
     runs = []
-    for num_known in (0, 699 if mode == "exact" else 512):
-        with loaded(directory, mode) as model:
+    for num_known in (0, 699):
+        with loaded(directory) as model:
             assert model.prefixes is not None
             runs.append(generated(model))
             told = model.prefixes.telemetry()
@@ -304,10 +248,9 @@ def test_sessions_with_one_beginning_store_it_once(llama: Path) -> None:
         assert pages == 3 and list_prefixes(prefix_directory())[0].pages == pages + 1
 
 
-@pytest.mark.parametrize("mode", ["exact", "longest"])
-def test_caches_that_are_copied_and_trimmed(llama: Path, mode: str) -> None:
+def test_caches_that_are_copied_and_trimmed(llama: Path) -> None:
     """As mlx-lm's server does with the prompts of earlier requests."""
-    with loaded(llama, mode) as model, loaded(llama, "off") as plain:
+    with loaded(llama) as model, loaded(llama, "off") as plain:
         outputs = []
         for used in (model, model, plain):
             cache = make_prompt_cache(used)
@@ -332,14 +275,12 @@ def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:
         return [int(token) for token, _, _ in steps]
 
     expected = run(stock(llama))
-    for mode in ("exact", "longest"):
-        for again in (False, True):
-            with loaded(llama, mode) as model:
-                assert run(model) == expected and bool(restored(model)) == again
+    for again in (False, True):
+        with loaded(llama) as model:
+            assert run(model) == expected and bool(restored(model)) == again
 
 
-@pytest.mark.parametrize("mode", ["exact", "longest"])
-def test_batches_of_one_are_remembered_and_others_are_right(llama: Path, mode: str) -> None:
+def test_batches_of_one_are_remembered_and_others_are_right(llama: Path) -> None:
     """mlx-lm's server makes a batch of every request."""
 
     def run(model: Any, *prompts: list[int]) -> list[list[int]]:
@@ -355,7 +296,7 @@ def test_batches_of_one_are_remembered_and_others_are_right(llama: Path, mode: s
     one, two = PROMPT, list(range(300))
     expected = run(stock(llama), one), run(stock(llama), one, two)
     for again in (False, True):
-        with loaded(llama, mode) as model:
+        with loaded(llama) as model:
             assert run(model, one) == expected[0] and bool(restored(model)) == again
             count = restored(model)
             assert run(model, one, two) == expected[1] and restored(model) == count
@@ -398,13 +339,11 @@ def test_callers_in_c_get_logits_of_a_known_prompt(llama: Path) -> None:
 # --- what shares nothing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "other", [{"kv_prefix_tenant": "bob"}, {"mode": "longest"}, {"model_config": {"rms_norm_eps": 1e-3}}]
-)
+@pytest.mark.parametrize("other", [{"kv_prefix_tenant": "bob"}, {"model_config": {"rms_norm_eps": 1e-3}}])
 def test_others_find_nothing(llama: Path, other: dict[str, Any]) -> None:
     first_run(llama, kv_prefix_tenant="alice")
-    mode, model_config = other.pop("mode", "exact"), other.pop("model_config", None)
-    config = config_of(mode, **({"kv_prefix_tenant": "alice"} | other))
+    model_config = other.pop("model_config", None)
+    config = config_of(**({"kv_prefix_tenant": "alice"} | other))
     with load_model(llama, config, model_config=model_config)[0] as model:
         generated(model)
         assert restored(model) == 0
@@ -470,18 +409,17 @@ def test_adapters_find_their_own_only(llama: Path) -> None:
 # --- damage, and disks that may not be written ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["exact", "longest"])
-def test_a_damaged_page_is_computed_again(llama: Path, mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    expected = first_run(llama, mode)
+def test_a_damaged_page_is_computed_again(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = first_run(llama)
     paths = sorted((prefix_directory() / "pages").iterdir())
     for path in paths:
         data = bytearray(path.read_bytes())
         data[-5000] ^= 1
         path.write_bytes(data)
-        with loaded(llama, mode) as model, caplog.at_level(logging.WARNING):
+        with loaded(llama) as model, caplog.at_level(logging.WARNING):
             assert same(generated(model), expected)
             assert restored(model) < len(PROMPT) - 1 and "damaged" in caplog.text
-        with loaded(llama, mode) as model:
+        with loaded(llama) as model:
             assert same(generated(model), expected) and restored(model) >= 2 * STEP
         caplog.clear()
 

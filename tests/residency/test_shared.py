@@ -11,7 +11,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import Held
 from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.residency.kv import DENSE_PAGE_BYTES, kept_every, prefix_bytes
+from mlx_flash.residency.kv import DENSE_PAGE_BYTES, prefix_bytes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
@@ -61,13 +61,13 @@ def test_a_prompt_of_the_planned_length_takes_few_passes(gigabytes: int, most_pa
     assert plan.seconds == pytest.approx(before.seconds)
 
 
-@pytest.mark.parametrize("prefixes", ["off", "longest"])
+@pytest.mark.parametrize("prefixes", ["off", "exact"])
 @pytest.mark.parametrize("gigabytes", [2.2, 2.35, 2.55, 2.6, 2.65, 2.8, 3.0, 3.05, 3.1, 3.5])
 def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float, prefixes: str) -> None:
     # A larger step took that room at 2.3, 2.55, 3.0 and 3.05 GB: a prompt of 4,096 tokens took up to eight passes.
     sizes = llama_8b()
     held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
-    gigabytes += 0.101 if prefixes == "longest" else 0  # of its pages
+    gigabytes += 0.101 if prefixes == "exact" else 0  # of its pages
     plan = make_plan(held, FlashConfig(ram_budget_gb=gigabytes, kv_prefixes=prefixes), gpu())  # type: ignore[arg-type]
     assert plan.context_length == 4096 and plan.prefill_step_size >= 128
     assert plan.prompt_passes(4096) <= 2
@@ -82,28 +82,25 @@ def test_windows_that_the_prefix_cache_keeps_leave_room_for_parts(gigabytes: flo
     held = replace(held, cache=replace(held.cache, windows=((4096, 512),)))  # of some of its layers
     plans = {
         mode: make_plan(held, FlashConfig(ram_budget_gb=gigabytes + more, kv_prefixes=mode), gpu())  # type: ignore[arg-type]
-        for mode, more in (("off", 0), ("longest", 0.101))
+        for mode, more in (("off", 0), ("exact", 0.101))
     }
-    plan = plans["longest"]
+    plan = plans["exact"]
     assert plan.prefix_bytes and plan.peak_bytes <= plan.budget_bytes
     assert plans["off"].prompt_passes(4096) <= plan.prompt_passes(4096) <= 4
-    each = plan.ledger.part_waiting(256, 1, 4096) - replace(plan, kept_every=0).ledger.part_waiting(256, 1, 4096)
+    each = plan.ledger.part_waiting(256, 1, 4096) - replace(plan, keeps_states=False).ledger.part_waiting(256, 1, 4096)
     assert each == 4096 * (512 + 256)
 
 
-def test_large_windows_are_kept_rarely_and_written_at_once() -> None:
-    """They take no more of the disk for a token than a dense model of 8 billion weights."""
+def test_large_windows_are_written_at_once() -> None:
     page, window = 8 * 8192 * 256, 40 * 8192 * 1024
     cache = CacheSizes(rows=(8192,) * 8, windows=((8192, 1024),) * 40)
     small = replace(cache, windows=((8192, 16),) * 40)
-    off, exact, longest = (FlashConfig(kv_prefixes=mode) for mode in ("off", "exact", "longest"))  # type: ignore[arg-type]
-    assert window == 10 * DENSE_PAGE_BYTES and kept_every(longest, cache) == 10 * 256
-    assert [kept_every(config, small) for config in (off, exact, longest)] == [0, 1, 256]
-    assert kept_every(longest, replace(cache, rows=(8192,) * 80)) == 2 * 256  # a page has 168 MB
+    off, exact = (FlashConfig(kv_prefixes=mode) for mode in ("off", "exact"))  # type: ignore[arg-type]
+    assert window == 10 * DENSE_PAGE_BYTES
     assert prefix_bytes(cache, off, 4096) == 0
-    assert prefix_bytes(cache, longest, 4096) == window + 2 * page
-    assert prefix_bytes(small, longest, 4096) == 3 * page
-    assert prefix_bytes(cache, longest, 64) == 3 * 40 * 8192 * 64  # so few tokens are in a short context
+    assert prefix_bytes(cache, exact, 4096) == window + 2 * page
+    assert prefix_bytes(small, exact, 4096) == 3 * page
+    assert prefix_bytes(cache, exact, 64) == 3 * 40 * 8192 * 64  # so few tokens are in a short context
 
 
 def test_a_pool_of_experts_leaves_no_room() -> None:

@@ -167,11 +167,11 @@ def test_parts_of_a_prompt_share_passes_as_far_as_memory_allows() -> None:
     assert replace(plan, budget_bytes=free).prompt_passes(160) == 10
     assert replace(plan, budget_bytes=free + 4 * per_part).prompt_passes(160) == 2
     assert replace(plan, budget_bytes=free + 9 * per_part).prompt_passes(160) == 1
-    cached = replace(plan, budget_bytes=free + 9 * per_part + 1, prefix_bytes=1, kept_every=1)
+    cached = replace(plan, budget_bytes=free + 9 * per_part + 1, prefix_bytes=1, keeps_states=True)
     assert cached.prompt_passes(160) == 1
     kept = replace(cached, cache=replace(cached.cache, windows=((per_part // 80, 64),)))  # 64 tokens of it and 16 more
     assert kept.prompt_passes(160) == 2
-    assert replace(kept, kept_every=256).prompt_passes(160) == 2 and replace(kept, kept_every=0).prompt_passes(160) == 1
+    assert replace(kept, keeps_states=False).prompt_passes(160) == 1
 
 
 @pytest.mark.parametrize(("used", "num_trials"), [(1.0, 4), (0.5, 16)])

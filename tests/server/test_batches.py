@@ -460,9 +460,8 @@ def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
     served.prompt_cache.trim_to(n_sequences=0)
 
 
-@pytest.mark.parametrize("settings", [{"ram_budget_gb": "min"}, {"kv_prefixes": "longest"}])
-def test_other_settings_compute_sequences_apart(model: str, sizes: list[int], settings: dict[str, Any]) -> None:
-    with serving(model, **{"context_length": 8192, **settings}) as running:
+def test_streamed_weights_compute_sequences_apart(model: str, sizes: list[int]) -> None:
+    with serving(model, context_length=8192, ram_budget_gb="min") as running:
         asked = [request(text) for text in TEXTS]
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and not sizes
 

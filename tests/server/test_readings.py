@@ -125,7 +125,7 @@ def test_vectors_are_the_last_hidden_states_of_mlx_lm(model: str, served: Live) 
 
 def test_the_prefix_cache_answers_no_reading(model: str, tmp_path: Path) -> None:
     options, tokens = BatchOptions(prefill_step_size=256, prompt_cache_size=0), PROMPTS[5] * 6
-    settings = {"kv_prefixes": "longest", "kv_directory": str(tmp_path), "context_length": 4096}
+    settings = {"kv_prefixes": "exact", "kv_directory": str(tmp_path), "context_length": 4096}
     with live(model, options=options, ram_budget_gb="min", **settings) as served:
 
         def num_cached() -> int:

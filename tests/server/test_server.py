@@ -59,16 +59,15 @@ def test_equal_requests_for_one_token(server: Live) -> None:
     assert server.get("/health") == (200, {"status": "ok"})
 
 
-@pytest.mark.parametrize(("mode", "num_cached"), [("longest", 512), ("exact", 599)])
-def test_tokens_from_disk_are_cached_ones(model: str, mode: str, num_cached: int) -> None:
+def test_tokens_from_disk_are_cached_ones(model: str) -> None:
     """After a restart the prompt is on disk, and in no kept cache."""
     body = {"prompt": [i * i % 997 for i in range(600)], "max_tokens": 2, "temperature": 0, "logprobs": 1}
     replies = []
     for _ in range(2):
-        with live(model, kv_prefixes=mode) as server:
+        with live(model, kv_prefixes="exact") as server:
             replies.append(server.post(TEXT, body)[1])
     first, again = (reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
-    assert (first, again) == (0, num_cached)
+    assert (first, again) == (0, 599)
     assert replies[0]["choices"] == replies[1]["choices"]
 
 

@@ -29,28 +29,21 @@ def make_labels(tokens: Sequence[int], begin: int, end: int, form: int) -> Label
 class History:
     """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it."""
 
-    def __init__(self, *parts: Labels, ends: tuple[int, ...] = ()) -> None:
-        self._parts = parts  # joined when they are asked for: most calls add a token, and ask for nothing
+    def __init__(self, labels: Labels = NO_LABELS, ends: tuple[int, ...] = ()) -> None:
+        self.labels = labels  # of all tokens
         self.ends = ends  # with how many tokens each page ends
-        self.length = sum(map(len, parts))
+        self.length = len(labels)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
         return self
 
-    @property
-    def labels(self) -> Labels:
-        """Labels of all tokens."""
-        if len(self._parts) != 1:
-            self._parts = (np.concatenate([NO_LABELS, *self._parts]),)
-        return self._parts[0]
-
     def with_labels(self, labels: Labels, ends: Sequence[int]) -> History:
         """Return this history with more tokens and pages."""
-        return History(*self._parts, labels, ends=(*self.ends, *ends))
+        return History(np.concatenate([self.labels, labels]), (*self.ends, *ends))
 
     def cut(self, length: int) -> History:
         """Return the first tokens of this history, and the pages in them."""
-        return History(self.labels[:length], ends=tuple(end for end in self.ends if end <= length))
+        return History(self.labels[:length], tuple(end for end in self.ends if end <= length))
 
 
 def pass_on(entry: object, successor: object, anchor: object = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.memory.hugepages import HUGE_PAGE
@@ -42,7 +42,7 @@ Form = Literal["step", "preallocated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOptions:
-    """Settings of the KV caches of one model. Raises: ConfigError: a value is out of range, or contradicts another."""
+    """Settings of the KV caches of one model. Raises: ConfigError: ``max_tokens`` has no room for what is kept."""
 
     form: Form = "step"
     step: int = DEFAULT_STEP  # tokens of a page; caches of the form ``step`` grow by as many
@@ -55,16 +55,6 @@ class KVOptions:
     direct: bool = True  # whether reads bypass the page cache
 
     def __post_init__(self) -> None:
-        if self.form not in get_args(Form):
-            raise ConfigError(f"form of the KV cache is {self.form!r}: it must be one of {', '.join(get_args(Form))}")
-        if self.form != "step" and self.max_context_length is None:
-            raise ConfigError(
-                f"a KV cache of the form {self.form!r} needs max_context_length. Hint: set it, or 'step'."
-            )
-        for name, low in (("step", 1), ("max_context_length", 1), ("budget_bytes", 0), ("keep", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"{name} of the KV cache is {value}: it must be at least {low}")
         if self.max_tokens is not None and self.max_tokens < self.kept_tokens + self.newest_tokens + self.step:
             raise ConfigError(
                 f"kv_max_tokens is {self.max_tokens}: its newer half, the first {self.kept_tokens} tokens (kv_keep is "

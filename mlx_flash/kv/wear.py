@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -19,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.errors import ConfigError
 from mlx_flash.files import locked, make_private
 from mlx_flash.folders import cache_directory
 
@@ -66,7 +64,7 @@ class WriteGovernor:
 
     A fault of the file costs a warning, never a run: this process then counts for itself. The cap is that of all
     processes together in a calendar day, in GB (10⁹ bytes); None for no cap. With ``zero_write`` nothing at all is
-    written, not even the count. ``clock`` returns seconds since 1970. Raises: ConfigError: the cap is no such number.
+    written, not even the count. ``clock`` returns seconds since 1970.
     """
 
     def __init__(
@@ -77,10 +75,6 @@ class WriteGovernor:
         zero_write: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if gb_per_day is not None and not (math.isfinite(gb_per_day) and gb_per_day >= 0):
-            raise ConfigError(
-                f"gb_per_day is {gb_per_day}: it must be a number of GB, 0 or more. Hint: None for no cap."
-            )
         self.zero_write = zero_write
         self._path = directory / FILE_NAME
         self._cap = None if gb_per_day is None else int(gb_per_day * GB)

@@ -182,14 +182,9 @@ class PageFile:
         os.close(self._fd)
 
     def read_into(self, name: str, into: memoryview) -> None:
-        """Read a blob into writable memory of its length, and check it.
-
-        Raises: KeyError: there is no such blob; ValueError: the memory has another length; ReadError: it is damaged.
-        """
+        """Read a blob into writable memory of its length, and check it. Raises: ReadError: it is damaged."""
         blob = self.blobs[name]
         view = into.cast("B") if into.nbytes else memoryview(b"")
-        if view.nbytes != blob.nbytes:
-            raise ValueError(f"blob {name!r} of page {self.key.page} takes {blob.nbytes} bytes, not {view.nbytes}")
         self._is_read = True
         done = 0
         while done < blob.nbytes:
@@ -287,9 +282,7 @@ class PageFolder:
         self.directory = directory
         self.limit = limit
         self.free_floor = free_floor
-        self.inodes: dict[str, int] = {}  # of the pages that this object has written, by name
         self._known: dict[str, CachedPage] = {}
-        self._hidden: set[str] = set()
 
     def open(self) -> None:
         """Make the folder writable, and remove what killed processes and damage have left in it."""
@@ -312,8 +305,7 @@ class PageFolder:
 
     def has(self, page: str) -> bool:
         """Return whether a page is cached."""
-        # a Path object would take ten times as long
-        return page not in self._hidden and os.access(f"{self.path}/{page}{SUFFIX}", os.F_OK)
+        return os.access(f"{self.path}/{page}{SUFFIX}", os.F_OK)  # a Path object would take ten times as long
 
     def has_parent(self, key: PageKey) -> bool:
         """Return whether the page before another one is cached, or not needed."""
@@ -344,10 +336,10 @@ class PageFolder:
             os.utime(path_of(self.path, page), ns=(when, when))
 
     def place(self, page: str) -> Place | None:
-        """Return the place of a page that this object has written; None if it is gone, or another one."""
+        """Return the place of a page; None if it is gone."""
         try:
             with PageFile(self.path, page) as file:
-                return file.place if file.place.inode == self.inodes.get(page) else None
+                return file.place
         except (OSError, ReadError):
             return None
 
@@ -357,7 +349,7 @@ class PageFolder:
         useless = []
         for entry in os.scandir(self.path) if self.path.is_dir() else ():
             name = entry.name.removesuffix(SUFFIX)
-            if name == entry.name or name in self._hidden:
+            if name == entry.name:
                 continue
             try:
                 found[name] = self._describe(name, entry.stat())
@@ -395,24 +387,18 @@ class PageFolder:
         pages, useless = self.look()
         for page in reversed(useless):
             path_of(self.path, page).unlink(missing_ok=True)
-        self.inodes = {page: inode for page, inode in self.inodes.items() if page in pages}
         return pages, useless
 
     def drop(self, page: str) -> int:
         """Remove an unreadable page and all that follow it, even those in use. Return how many followed it."""
-        self._hidden.add(page)
         if self.is_writable:
             try:
                 with self.locked():
-                    _, useless = self.repair()
                     path_of(self.path, page).unlink(missing_ok=True)
-                    self._hidden.discard(page)
-                    return len(useless)
+                    return len(self.repair()[1])
             except OSError as error:
                 self.stop(error)
-        _, useless = self.look()
-        self._hidden.update(useless)
-        return len(useless)
+        return 0
 
 
 def list_prefixes(directory: Path) -> list[StoredModel]:

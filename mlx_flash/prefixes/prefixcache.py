@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache as cached
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -177,45 +177,50 @@ class PrefixCache:
         """Fill the cache. Return with how many tokens."""
         begin, most = call.history.length, call.history.length + call.num_restored
         while (found := self._find(call, most)).num_tokens > begin:
+            most = found.num_tokens - 1  # a page is gone or damaged; those before it may be used
             if (hold := self.store.hold(found)) is not None:
                 try:
-                    if self._fill(call, found):
-                        return found.num_tokens - begin
+                    num_read = self._fill(call, found)
+                    if num_read == found.num_tokens:
+                        return num_read - begin
+                    most = min(most, num_read)
                 finally:
                     hold.release()
-            most = found.num_tokens - 1  # a page is gone or damaged; those before it may be used
         return 0
 
-    def _fill(self, call: KnownCall, prefix: Prefix) -> bool:
-        """Add the pages of a prefix to a cache. Return whether all could be read; if not, it is as long as before.
+    def _fill(self, call: KnownCall, prefix: Prefix) -> int:
+        """Add the pages of a prefix to a cache. Return how many tokens could be read; if not all, it is as before.
 
         A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
         """
         states = self._read(prefix.snapshot, len(call.states)) if call.states else []
         if states is None:
-            return False
+            return prefix.num_tokens - 1
         for page, start, end in zip(prefix.pages, (0, *prefix.ends), prefix.ends, strict=False):
             if call.rows and end > call.history.length:
                 found = self._read(page, len(call.rows))
                 if found is None:
                     for leaf in call.rows:
                         leaf.trim(call.history.length)
-                    return False
-                for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
+                    return start
+                for leaf, arrays, rows in zip(call.rows, found, self._stored(page), strict=False):
                     leaf.trim(start)
                     leaf.append([*arrays.values()], Page(rows, end - start))
-        for holder, (state, _) in zip(call.states, states, strict=True):
+        for holder, state in zip(call.states, states, strict=True):
             holder.set_state(state)
-        return True
+        return prefix.num_tokens
 
-    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], Stored]] | None:
-        """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
+    def _stored(self, page: str) -> Iterator[Stored]:
+        """Yield for each leaf what finds its rows in a page that is cached, or about to be."""
+        place = cached(partial(self.store.place, page))
+        return (partial(rows_in, place, leaf) for leaf in count())
+
+    def _read(self, page: str, num_leaves: int) -> list[dict[str, mx.array]] | None:
+        """Return for each leaf the arrays of a page or snapshot, by name; None if it is damaged."""
         arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
         views: dict[str, memoryview] = {}
-        places: list[Stored] = []
 
         def allocate(place: Place) -> dict[str, memoryview]:
-            places.extend(partial(rows_in, lambda: place, leaf) for leaf in range(num_leaves))
             for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
                 arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
@@ -224,7 +229,7 @@ class PrefixCache:
         if not self.store.read(page, allocate):
             return None
         self.counters.restored_bytes += sum(view.nbytes for view in views.values())
-        return [*zip(arrays, places, strict=True)]
+        return arrays
 
     def _store(self, call: KnownCall) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
@@ -245,10 +250,11 @@ class PrefixCache:
         draft = next((draft for draft in drafts if draft is not None), None)
         rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
         blobs = {i: leaf.read(start, end) for i, leaf in rest.items()}
-        if name := self._put(history, number, blobs, draft):
-            place = cached(partial(self.store.place, name))
-            for i, leaf in rest.items():
-                leaf.note_stored(start, Page(partial(rows_in, place, i), end - start))
+        name = self._put(history, number, blobs, draft)
+        if name and self.store.writes(name):
+            for (i, leaf), rows in zip(enumerate(leaves), self._stored(name), strict=False):
+                if i in rest:
+                    leaf.note_stored(start, Page(rows, end - start))
         return bool(name)
 
     def _put(

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +81,7 @@ class Prefix(NamedTuple):
         return Prefix(self.ends[:count], self.pages[:count])
 
 
-class PrefixStore(AbstractContextManager["PrefixStore"]):
+class PrefixStore:
     """The pages of one model and one kind of cache, in a directory shared with other models, tenants and processes.
 
     One thread uses a store, another one of its own writes pages in the background. Close the store; a process that ends
@@ -116,9 +116,6 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         self._queued: dict[str, Future[None]] = {}  # pages that wait to be written, by name
         self._lock = threading.Lock()  # of the counts
         self._counts: Counter[str] = Counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def is_writable(self) -> bool:
@@ -223,9 +220,15 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
             return None
         return files.new_draft(room_for_head(self._title, num_blobs), self._folder.path)
 
+    def writes(self, page: str) -> bool:
+        """Return whether the page that was put last was queued, and not found. Files of others are not checked."""
+        return page in self._queued
+
     def place(self, page: str) -> Place | None:
-        """Return the place of a page that this store wrote, or is about to; None if that is gone."""
-        return self._folder.place(page) if self.flush() else None
+        """Return the place of a page that is cached, or queued; None if it is gone."""
+        if self._is_queued(page):
+            self.flush()
+        return self._folder.place(page)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
@@ -245,8 +248,6 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         return {"queued_bytes": self._writer.queued_bytes, **counts, **refused}
 
     def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
-        if not 0 <= page_index < len(ends) or ends[page_index] > len(tokens):
-            raise ValueError(f"page {page_index} ends with a token that is not given: there are {len(tokens)}")
         names = page_names(self._root, tokens, ends[: page_index + 1])
         if snapshot:
             names.append(snapshot_name(names[-1], snapshot))
@@ -308,7 +309,6 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
                 return "parent"
             if not folder.has(page.key.page):
                 os.utime(fd, ns=(time.time_ns(),) * 2)
-                folder.inodes[page.key.page] = os.fstat(fd).st_ino
                 partial.replace(path_of(folder.path, page.key.page))
         flush_folder(folder.path)
         if page.draft is not None:

@@ -750,9 +750,6 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "folded"}, "must be one of step, preallocated"),
-        ({"form": "preallocated"}, "needs max_context_length"),
-        ({"step": 0}, "at least 1"),
         ({"max_tokens": 300}, "its newer half"),
         ({"max_tokens": 64, "step": 16, "keep": 20}, "first 32 tokens"),
     ],

@@ -127,11 +127,6 @@ def test_a_page_says_what_is_in_it_and_is_read_in_place(opened: Opener) -> None:
     memory = np.zeros((2, 500), np.uint8)
     assert store.read(page, lambda _: {"v0": memoryview(memory)})
     assert memory.tobytes() == content(TOKENS[:STEP], "v0")
-    with pytest.raises(ValueError, match="takes 1000 bytes, not 10"):
-        store.read(page, lambda _: {"v0": memoryview(bytearray(10))})
-    with pytest.raises(KeyError, match="v9"):
-        store.read(page, lambda _: {"v9": memoryview(bytearray(10))})
-    assert found(store, TOKENS) == 1, "the caller's mistake costs no page"
 
 
 def test_any_number_and_size_of_blobs(opened: Opener) -> None:
@@ -187,9 +182,6 @@ def test_pages_follow_one_another(opened: Opener) -> None:
     assert put(store, TOKENS, [0, 2]) == [True, False]
     assert not store.put(TOKENS, 3, {"s": Blob(b"", "", ())}, snapshot="mamba")
     assert found(store, TOKENS) == 1
-    for page, tokens in ((0, [1]), (1, TOKENS[:STEP]), (-1, TOKENS)):
-        with pytest.raises(ValueError, match="ends with a token"):
-            store.put(tokens, page, {})
 
 
 def test_putting_again_writes_nothing(opened: Opener) -> None:
@@ -583,14 +575,12 @@ def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest
     assert tree(opened.directory) == before and not caplog.records
 
 
-def test_zero_write_mode_forgets_damage_for_itself(opened: Opener) -> None:
+def test_zero_write_mode_leaves_damaged_pages(opened: Opener) -> None:
     store = opened()
     put(store, TOKENS)
     corrupt(opened.path(store.find(TOKENS).pages[2]), 5000)
     frugal = opened(governor=WriteGovernor(opened.directory / "wear", zero_write=True))
-    prefix = frugal.find(TOKENS)
-    assert read_all(frugal, TOKENS, prefix) == 2 and found(frugal, TOKENS) == 2
-    assert len(opened.files()) == 6
+    assert read_all(frugal, TOKENS, frugal.find(TOKENS)) == 2 and len(opened.files()) == 6
 
 
 READ_ONLY = """
@@ -1003,20 +993,3 @@ def test_pages_end_where_they_are_said_to(opened: Opener) -> None:
     labels[6, 1] += 1
     assert store.find(labels, ends=ends).num_tokens == 5
     assert list_prefixes(opened.directory)[0].tokens == 24
-
-
-def test_only_what_is_new(opened: Opener) -> None:
-    store = opened()
-    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True)
-    assert not store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True), "it waits, or is there"
-    store.flush()
-    assert not store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True)
-    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]))
-
-
-def test_evicted_pages_are_forgotten(opened: Opener) -> None:
-    store = opened(limit_bytes=2 * PAGE_BYTES)
-    for number in range(6):
-        put(store, [number] * STEP)
-    assert len(opened.files()) == 2
-    assert len(store._folder.inodes) <= 3, "those of the last repair, and the page written then"

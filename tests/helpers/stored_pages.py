@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class Opener:
         directory = options.pop("directory", self.directory)
         governor = options.pop("governor", None) or WriteGovernor(self.directory / "wear", gb_per_day=None)
         defaults = {"model": "m", "settings": "fp16", "page_tokens": STEP, "free_space_floor": 0}
-        return self._stack.enter_context(PrefixStore(directory, governor=governor, **(defaults | options)))
+        return self._stack.enter_context(closing(PrefixStore(directory, governor=governor, **(defaults | options))))
 
     def close(self) -> None:
         self._stack.close()

@@ -212,7 +212,7 @@ def test_parts_that_end_inside_pages_are_restored_with_their_states(tmp_path: Pa
     directory = save(tmp_path / "model", config)
     runs = []
     for num_known in (0, len(PROMPT) - 1):
-        with loaded(directory, prefill_step_size=64) as model:
+        with loaded(directory, prefill_step_size=64, ram_budget_gb=0.5) as model:
             runs.append([*generate_step(mx.array(PROMPT), model, max_tokens=4)])
             assert restored(model) == num_known
             assert model.counters.num_tokens_in == len(PROMPT) - num_known + 3

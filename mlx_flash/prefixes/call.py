@@ -35,7 +35,7 @@ class KnownCall:
             self.kept.setdefault(bound, {})[id(entry)] = StateLeaf(kept)
 
     def take_states(self, bound: int) -> dict[int, dict[str, Blob]]:
-        """Return windows and states of one of the calls, by its end; none if they are gone. They are not kept longer.
+        """Return windows and states at the end of one of the calls; none inside a call. They are not kept longer.
 
         Those between calls that share a pass were kept.
         """

@@ -66,17 +66,11 @@ class PageKey:
     """The identity of a page."""
 
     page: str  # its name, 64 hexadecimal digits
-    parent: str  # the page before it, or that at whose end the snapshot was taken; empty for a first one
-    kind: str  # of a snapshot; empty for a page
+    parent: str  # the page before it; empty for a first one
     number: int  # how many pages come before it
     tokens: int  # how many it holds
     model: str  # fingerprint of the model
     title: str  # name of the model, for people
-
-    @property
-    def depth(self) -> int:
-        """Number of pages it depends on."""
-        return self.number + bool(self.kind)
 
 
 def root_name(model: str, settings: str, tenant: str, page_tokens: int) -> str:
@@ -99,11 +93,6 @@ def page_names(root: str, tokens: Tokens, ends: Sequence[int]) -> list[str]:
 def full_pages(num_tokens: int, page_tokens: int) -> range:
     """Return the ends of the pages that are full of tokens."""
     return range(page_tokens, num_tokens + 1, page_tokens)
-
-
-def snapshot_name(page: str, kind: str) -> str:
-    """Return the name of a snapshot at the end of a page."""
-    return hashlib.blake2b(bytes.fromhex(page) + kind.encode(), digest_size=32).hexdigest()
 
 
 def path_of(folder: Path, page: str) -> Path:
@@ -230,7 +219,9 @@ class PageFile:
         if zlib.crc32(_LENGTHS.pack(nbytes, length) + text) != checksum:
             raise ValueError("the checksum of its description is wrong")
         line, _, table = text.partition(b"\n")
-        key = PageKey(**json.loads(line))
+        described = {**json.loads(line)}
+        described.pop("kind", None)  # earlier versions had files of their own for states: nobody looks for those
+        key = PageKey(**described)
         for field in fields(key):
             if type(getattr(key, field.name)).__name__ != field.type:
                 raise ValueError(f"{field.name} is not of the type {field.type}")
@@ -259,7 +250,7 @@ class CachedPage:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The pages of one model: ``pages`` includes snapshots, ``last_used`` is in seconds since 1970."""
+    """The pages of one model; ``last_used`` is in seconds since 1970."""
 
     model: str
     title: str
@@ -362,7 +353,7 @@ class PageFolder:
                 _log.warning("%s is not used: %s", entry.path, error.strerror or error)
         self._known = found
         usable: dict[str, CachedPage] = {}
-        for name, page in sorted(found.items(), key=lambda item: item[1].key.depth):
+        for name, page in sorted(found.items(), key=lambda item: item[1].key.number):
             if page.key.parent in usable or not page.key.parent:
                 usable[name] = page
             else:
@@ -460,7 +451,7 @@ def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, spared
             parent.last_used = max(parent.last_used, page.last_used)
     num_children = Counter(page.key.parent for page in pages.values())
     freed = 0
-    for page in sorted(pages.values(), key=lambda page: (page.last_used, -page.key.depth)):
+    for page in sorted(pages.values(), key=lambda page: (page.last_used, -page.key.number)):
         key = page.key
         if freed >= excess:
             break

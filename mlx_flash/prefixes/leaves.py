@@ -179,6 +179,10 @@ class RowLeaf(Leaf):
 class StateLeaf(Leaf):
     """A window of tokens, or a recurrent state: its content at the end of a call decides everything after it."""
 
+    @property
+    def form(self) -> list[object]:
+        return [*super().form, "in pages"]  # earlier versions had files of their own for states, beside their pages
+
     def read_state(self) -> dict[str, Blob]:
         """Return the arrays of its state by their paths, and everything else in JSON.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache as cached
 from functools import partial
@@ -28,9 +28,8 @@ from mlx_flash.kv.history import History, make_labels
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes.call import KnownCall
-from mlx_flash.prefixes.folder import Blob, Place, full_pages
+from mlx_flash.prefixes.folder import Place, full_pages
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
@@ -49,10 +48,10 @@ DEFAULT_GB = 20.0
 """The most bytes of all prompts on disk, in GB: 160 000 tokens of a model with 128 KiB for each (8B, 16 bits)."""
 
 MOST_ARRAYS = 6
-"""The most arrays of a leaf with rows: keys and values that are quantized have three each."""
+"""The most arrays of a leaf: keys and values that are quantized have three each."""
 
 STATE = "state"
-"""The kind of snapshot that holds windows and recurrent states."""
+"""Letters before the number of a leaf with a window or states in the names of a page's arrays."""
 
 
 class PrefixCache:
@@ -129,7 +128,7 @@ class PrefixCache:
     def _plan(self, call: KnownCall) -> None:
         """Plan a draft for each page that the call completes."""
         pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
-        num_blobs = MOST_ARRAYS * len(call.rows)
+        num_blobs = MOST_ARRAYS * len(call.leaves)
         drafts = {}
         for begin, end in _new_pages(call) if pooled else ():
             files = pooled[0][1].pool.files
@@ -170,8 +169,7 @@ class PrefixCache:
     def _find(self, call: KnownCall, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens that a call may be restored to."""
         ends = [end for end in call.after.ends if end <= most]
-        prefix = self.store.find(call.after.labels, ends=ends, snapshot=STATE if call.states else "")
-        return prefix if prefix.snapshot else prefix.cut(set(call.bounds))
+        return self.store.find(call.after.labels, ends=ends).cut(set(call.bounds))
 
     def _restore(self, call: KnownCall) -> int:
         """Fill the cache. Return with how many tokens."""
@@ -193,21 +191,20 @@ class PrefixCache:
 
         A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
         """
-        states = self._read(prefix.snapshot, len(call.states)) if call.states else []
-        if states is None:
-            return prefix.num_tokens - 1
         for page, start, end in zip(prefix.pages, (0, *prefix.ends), prefix.ends, strict=False):
-            if call.rows and end > call.history.length:
-                found = self._read(page, len(call.rows))
-                if found is None:
-                    for leaf in call.rows:
-                        leaf.trim(call.history.length)
-                    return start
-                for leaf, arrays, rows in zip(call.rows, found, self._stored(page), strict=False):
-                    leaf.trim(start)
-                    leaf.append([*arrays.values()], Page(rows, end - start))
-        for holder, state in zip(call.states, states, strict=True):
-            holder.set_state(state)
+            states = call.states if end == prefix.num_tokens else []
+            if end <= call.history.length or not (call.rows or states):
+                continue
+            found = self._read(page, len(call.rows), len(states))
+            if found is None:
+                for leaf in call.rows:
+                    leaf.trim(call.history.length)
+                return start
+            for (i, leaf), rows in zip(enumerate(call.rows), self._stored(page), strict=False):
+                leaf.trim(start)
+                leaf.append([*found[f"{i}"].values()], Page(rows, end - start))
+            for i, holder in enumerate(states):
+                holder.set_state(found[f"{STATE}{i}"])
         return prefix.num_tokens
 
     def _stored(self, page: str) -> Iterator[Stored]:
@@ -215,58 +212,43 @@ class PrefixCache:
         place = cached(partial(self.store.place, page))
         return (partial(rows_in, place, leaf) for leaf in count())
 
-    def _read(self, page: str, num_leaves: int) -> list[dict[str, mx.array]] | None:
-        """Return for each leaf the arrays of a page or snapshot, by name; None if it is damaged."""
-        arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
+    def _read(self, page: str, num_rows: int, num_states: int) -> dict[str, dict[str, mx.array]] | None:
+        """Return the arrays of some leaves in a page, by leaf and name; None if it is damaged, or has no states."""
+        leaves = [*(f"{i}" for i in range(num_rows)), *(f"{STATE}{i}" for i in range(num_states))]
+        arrays: dict[str, dict[str, mx.array]] = {leaf: {} for leaf in leaves}
         views: dict[str, memoryview] = {}
 
         def allocate(place: Place) -> dict[str, memoryview]:
             for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
-                arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
+                if leaf in arrays:
+                    arrays[leaf][key], views[name] = new_array(blob.dtype, blob.shape)
             return views
 
         if not self.store.read(page, allocate):
             return None
         self.counters.restored_bytes += sum(view.nbytes for view in views.values())
-        return arrays
+        return arrays if all(arrays.values()) else None
 
     def _store(self, call: KnownCall) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
-        history = call.after
-        for number, (start, _) in enumerate(_new_pages(call), len(call.history.ends)):
-            if not self._put_rows(call.rows, history, number, start):
-                return False
-        is_stored = True
-        for bound in call.bounds:
-            if bound in history.ends and (states := call.take_states(bound)):
-                is_stored &= bool(self._put(history, history.ends.index(bound), states, snapshot=STATE))
-        return is_stored
+        pages = enumerate(_new_pages(call), len(call.history.ends))
+        return all(self._put(call, number, start, end) for number, (start, end) in pages)
 
-    def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int, start: int) -> bool:
-        """Store a page of rows. Those that layers wrote to a draft stay there; the others are copied."""
-        end = history.ends[number]
-        drafts = [leaf.draft_of(start, end) for leaf in leaves]
+    def _put(self, call: KnownCall, number: int, start: int, end: int) -> bool:
+        """Store a page. Rows that layers wrote to a draft stay there; others are copied, with the states at its end."""
+        drafts = [leaf.draft_of(start, end) for leaf in call.rows]
         draft = next((draft for draft in drafts if draft is not None), None)
-        rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
-        blobs = {i: leaf.read(start, end) for i, leaf in rest.items()}
-        name = self._put(history, number, blobs, draft)
+        rest = {i: leaf for i, leaf in enumerate(call.rows) if draft is None or drafts[i] is not draft}
+        found = {f"{i}": leaf.read(start, end) for i, leaf in rest.items()}
+        found |= {f"{STATE}{i}": state for i, state in call.take_states(end).items()}
+        blobs = {f"{leaf}.{name}": blob for leaf, arrays in found.items() for name, blob in arrays.items()}
+        name = self.store.put(call.after.labels, number, blobs, draft=draft, ends=call.after.ends)
         if name and self.store.writes(name):
-            for (i, leaf), rows in zip(enumerate(leaves), self._stored(name), strict=False):
+            for (i, leaf), rows in zip(enumerate(call.rows), self._stored(name), strict=False):
                 if i in rest:
                     leaf.note_stored(start, Page(rows, end - start))
         return bool(name)
-
-    def _put(
-        self,
-        history: History,
-        number: int,
-        leaves: Mapping[int, Mapping[str, Blob]],
-        draft: Draft | None = None,
-        snapshot: str = "",
-    ) -> str:
-        blobs = {f"{i}.{name}": blob for i, leaf in leaves.items() for name, blob in leaf.items()}
-        return self.store.put(history.labels, number, blobs, draft=draft, snapshot=snapshot, ends=history.ends)
 
 
 def _history(leaves: Sequence[Leaf]) -> History | None:

@@ -41,12 +41,11 @@ from mlx_flash.prefixes.folder import (
     path_of,
     room_for_head,
     root_name,
-    snapshot_name,
 )
 
-REASONS = ("stopped", "parent", "queue", "room", "wear", "draft")
-"""Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
-disk or the limit is full, the cap of daily writes is reached, layers did not write its file as a whole."""
+REASONS = ("stopped", "parent", "room", "wear", "draft")
+"""Reasons for not storing a page: storing has stopped, the page before it is missing, the disk or the limit is full,
+the cap of daily writes is reached, layers did not write its file as a whole."""
 
 _WARNINGS = {
     "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
@@ -68,7 +67,6 @@ class Prefix(NamedTuple):
 
     ends: tuple[int, ...] = ()  # with how many tokens its pages end
     pages: tuple[str, ...] = ()  # their names
-    snapshot: str = ""  # name of its snapshot, if any
 
     @property
     def num_tokens(self) -> int:
@@ -122,34 +120,25 @@ class PrefixStore:
         """True while pages are still stored."""
         return self._folder.is_writable
 
-    def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:
-        """Return the longest cached prefix of a prompt, which ends with a kind of ``snapshot`` if that is given.
-
-        Pages of it that wait to be written are waited for.
+    def find(self, tokens: Tokens, *, ends: Sequence[int] | None = None) -> Prefix:
+        """Return the longest cached prefix of a prompt. Pages of it that wait to be written are waited for.
 
         ``ends`` are with how many tokens each page ends; None for pages of ``page_tokens``.
         """
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
         names = page_names(self._root, tokens, ends)
         count = self._folder.num_leading(names)
-        snapshots = [snapshot_name(name, snapshot) for name in names] if snapshot else []
-        if not self._queued.keys().isdisjoint((*names[count:], *snapshots)):  # it is faster than computing them
+        if not self._queued.keys().isdisjoint(names[count:]):  # it is faster than computing them
             self.flush(_MOST_SECONDS)
             count = self._folder.num_leading(names)
-        if not snapshot:
-            return Prefix(tuple(ends[:count]), tuple(names[:count]))
-        for length in range(count, 0, -1):
-            name = snapshots[length - 1]
-            if self._folder.has(name):
-                return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
-        return Prefix()
+        return Prefix(tuple(ends[:count]), tuple(names[:count]))
 
     def hold(self, prefix: Prefix) -> HeldLock | None:
         """Keep a prefix from being evicted until the lock is released. Return None if a part of it is gone."""
-        return self._folder.hold([*prefix.pages, prefix.snapshot] if prefix.snapshot else prefix.pages)
+        return self._folder.hold(prefix.pages)
 
     def read(self, page: str, allocate: Callable[[Place], Mapping[str, memoryview]]) -> bool:
-        """Read a page or snapshot into the caller's memory, and check it.
+        """Read a page into the caller's memory, and check it.
 
         ``allocate`` returns writable memory for every blob that is wanted, by name. Return False if the page is not
         cached any more. A damaged page is removed with all that follow it.
@@ -178,32 +167,21 @@ class PrefixStore:
         blobs: Mapping[str, Blob],
         *,
         draft: Draft | None = None,  # a file with the other blobs, which becomes the file of the page
-        snapshot: str = "",  # the kind of snapshot; empty for the page itself
         ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
     ) -> str:
-        """Store a page, or a snapshot at its end, in the background. Return its name if it is cached, or queued.
+        """Store a page in the background. Return its name if it is cached, or queued; an empty text if it is not.
 
-        While too much is queued, the call waits. A page that exceeds the queue is not stored, nor are those that follow
-        it: then the name is empty. The writer refuses what exceeds the limits or the day's writes.
-
-        Blobs are copied, but for those of a snapshot that is larger than the queue. The call waits until it is written;
-        its arrays are those of a state, which a model replaces and does not change.
+        While too much is queued, the call waits. Blobs are copied, unless they exceed the queue: then the call waits
+        until they are written. The writer refuses what exceeds the limits or the day's writes.
         """
-        key = self._key(
-            tokens, full_pages(len(tokens), self.page_tokens) if ends is None else ends, page_index, snapshot
-        )
+        key = self._key(tokens, full_pages(len(tokens), self.page_tokens) if ends is None else ends, page_index)
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes
         if self._is_queued(key.page) or self._folder.has(key.page):
             return key.page
-        if not self._folder.is_writable:
-            reason = "stopped"
-        elif not (self._is_queued(key.parent) or self._folder.has_parent(key)):
-            reason = "parent"
-        else:
-            reason = "queue" if is_large and not snapshot else ""
-        if reason:
-            self._count(reason)
+        has_parent = self._is_queued(key.parent) or self._folder.has_parent(key)
+        if not (self._folder.is_writable and has_parent):
+            self._count("parent" if self._folder.is_writable else "stopped")
             return ""
         self._writer.make_room(nbytes)
         if not is_large:
@@ -247,12 +225,10 @@ class PrefixStore:
             counts = {name: self._counts[name] for name in ("stored", "damaged")}
         return {"queued_bytes": self._writer.queued_bytes, **counts, **refused}
 
-    def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
+    def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int) -> PageKey:
         names = page_names(self._root, tokens, ends[: page_index + 1])
-        if snapshot:
-            names.append(snapshot_name(names[-1], snapshot))
-        count = 0 if snapshot else ends[page_index] - (ends[page_index - 1] if page_index else 0)
-        return PageKey(names[-1], "".join(names[-2:-1]), snapshot, page_index, count, self._model, self._title)
+        count = ends[page_index] - (ends[page_index - 1] if page_index else 0)
+        return PageKey(names[-1], "".join(names[-2:-1]), page_index, count, self._model, self._title)
 
     def _is_queued(self, page: str) -> bool:
         return page in self._queued and not self._queued[page].done()

@@ -162,7 +162,7 @@ def _check_directory(directory: Path) -> None:
 def prefix_bytes(cache: CacheSizes, config: FlashConfig, context_length: int) -> int:
     """Return the bytes of pages of the prefix cache on their way to disk and back.
 
-    Some wait to be written while one is copied. Windows and states that are large are written while the call waits.
+    Some wait to be written while one is copied. Those with large windows and states are written while the call waits.
     """
     if not config.caches_prefixes:
         return 0
@@ -171,8 +171,8 @@ def prefix_bytes(cache: CacheSizes, config: FlashConfig, context_length: int) ->
 
 
 def largest_page(cache: CacheSizes, context_length: int) -> int:
-    """Return the bytes of the largest page of the prefix cache: of keys and values, or of windows and states."""
-    return max(sum(cache.rows) * PAGE_TOKENS, cache.states_bytes(0, context_length))
+    """Return the bytes of the largest page of the prefix cache, with windows and states."""
+    return sum(cache.rows) * PAGE_TOKENS + cache.states_bytes(0, context_length)
 
 
 def least_bytes(

@@ -447,24 +447,22 @@ def state(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def page(folder: Path) -> Iterator[Case]:
-    """A page or snapshot of the prefix cache."""
+    """A page of the prefix cache."""
     name = "ab" * 32
     (folder / "pages").mkdir()
-    valid = []
-    for kind in ("", "state"):
-        key = PageKey(name, "", kind, 0, 16, "m", "title")
-        encoded = encode_page(key, {"k": Blob(bytes(100), "uint8", (100,)), "v": Blob(b"", "uint8", (0,))})
-        with OneFile(folder / "valid") as file:
-            file.fill(bytes(encoded.nbytes))
-            encoded.write(file._file.fileno())
-        valid.append((folder / "valid").read_bytes())
-    line, _, table = valid[0][_HEAD.size : 4096].rstrip(b"\0").partition(b"\n")
+    key = PageKey(name, "", 0, 16, "m", "title")
+    encoded = encode_page(key, {"k": Blob(bytes(100), "uint8", (100,)), "v": Blob(b"", "uint8", (0,))})
+    with OneFile(folder / "valid") as file:
+        file.fill(bytes(encoded.nbytes))
+        encoded.write(file._file.fileno())
+    valid = (folder / "valid").read_bytes()
+    line, _, table = valid[_HEAD.size : 4096].rstrip(b"\0").partition(b"\n")
     seeds = JsonSeeds(json.loads(line)), JsonSeeds(json.loads(table))
     shim = SimpleNamespace(**vars(os))
 
     def case(dice: random.Random) -> None:
-        data = _with_description(*(seed.damaged(dice) for seed in seeds), valid[0][4096:])
-        file.fill(data if dice.random() < 0.8 else damaged(dice.choice(valid), dice))
+        data = _with_description(*(seed.damaged(dice) for seed in seeds), valid[4096:])
+        file.fill(data if dice.random() < 0.8 else damaged(valid, dice))
         with suppress(ReadError), PageFile(file.path.parent, name) as opened:
             for blob, info in opened.blobs.items():
                 read = bytearray(info.nbytes)

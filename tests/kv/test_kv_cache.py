@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from kv_rows import address, bits, equal, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
@@ -27,12 +27,11 @@ from mlx_flash.kv import kvpool, ring
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.ranges import RangeReader
-from models import GEMMA3, LLAMA, build
+from models import LLAMA, build
 
 
 @pytest.fixture
@@ -246,17 +245,6 @@ def llama() -> nn.Module:
 PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 
 
-@pytest.mark.parametrize("form", ["step", "preallocated"])
-@settings(deadline=None, max_examples=30)
-@given(news=st.lists(st.sampled_from([1, 1, 1, 3, 70, 300]), min_size=1, max_size=12))
-def test_takes_more_predicts_memory_of_new_tokens(form: str, news: list[int]) -> None:
-    rows = MemoryRows(KVOptions(form=form, max_context_length=4096))
-    for num_new in news:
-        said, before = rows.takes_more(num_new), rows.nbytes
-        rows.append([mx.ones((1, 2, num_new, 64)), mx.ones((1, 2, num_new, 32))])
-        assert said == (rows.nbytes != before)
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "step": {},
     "preallocated": {"form": "preallocated", "max_context_length": 350},
@@ -336,36 +324,6 @@ def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..
     assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
 
 
-def test_speculative_generation_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    draft = build(LLAMA | {"num_hidden_layers": 2}, mx.float32)
-
-    def tokens(cache: list[Any], pools: tuple[KVPool, ...] = ()) -> list[int]:
-        found = []
-        steps = speculative_generate_step(PROMPT, llama, draft, max_tokens=40, prompt_cache=cache, num_draft_tokens=3)
-        for token, _, _ in steps:
-            found.append(int(token))
-            for pool in pools:
-                offload_all(pool)
-        return found
-
-    models = llama, draft
-    mine = [make_caches(make_prompt_cache(model), options(step=16)) for model in models]
-    pools = tuple(entries[0].pool for entries in mine)
-    assert tokens(mine[0] + mine[1], pools) == tokens([c for model in models for c in make_prompt_cache(model)])
-    assert all(entry.is_on_disk for entries in mine for entry in entries)
-
-
-def test_only_plain_caches_are_replaced(options: Callable[..., KVOptions]) -> None:
-    model = build(GEMMA3)
-    theirs = make_prompt_cache(model)
-    mine = make_caches(theirs, options(step=16))
-    for before, after in zip(theirs, mine, strict=True):
-        assert isinstance(after, DiskKVCache) == (type(before) is KVCache)
-        assert isinstance(after, DiskKVCache) or after is before
-    assert same(generated(model, mine, 40, offloads=True), generated(model, make_prompt_cache(model), 40))
-    assert any(isinstance(entry, DiskKVCache) and entry.is_on_disk for entry in mine)
-
-
 def test_it_is_a_cache_of_mlx_lm(options: Callable[..., KVOptions]) -> None:
     (cache,) = make_caches([KVCache()], options())
     assert isinstance(cache, KVCache)
@@ -379,47 +337,6 @@ def test_it_is_a_cache_of_mlx_lm(options: Callable[..., KVOptions]) -> None:
     assert cache.make_mask(4, window_size=None, return_array=False) == "causal"
     masks = [entry.make_mask(4, window_size=2, return_array=True) for entry in (cache, KVCache())]
     assert equal(masks[0], masks[1])
-
-
-def test_mlx_lms_prompt_cache_keeps_and_copies_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    def answers(make: Callable[[], list[Any]]) -> list[Any]:
-        kept, outputs = LRUPromptCache(), []
-        for request in ([1, 2, 3, 4, 5] * 9, [1, 2, 3, 4, 5] * 9 + [9] * 20, [1, 2, 3, 4, 5] * 7, [1, 2, 3, 4, 5] * 9):
-            cache, rest = kept.fetch_nearest_cache("model", request)
-            cache = make() if cache is None else cache
-            steps = generate_step(mx.array(rest or request[-1:]), llama, max_tokens=30, prompt_cache=cache)
-            outputs.append([(int(token), logprobs) for token, logprobs in steps])
-            kept.insert_cache("model", request + [token for token, _ in outputs[-1]][:-1], cache)
-        return outputs
-
-    budget = 1_000_000
-    pool = KVPool(options(step=16, max_context_length=256, budget_bytes=budget))
-    mine = answers(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
-    theirs = answers(lambda: make_prompt_cache(llama))
-    assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert pool.stats.num_offloaded
-    assert pool.memory_bytes <= budget
-
-
-def test_batches_merge_and_extract_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    pool = KVPool(options(step=16))
-
-    def texts(make: Callable[[], list[Any]]) -> list[Any]:
-        caches = [make(), make()]
-        for cache, length in zip(caches, (50, 70), strict=True):
-            mx.eval(llama(mx.arange(length)[None], cache=cache))
-        offload_all(pool)
-        generator = BatchGenerator(llama, max_tokens=10)
-        uids = generator.insert([[3], [5]], caches=caches)
-        found: dict[int, list[int]] = {uid: [] for uid in uids}
-        while responses := generator.next_generated():
-            for response in responses:
-                found[response.uid].append(response.token)
-        return list(found.values())
-
-    mine = texts(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
-    assert mine == texts(lambda: make_prompt_cache(llama))
-    assert pool.stats.num_offloaded
 
 
 def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
@@ -571,41 +488,18 @@ def test_a_refusal_names_a_smaller_budget_than_the_need(options: Callable[..., K
     assert 10_000 < error.value.minimum_bytes < 800_000
 
 
-def test_offloaded_layers_are_spread_over_the_depth(options: Callable[..., KVOptions]) -> None:
-    mine, _ = filled(options(step=16), (64,), 8)
-    pool = mine[0].pool
-    order = []
-    for _ in range(4):
-        victim = pool._next_to_offload(mine[0].rows)
-        assert victim is not None
-        victim.offload(())
-        order.append(victim.index)
-    assert order == [0, 4, 2, 6]
-
-
-def test_the_conversation_used_longest_ago_is_offloaded_first(options: Callable[..., KVOptions]) -> None:
+def test_layers_used_longest_ago_are_offloaded_first_and_spread(options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(step=16))
-    old, new = (make_caches([KVCache(), KVCache()], pool.options, pool) for _ in range(2))
+    old, new = (make_caches([KVCache() for _ in range(8)], pool.options, pool) for _ in range(2))
     for seed, caches in enumerate((old, new)):
-        feed(caches, [KVCache(), KVCache()], seed, 64)
+        feed(caches, [KVCache() for _ in range(8)], seed, 64)
     victims = []
     for _ in old:
         victim = pool._next_to_offload(new[0].rows)
         assert victim is not None
         victim.offload(())
         victims.append(victim)
-    assert victims == [entry.rows for entry in old]
-
-
-def test_a_new_cache_in_the_place_of_one_that_went_holds_nothing(options: Callable[..., KVOptions]) -> None:
-    """The sums of the old one held, since there were as many layers, and none had changed."""
-    pool = KVPool(options())
-    old = make_caches([KVCache(), KVCache()], pool.options, pool)
-    feed(old, [KVCache(), KVCache()], 0, 64)
-    assert pool.memory_bytes == pool.note().memory_bytes > 0
-    del old
-    new = make_caches([KVCache(), KVCache()], pool.options, pool)
-    assert len(new) == 2 and pool.memory_bytes == pool.note().reserved_bytes == pool.note().memory_bytes == 0
+    assert victims == [old[i].rows for i in (0, 4, 2, 6, 1, 5, 3, 7)]
 
 
 def test_layers_that_come_while_others_are_added_up(options: Callable[..., KVOptions]) -> None:
@@ -705,32 +599,6 @@ def test_preallocated_writes_in_place(options: Callable[..., KVOptions]) -> None
     assert mine[0].keys.shape[2] >= 1060
 
 
-def test_a_copy_does_not_keep_the_original_in_memory(options: Callable[..., KVOptions]) -> None:
-    """Or each token of either would copy the whole reserve."""
-    mine, theirs = filled(options(form="preallocated", max_context_length=2000), (10,), 1)
-    at = address(mine[0].keys)
-    other = copy.deepcopy(mine)
-    assert other[0].nbytes < mine[0].nbytes / 50
-    feed(mine, theirs, 1, 1)
-    assert address(mine[0].keys) == at
-
-
-def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions]) -> None:
-    mine, theirs = filled(options(step=16), (160,), 3)
-    pool = mine[0].pool
-    offload_all(pool)
-    before = pool.note().disk_bytes
-    copies = [(copy.deepcopy(mine), copy.deepcopy(theirs)) for _ in range(3)]
-    assert pool.note().disk_bytes == before
-    for seed, (ours, own) in enumerate([(mine, theirs), *copies]):
-        for entry in (*ours, *own):
-            entry.trim(40 * seed)
-        feed(ours, own, seed + 1, 50)
-    for ours, own in [(mine, theirs), *copies]:
-        assert all(equal(a.keys_and_values(), b.keys_and_values()) for a, b in zip(ours, own, strict=True))
-    assert before < pool.note().disk_bytes < 4 * before
-
-
 def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:
     mine, _ = filled(options(step=16), (40,), 4)
     assert len(arrays_in(mine[0])) == 2
@@ -757,12 +625,6 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KVOptions(**settings)
-
-
-def test_batch_caches_are_stock(options: Callable[..., KVOptions]) -> None:
-    mine, theirs = filled(options(step=16), (40,), 2)
-    offload_all(mine[0].pool)
-    assert type(DiskKVCache.merge([mine[0], theirs[1]])) is BatchKVCache
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])

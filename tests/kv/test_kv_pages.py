@@ -23,7 +23,7 @@ from mlx_lm.models.cache import KVCache
 
 from children import HELPERS
 from kv_on_disk import feed, on_disk
-from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
+from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.files import locked, open_locked
 from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.diskcache import make_caches
@@ -245,20 +245,6 @@ def test_free_pages_are_reused(make: Make) -> None:
     assert file.path.stat().st_size <= WIDE.chunk_bytes
 
 
-def test_a_file_is_removed_with_its_last_holder(make: Make) -> None:
-    rows = DiskRows(make(WIDE))
-    path = rows.file.path
-    rows.append(random_rows(WIDE, 640))
-    other = rows.fork()
-    del rows
-    gc.collect()
-    assert path.exists()
-    other.file.flush()
-    del other
-    gc.collect()
-    assert not path.exists()
-
-
 def test_a_full_disk_raises_with_file_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, caches = on_disk(tmp_path)
     feed(caches, 1)
@@ -282,26 +268,6 @@ def test_partial_writes_are_completed(make: Make, monkeypatch: pytest.MonkeyPatc
     assert equal(read(rows), expected)
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def preadv(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "preadv", preadv)
-
-
-def test_a_failed_read_raises_and_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, caches = on_disk(tmp_path)
-    fails(monkeypatch, errno.EIO)
-    with pytest.raises(ReadError, match=r"KV cache, tokens from 0 on.* in .*layer-0\.kv: .* at offset 0"):
-        feed(caches, 1)
-    assert caches[0].offset == 100
-    monkeypatch.undo()
-    feed(caches, 1)
-    assert bool((caches[0].keys_and_values()[0] == 1).all())
-    assert caches[0].keys_and_values()[0].shape == (1, 2, 101, 128)
-    pool.close()
-
-
 def test_a_truncated_file_raises(tmp_path: Path) -> None:
     pool, caches = on_disk(tmp_path)
     path = caches[0].rows.disk.file.path
@@ -314,17 +280,6 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_removed_or_replaced_file_stays_readable(tmp_path: Path) -> None:
-    pool, caches = on_disk(tmp_path)
-    path = caches[0].rows.disk.file.path
-    path.unlink()
-    feed(caches, 1)
-    path.write_bytes(bytes(1 << 20))
-    feed(caches, 1)
-    assert caches[0].offset == 102 and bool((caches[0].keys_and_values()[0] == 1).all())
-    pool.close()
-
-
 def test_writing_is_bounded(make: Make) -> None:
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
     rows.file._writer.limit_bytes = 64 * WIDE.token_bytes
@@ -332,20 +287,6 @@ def test_writing_is_bounded(make: Make) -> None:
         rows.append([part[:, start : start + 64] for part in expected])
         assert rows.file._writer.queued_bytes <= 2 * 64 * WIDE.token_bytes
     assert equal(read(rows), expected)
-
-
-def test_the_folder_is_removed_with_the_pool(tmp_path: Path) -> None:
-    pool, caches = on_disk(tmp_path)
-    (folder,) = (tmp_path / "kv").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"layer-0.kv", "layer-1.kv", "layer-2.kv"}
-    assert folder.stat().st_mode & 0o077 == 0
-    pool.close()
-    assert not folder.exists()
-    pool, caches = on_disk(tmp_path)
-    assert list((tmp_path / "kv").iterdir())
-    del pool, caches
-    gc.collect()
-    assert not list((tmp_path / "kv").iterdir())
 
 
 CRASHES = """
@@ -367,12 +308,6 @@ def test_the_next_process_removes_files_of_a_crashed_one(tmp_path: Path, crash: 
     mine = PrivateFolder(tmp_path / "kv")
     PrivateFolder(tmp_path / "kv").close()
     assert list((tmp_path / "kv").iterdir()) == [mine.path]
-
-
-def test_a_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match=r"cannot make a folder for the KV cache in .*Hint"):
-        PrivateFolder(tmp_path / "file" / "kv")
 
 
 @settings(deadline=None)

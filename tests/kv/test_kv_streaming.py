@@ -277,12 +277,6 @@ def test_drafts_and_batches_refuse_kv_max_tokens(directories: Callable[[str], Pa
         assert not model.is_batchable
 
 
-def test_contradicting_kv_settings_are_refused(directories: Callable[[str], Path]) -> None:
-    for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "preallocated", "kv_ram_gb": 1.0}):
-        with pytest.raises(ConfigError, match="Hint: kv_cache='disk'"):
-            prepare(directories("llama"), FlashConfig(ram_budget_gb=4, **changes))
-
-
 def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[str], Path]) -> None:
     directory = directories("llama")
     config = settings(directory)
@@ -355,15 +349,6 @@ def offloaded(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tu
         generated(model, 2, prompt_cache=cache)
         assert any(entry.is_on_disk for entry in cache)
         yield model, cache
-
-
-def test_a_missing_kv_directory_is_created(directories: Callable[[str], Path], tmp_path: Path) -> None:
-    directory, kv_directory = directories("llama"), tmp_path / "missing" / "kv"
-    with load_model(directory, settings(directory, kv_directory=kv_directory))[0] as model:
-        assert same(generated(model), generated(stock(directory)))
-        assert went_to_disk(model)
-        assert list(kv_directory.iterdir())
-    assert not list(kv_directory.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
@@ -525,7 +510,7 @@ def _is_kv(fd: int) -> bool:
 
 
 def test_files_are_removed_with_the_model(directories: Callable[[str], Path], tmp_path: Path) -> None:
-    directory, base = directories("llama"), tmp_path / "kv"
+    directory, base = directories("llama"), tmp_path / "missing" / "kv"
     model = load_model(directory, settings(directory, kv_directory=base))[0]
     cache = make_prompt_cache(model)
     generated(model, 2, prompt_cache=cache)

@@ -77,7 +77,7 @@ def test_an_interrupted_pass_keeps_what_was_restored_before_it(llama: Path, monk
 
 def streamed(folder: Path, mode: str = "exact", **settings: Any) -> FlashLLM:
     """A model that reads its weights in each pass, and has room for all parts of a prompt in one."""
-    model = loaded(folder, prefill_step_size=STEP, **settings)
+    model = loaded(folder, mode, prefill_step_size=STEP, **settings)
     model.start()
     model.plan = replace(model.plan, budget_bytes=10**11)
     return model

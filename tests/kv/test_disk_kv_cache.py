@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
@@ -95,16 +94,6 @@ def test_it_is_saved_and_loaded_by_mlx_lm(llama: nn.Module, tmp_path: Path) -> N
     more = mx.array([1, 2, 3])
     expected = generated(llama, theirs, more)
     assert all(same_generation(generated(llama, cache, more), expected) for cache in (loaded, on_disk, mine))
-
-
-def test_a_copy_goes_its_own_way(llama: nn.Module, tmp_path: Path) -> None:
-    cache, stock = [DiskKVCache(directory=tmp_path) for _ in llama.layers], make_prompt_cache(llama)
-    generated(llama, cache), generated(llama, stock)
-    other, other_stock = copy.deepcopy(cache), copy.deepcopy(stock)
-    assert trim_prompt_cache(other, 300) == trim_prompt_cache(other_stock, 300) == 300
-    for prompt in (mx.array([5, 6, 7]), mx.array([9] * 290)):
-        assert same_generation(generated(llama, other, prompt), generated(llama, other_stock, prompt))
-        assert same_generation(generated(llama, cache, prompt), generated(llama, stock, prompt))
 
 
 def test_files_are_removed_with_the_last_cache(tmp_path: Path) -> None:

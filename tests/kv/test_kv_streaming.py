@@ -187,24 +187,25 @@ def test_batches(directories: Callable[[str], Path]) -> None:
         assert model.kv is not None and model.kv.stats.num_offloaded
 
 
+def answers(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], LRUPromptCache]:
+    """Return the answers to some prompts, and the caches of them that mlx-lm's server would keep."""
+    kept, found = LRUPromptCache(max_size=4), []
+    for prompt in prompts:
+        cache, rest = kept.fetch_nearest_cache("model", prompt)
+        rest = rest or prompt[-1:]
+        cache = cache or make_prompt_cache(model)
+        steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
+        found.append([int(token) for token, _ in steps])
+        kept.insert_cache("model", prompt + found[-1][:-1], cache)
+    return found, kept
+
+
 def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
     """They are copied, and cut where the next prompt is another one."""
     directory = directories("llama")
     prompts = [list(range(150)), [*range(150), 7, 8], [*range(90), 5], list(range(150))]
-
-    def answers(model: Any) -> list[list[int]]:
-        kept, found = LRUPromptCache(max_size=4), []
-        for prompt in prompts:
-            cache, rest = kept.fetch_nearest_cache("model", prompt)
-            rest = rest or prompt[-1:]
-            cache = cache or make_prompt_cache(model)
-            steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
-            found.append([int(token) for token, _ in steps])
-            kept.insert_cache("model", prompt + found[-1][:-1], cache)
-        return found
-
     with load_model(directory, settings(directory))[0] as model:
-        assert answers(model) == answers(stock(directory))
+        assert answers(model, prompts)[0] == answers(stock(directory), prompts)[0]
         assert went_to_disk(model)
         assert model.kv is not None and model.kv.memory_bytes <= (model.plan.kv.limit or 0)
 
@@ -213,17 +214,6 @@ def test_conversations_share_their_system_prompt(directories: Callable[[str], Pa
     """In a server's prompt cache: less than two caches, the same tokens."""
     directory, system = directories("llama"), list(range(150))
     turns = [[*system, 7, 8, 9], [*system, 30, 31], [*system, 7, 8, 9, 40, 41], [*system, 30, 31, 50]]
-
-    def answers(model: Any) -> tuple[list[list[int]], LRUPromptCache]:
-        kept, found = LRUPromptCache(max_size=4), []
-        for turn in turns:
-            cache, rest = kept.fetch_nearest_cache("model", turn)
-            cache = cache or make_prompt_cache(model)
-            steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
-            found.append([int(token) for token, _ in steps])
-            kept.insert_cache("model", turn + found[-1][:-1], cache)
-        return found, kept
-
     with load_model(directory, settings(directory, "open", kv_step=16))[0] as model:
         alone = make_prompt_cache(model)
         mx.eval(model(mx.array([system]), cache=alone))
@@ -232,8 +222,8 @@ def test_conversations_share_their_system_prompt(directories: Callable[[str], Pa
         del alone
         gc.collect()
         assert model.kv.memory_bytes == 0
-        mine, kept = answers(model)
-        theirs, _ = answers(stock(directory))
+        mine, kept = answers(model, turns)
+        theirs, _ = answers(stock(directory), turns)
         assert mine == theirs
         mx.eval(model(mx.array([[1]]), cache=make_prompt_cache(model)))  # somebody else's turn
         gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,22 +90,6 @@ def test_no_caches_are_kept_without_room_for_them(model: str) -> None:
     with serving(model, options=options, context_length=4096) as mine:
         mine.ask(*turn(QUESTIONS[0]))
         assert not mine.kept
-
-
-def test_requests_in_one_batch_are_answered_as_by_mlx_lm(model: str, expected: list[Answer]) -> None:
-    with serving(model, context_length=16384) as mine:
-        found: list[Answer] = [[], [], []]
-
-        def ask(i: int) -> None:
-            found[i] = mine.ask(*turn(QUESTIONS[i]))
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        again = [mine.ask(*turn(text)) for text in QUESTIONS]
-        assert [said(answer) for answer in found] == [said(answer) for answer in again] == list(map(said, expected[:3]))
 
 
 @pytest.fixture

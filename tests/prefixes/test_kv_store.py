@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -272,12 +272,23 @@ def test_held_pages_are_not_evicted(opened: Opener) -> None:
     assert store.hold(prefix) is None, "what is gone cannot be held"
 
 
+HOLD = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+import stored_pages as t
+from pathlib import Path
+lock = t.held(t.Opener(Path(sys.argv[1]))(), t.TOKENS)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
 def test_holds_end_with_their_process(opened: Opener) -> None:
     store = opened(limit_bytes=4 * PAGE_BYTES)
     put(store, TOKENS[: 4 * STEP])
-    with Child() as child:
-        child.ask("open", str(opened.directory))
-        assert child.ask("hold", TOKENS)
+    child = subprocess.Popen([sys.executable, "-c", HOLD, opened.directory, HELPERS], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None and child.stdout.readline() == "held\n"
         put(store, [1] * STEP)
         assert store.find([1] * STEP).num_tokens == 0 and found(store, TOKENS) == 4
         child.kill()
@@ -556,33 +567,6 @@ def test_a_directory_that_cannot_be_written_is_read() -> None:
         assert tree(Path(base)) == before
 
 
-FULL = """
-import logging, resource, sys
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-sys.path[:0] = sys.argv[2:]
-import stored_pages as t
-from pathlib import Path
-opener = t.Opener(Path(sys.argv[1]))
-store = opener()
-t.put(store, t.TOKENS)
-resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
-t.put(store, [1] * t.STEP, nbytes=2_000_000)
-assert not store.is_writable and t.put(store, [2] * t.STEP) == [False]
-assert t.found(store, t.TOKENS) == 6 and store.find([1] * t.STEP).num_tokens == 0
-store.close()
-print("done")
-"""
-
-
-def test_a_disk_that_is_full_ends_storing_only(opened: Opener) -> None:
-    command = [sys.executable, "-c", FULL, opened.directory, HELPERS]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr
-    assert run.stdout.count("nothing more is stored") == 1 and "File too large" in run.stdout
-    assert len(opened.files()) == 6, "nothing is left of what did not fit"
-    assert found(opened(), TOKENS) == 6
-
-
 def test_a_days_writes_end_storing_for_the_day(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
     now = [1e9]
     capped = WriteGovernor(opened.directory / "wear", gb_per_day=4 * PAGE_BYTES / 1e9, clock=lambda: now[0])
@@ -610,57 +594,6 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
-
-SERVE = """
-import json, sys
-sys.path[:0] = sys.argv[1:]
-import stored_pages as t
-from pathlib import Path
-for line in sys.stdin:
-    what, tokens = json.loads(line)
-    if what == "open":
-        opener = t.Opener(Path(tokens))
-        store = opener()
-        answer = None
-    elif what == "close":
-        answer = opener.close()
-    elif what == "put":
-        answer = t.put(store, tokens)
-    elif what == "hold":
-        lock = t.held(store, tokens)
-        answer = lock.is_held
-    else:
-        answer = t.read_all(store, tokens, store.find(tokens))
-    print(json.dumps(answer), flush=True)
-"""
-
-
-class Child:
-    """Another process that uses the store."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", SERVE, HELPERS]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def ask(self, what: str, argument: Sequence[int] | str = "") -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([what, argument]) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
 
 WRITE = """
 import random, sys
@@ -730,17 +663,22 @@ def test_writers_count_what_others_are_about_to_write(opened: Opener, monkeypatc
     assert sizes and max(sizes) <= PAGE_BYTES and len(opened.files()) == 1
 
 
-def test_a_file_of_a_page_that_cannot_be_made_leaves_nothing(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite", "fsync"])
+def test_a_disk_that_is_full_ends_storing_only(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    def fail(*_: int) -> None:
+    def fail(*_: object) -> int:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    store = opened()
+    store = opened(governor=WriteGovernor(opened.directory / "wear", gb_per_day=None))
+    put(store, TOKENS)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(page_folder.os, "ftruncate", fail)
+        patch.setattr(os, call, fail)
         put(store, [1] * STEP)
-    assert opened.files() == [] and "quota" in caplog.text
+    assert caplog.text.count("nothing more is stored") == 1 and "quota" in caplog.text
+    assert not store.is_writable and put(store, [2] * STEP) == [False]
+    assert found(store, TOKENS) == 6 == len(opened.files()), "nothing is left of what did not fit"
+    assert found(opened(), TOKENS) == 6
 
 
 def test_processes_share_a_store(opened: Opener) -> None:
@@ -789,9 +727,7 @@ USERS = st.integers(0, 1)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A store beside a dict. Two users take turns, one with its own tenant; a third one is another process."""
-
-    child: Child
+    """A store beside a dict. Two users take turns, one with its own tenant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -887,15 +823,6 @@ class AnyOrder(RuleBasedStateMachine):
                     if seen and page in self.pages[user]:
                         self.forget_from(user, list(page), len(page) // STEP - 1)
 
-    @rule(tokens=SEQUENCES)
-    def another_process_puts(self, tokens: list[int]) -> None:
-        self.child.ask("open", str(self.opener.directory))
-        self.opening_looks_at_files()
-        assert self.child.ask("put", tokens) == [True] * (len(tokens) // STEP)
-        self.child.ask("close")
-        for end in range(STEP, len(tokens) + 1, STEP):
-            self.pages[0].setdefault(tuple(tokens[:end]), False)
-
     @invariant()
     def files_are_those_of_the_index(self) -> None:
         if self.stores:
@@ -907,8 +834,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 def test_any_order() -> None:
-    with Child() as AnyOrder.child:
-        run_state_machine_as_test(AnyOrder, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
 
 
 # --- pages of any length ---------------------------------------------------------------------------------------------

@@ -200,10 +200,10 @@ def test_pages_on_their_way_to_the_disk_are_found(
 
 @pytest.mark.parametrize("config", [HYBRID, {**MAMBA2, "num_hidden_layers": 2}], ids=["windows", "states"])
 def test_parts_that_end_inside_pages_are_restored_with_their_states(tmp_path: Path, config: dict[str, Any]) -> None:
-    """A prompt in parts of 64 tokens."""
+    """A prompt in calls of 64 tokens. Those before the end of the first page are computed again."""
     directory = save(tmp_path / "model", config)
     runs = []
-    for num_known in (0, len(PROMPT) - 1):
+    for num_known in (0, len(PROMPT) - 1 - 3 * 64):
         with loaded(directory, prefill_step_size=64, ram_budget_gb=0.5) as model:
             runs.append([*generate_step(mx.array(PROMPT), model, max_tokens=4)])
             assert restored(model) == num_known

@@ -352,13 +352,14 @@ def test_a_device_with_other_memory_free_is_the_same(llama: Path, monkeypatch: p
         generated(model)
         assert restored(model) == len(PROMPT) - 1
     for changed in ("device", "variable"):
-        with monkeypatch.context() as patch, loaded(llama) as model:
+        with monkeypatch.context() as patch:
             if changed == "device":
                 patch.setattr(mx, "device_info", lambda: {**device, "device_name": "another"})
             else:
                 patch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
-            generated(model, PROMPT[:300])
-            assert restored(model) == 0
+            with loaded(llama) as model:
+                generated(model, PROMPT[:300])
+                assert restored(model) == 0
 
 
 def test_other_weights_find_nothing(llama: Path, tmp_path: Path) -> None:

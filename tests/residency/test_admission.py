@@ -158,7 +158,7 @@ def test_a_request_alone_has_one_layer_in_memory(plan: ResidencyPlan) -> None:
     assert alone_bytes(short, 9000) == alone_bytes(long, 9000)
 
 
-def test_activations_of_requests_count(plan: ResidencyPlan) -> None:
+def test_activations_and_states_of_requests_count(plan: ResidencyPlan) -> None:
     """Of one token alone; in a batch of the larger of a part of a prompt, and a token with logits of each row."""
     lean, some = replace(plan, activations=NOTHING), ActivationSizes(3000, 8, 8, 700, 50)
     heavy = replace(plan, activations=some)
@@ -166,6 +166,8 @@ def test_activations_of_requests_count(plan: ResidencyPlan) -> None:
     for step, num_rows in ((1, 6), (64, 2)):
         before, after = (batch_bytes(replace(each, prefill_step_size=step), [900] * num_rows) for each in (lean, heavy))
         assert after - before == some.nbytes(max(step, num_rows), 900, all_logits=step == 1)
+    with_states = replace(plan, cache=replace(plan.cache, call_bytes=100))
+    assert batch_bytes(with_states, [50]) - batch_bytes(plan, [50]) == 100 * plan.prefill_step_size
 
 
 def test_caches_that_never_go_to_disk_count_in_full(plan: ResidencyPlan) -> None:
@@ -184,11 +186,6 @@ def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: Res
     assert together_bytes(lean, [60_000, 90_000], "exact") == two
     in_memory = replace(lean, kv=replace(lean.kv, num_on_disk=0))  # where plans have room for all
     assert together_bytes(in_memory, [90_000], "exact") >= 90_000 * cache.token_bytes
-
-
-def test_states_of_a_part_of_a_prompt_count(plan: ResidencyPlan) -> None:
-    with_states = replace(plan, cache=replace(plan.cache, call_bytes=100))
-    assert batch_bytes(with_states, [50]) - batch_bytes(plan, [50]) == 100 * plan.prefill_step_size
 
 
 def test_a_request_alone_in_caches_of_mlx_lm_is_a_batch_of_one(plan: ResidencyPlan) -> None:

@@ -123,10 +123,14 @@ def check_need(plan: ResidencyPlan, lane: Lane) -> int:
     return refusal.value.minimum_bytes
 
 
-def test_plan_prints_the_files_to_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_layers_of_each_rank_and_the_files_to_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = save_by_layer(tmp_path, LLAMA)
-    flags = ["plan", "--model", str(directory), "--ram-budget-gb", "1", "--ranks", "2", "--json"]
-    assert cli.main(flags) == 0
+    flags = ["plan", "--model", str(directory), "--ram-budget-gb", "1", "--ranks", "2"]
+    assert cli.main([*flags, "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["ranks"]
     assert [part["layers"] for part in parts] == [[[0, 3]], [[3, 5]]]
-    assert parts[1]["files"] == [f"model-{name}.safetensors" for name in (3, 4, "rest")]
+    assert parts[1]["files"] == [f"model-{name}.safetensors" for name in (3, 4, "rest")] and parts[1]["nbytes"]
+    assert cli.main(flags) == 0
+    assert "0-2" in capsys.readouterr().out

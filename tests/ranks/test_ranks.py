@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 import subprocess
 import sys
@@ -147,14 +146,3 @@ def test_ranks_take_turns_only_if_they_read() -> None:
 )
 def test_a_faster_machine_gets_more_layers(fast: RankSpeed, slow: RankSpeed) -> None:
     assert Counter(share_layers([10**8] * 40, [slow, fast])) == {0: 10, 1: 30}
-
-
-def test_plan_shows_the_layers_and_files_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = save(tmp_path / "model", LLAMA, mx.float32)
-    flags = ["plan", "--model", str(directory), "--ram-budget-gb", "1", "--ranks", "2"]
-    assert cli.main([*flags, "--json"]) == 0
-    parts = json.loads(capsys.readouterr().out)["ranks"]
-    assert [part["layers"] for part in parts] == [[[0, 3]], [[3, 5]]]
-    assert all(part["files"] == ["model.safetensors"] and part["nbytes"] for part in parts)
-    assert cli.main(flags) == 0
-    assert "0-2" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
+from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
 
@@ -90,15 +90,6 @@ def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None
         mx.eval(cache.update_and_fetch(rows, rows))
         held += cache.nbytes if share.options is None else cache.rows.memory.nbytes
     assert held <= share.nbytes and share.disk_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"), [({}, False), ({"kv_cache": "stock"}, False), ({"kv_prefixes": "exact"}, True)]
-)
-def test_prefix_cache_takes_memory_only_when_it_is_on(
-    sizes: ModelSizes, change: dict[str, Any], expected: bool
-) -> None:
-    assert bool(prefix_bytes(sizes.cache, FlashConfig(**change), CONTEXT)) == expected
 
 
 def test_a_share_below_the_minimum_is_refused(sizes: ModelSizes) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from children import HELPERS
-from local_ranks import lines_of, run_ranks
+from local_ranks import lines_of, run_ranks, started
 from mlx_flash import cli
 from mlx_flash import ranks as chain
 from mlx_flash.errors import ConfigError
@@ -30,6 +34,7 @@ PROGRAM = HELPERS / "ranks_program.py"
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
 MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7")}
 
+SECONDS = 20.0
 SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13), st.floats(1e6, 1e13))
 
 
@@ -95,6 +100,30 @@ def test_a_rank_that_is_lost_or_computes_something_else_is_an_error(root: Path, 
     done = run_ranks(2, PROGRAM, root, "llama", fault)
     texts = [text for rank, _, status, text in lines_of(done) if rank == 0 and status == "PeerError"]
     assert texts and words in texts[0], done
+
+
+def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "connection to a peer was lost"), (signal.SIGSTOP, "had no answer in 2 s")]
+)
+def test_a_lost_rank_ends_the_others(root: Path, tmp_path: Path, number: signal.Signals, words: str) -> None:
+    with started(3, tmp_path, PROGRAM, root, "llama", "endless") as ranks:
+        for rank in ranks:
+            wait_for(lambda rank=rank: "ready" in rank.out.read_text() or not rank.process.is_alive(), 120)
+        assert ranks[1].process.pid is not None and ranks[1].process.is_alive(), ranks[1].errors.read_text()
+        os.kill(ranks[1].process.pid, number)
+        others = ranks[0], ranks[2]
+        for rank in others:
+            rank.process.join(SECONDS)
+        errors = [rank.out.read_text() + rank.errors.read_text() for rank in others]
+        assert all(rank.process.exitcode for rank in others), errors
+        assert any(words in each for each in errors), errors  # the second one may see that the first one is gone
 
 
 def test_ranks_with_unequal_room_cut_prompts_alike(root: Path) -> None:

@@ -1,0 +1,37 @@
+"""The workflows, the Dockerfile and the version agree with each other and with the package."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from children import ROOT
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.server.access import OPEN_PATHS
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=[path.name for path in WORKFLOWS])
+def test_actions_are_pinned_by_hash(path: object) -> None:
+    used = re.findall(r"uses: (.*)", (ROOT / ".github" / "workflows" / str(path)).read_text())
+    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action) for action in used)
+
+
+def test_a_tag_replaces_the_version() -> None:
+    (pattern,) = re.findall(r'sed -i "s/(.*?)/VERSION', (ROOT / ".github" / "workflows" / "release.yml").read_text())
+    text = (ROOT / "mlx_flash" / "version.py").read_text()
+    assert len(re.findall(pattern, text, re.M)) == 1
+
+
+def test_the_image_serves_what_its_health_check_asks() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (words,) = re.findall(r"ENTRYPOINT \[(.*)\]", text)
+    args = parse_arguments([*re.findall(r'"([^"]+)"', words)[1:], "--model", "qwen3-30b-a3b"])
+    (port, path) = re.findall(r"127\.0\.0\.1:(\d+)(/\w+)", text)[0]
+    assert (args.command, str(args.port)) == ("serve", port) and path in OPEN_PATHS
+    copied = {name for line in re.findall(r"^COPY (.*) /src", text, re.M) for name in line.split()}
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert copied == {line[1:] for line in ignored if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)

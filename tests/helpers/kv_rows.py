@@ -31,6 +31,13 @@ def equal(left: Any, right: Any) -> bool:
     )
 
 
+def same(left: Sequence[tuple[int, mx.array]], right: Sequence[tuple[int, mx.array]]) -> bool:
+    """Return whether tokens, and what they were sampled from, are equal bit for bit, and finite."""
+    tokens = [token for token, _ in left] == [token for token, _ in right]
+    mine, theirs = ([logprobs for _, logprobs in each] for each in (left, right))
+    return tokens and equal(mine, theirs) and all(bool(mx.isfinite(array).all()) for array in mine)
+
+
 def bits(array: mx.array) -> mx.array:
     return mx.contiguous(array).view(mx.uint8)
 

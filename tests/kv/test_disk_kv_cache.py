@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
+from kv_rows import same
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
 from models import LLAMA, build, same_bits
@@ -35,13 +36,8 @@ def feed(cache: KVCache, seed: int, num_tokens: int) -> list[mx.array]:
     return [mx.contiguous(array) for array in found]
 
 
-def generated(model: nn.Module, cache: list[Any], prompt: mx.array = PROMPT) -> tuple[list[int], list[mx.array]]:
-    found = list(generate_step(prompt, model, max_tokens=6, prefill_step_size=128, prompt_cache=cache))
-    return [token for token, _ in found], [logprobs for _, logprobs in found]
-
-
-def same_generation(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
-    return left[0] == right[0] and same_bits(left[1], right[1])
+def generated(model: nn.Module, cache: list[Any], prompt: mx.array = PROMPT) -> list[Any]:
+    return [*generate_step(prompt, model, max_tokens=6, prefill_step_size=128, prompt_cache=cache)]
 
 
 def test_it_is_mlx_lms_cache_bit_for_bit(tmp_path: Path) -> None:
@@ -75,7 +71,7 @@ def test_its_tokens_are_on_disk(tmp_path: Path) -> None:
 
 def test_generation_is_equal(llama: nn.Module, tmp_path: Path) -> None:
     cache = [DiskKVCache(directory=str(tmp_path)) for _ in llama.layers]
-    assert same_generation(generated(llama, cache), generated(llama, make_prompt_cache(llama)))
+    assert same(generated(llama, cache), generated(llama, make_prompt_cache(llama)))
     assert cache[0].pool.stats.num_fetched > 0
     assert len({id(entry.pool) for entry in cache}) == 1  # one pair of slots
     assert cache[0].pool.ring.held < 3 * 1024 * LLAMA["hidden_size"] * 2 * 4
@@ -93,7 +89,7 @@ def test_it_is_saved_and_loaded_by_mlx_lm(llama: nn.Module, tmp_path: Path) -> N
         assert entry.is_on_disk
     more = mx.array([1, 2, 3])
     expected = generated(llama, theirs, more)
-    assert all(same_generation(generated(llama, cache, more), expected) for cache in (loaded, on_disk, mine))
+    assert all(same(generated(llama, cache, more), expected) for cache in (loaded, on_disk, mine))
 
 
 def test_files_are_removed_with_the_last_cache(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from kv_rows import address, bits, equal, offload_all, rows_of
+from kv_rows import address, bits, equal, offload_all, rows_of, same
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
 from mlx_flash.kv import kvpool, ring
 from mlx_flash.kv import options as kv_options
@@ -266,10 +266,6 @@ def generated(
             for pool in {entry.pool for entry in cache if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)}:
                 offload_all(pool)
     return found
-
-
-def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
-    return len(left) == len(right) and all(a[0] == b[0] and equal(a[1], b[1]) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ import children
 import zoo
 from children import HELPERS
 from faulty import FailingDisk
+from kv_rows import same
 from kv_settings import CONTEXT, FORMS, SMALL, STEP, little_under_way, settings
 from mlx_flash import (
     BudgetError,
@@ -81,12 +82,6 @@ def generated(model: Any, num_tokens: int = 10, **options: Any) -> list[tuple[in
 def stock_output(directories: Callable[[str], Path]) -> Callable[[str], list[tuple[int, mx.array]]]:
     """Tokens and logits of stock mlx-lm, by model, each computed once."""
     return functools.cache(lambda name: generated(stock(directories(name))))
-
-
-def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
-    return len(left) == len(right) and all(
-        a == b and bool(mx.array_equal(x, y)) for (a, x), (b, y) in zip(left, right, strict=True)
-    )
 
 
 def went_to_disk(model: FlashLLM) -> bool:

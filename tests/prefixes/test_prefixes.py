@@ -24,6 +24,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import children
 from children import HELPERS
+from kv_rows import same
 from mlx_flash import FlashConfig, FlashLLM, cli, generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory
@@ -76,12 +77,6 @@ def _nothing_remembered() -> Iterator[None]:
     yield
     shutil.rmtree(prefix_directory(), ignore_errors=True)
     (cache_directory() / FILE_NAME).unlink(missing_ok=True)
-
-
-def same(left: Logits, right: Logits) -> bool:
-    return [token for token, _ in left] == [token for token, _ in right] and same_bits(
-        [logprobs for _, logprobs in left], [logprobs for _, logprobs in right]
-    )
 
 
 def first_run(directory: Path, **settings: Any) -> Logits:

@@ -11,12 +11,13 @@ import mlx.core as mx
 import pytest
 
 import mlx_flash
+from kv_rows import same
 from mlx_flash import FlashLLM
 from mlx_flash.engine.sharing import Sharing, waiting_bytes
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, save, stock
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
 from zoo import configuration
 
@@ -89,11 +90,6 @@ def computed(model: FlashLLM, prompt: list[int], num: int = 3) -> list[tuple[int
     found = [(int(token), logprobs) for token, logprobs in steps]
     mx.eval([logprobs for _, logprobs in found])
     return found
-
-
-def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
-    tokens = [token for token, _ in left] == [token for token, _ in right]
-    return tokens and same_bits([each for _, each in left], [each for _, each in right])
 
 
 @pytest.mark.parametrize("kv_cache", ["preallocated", "stock", "disk"])

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -126,13 +127,13 @@ class DerivedCopy(Writer):
 class Prefixes(Writer):
     def write(self) -> None:
         self.first = time.time_ns() % 10**9
-        with self._store() as store:
+        with closing(self._store()) as store:
             for number in range(2):
                 store.put(self._tokens(self.first), number, {"k": self._blob(self.first)})
 
     def look(self) -> bool:
         """Read every page: each holds what belongs to its name."""
-        with self._store() as store:
+        with closing(self._store()) as store:
             for path in store._folder.path.glob("*.page"):
                 data = bytearray(5000)
                 if store.read(path.stem, lambda _, data=data: {"k": memoryview(data)}) and len(set(data)) != 1:
@@ -140,7 +141,7 @@ class Prefixes(Writer):
             return not store.telemetry()["damaged"]
 
     def check(self) -> bool:
-        with self._store() as store:
+        with closing(self._store()) as store:
             found, data = store.find(self._tokens(self.first)), bytearray(5000)
             is_there = len(found.pages) == 2 and store.read(found.pages[1], lambda _: {"k": memoryview(data)})
             return is_there and data == self._blob(self.first).data

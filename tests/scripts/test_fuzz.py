@@ -71,7 +71,7 @@ def test_saved_caches_of_another_form_are_refused(tmp_path: Path) -> None:
 def test_pages_whose_blobs_end_after_the_file_are_damaged(tmp_path: Path, nbytes: int) -> None:
     """The system takes no offset of more than 63 bits: a blob behind a huge one raised OverflowError."""
     name = "ab" * 32
-    page = encode_page(PageKey(name, "", "", 0, 16, "m", "title"), {"k": Blob(bytes(100), "uint8", (100,))})
+    page = encode_page(PageKey(name, "", 0, 16, "m", "title"), {"k": Blob(bytes(100), "uint8", (100,))})
     line, _, _ = page.head[fuzzing._HEAD.size :].partition(b"\n")
     table = f'[["k", "uint8", [1], {nbytes}, 0], ["v", "uint8", [4], 4, 0]]'.encode()
     (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(line, table, bytes(4096)))
@@ -82,7 +82,7 @@ def test_pages_whose_blobs_end_after_the_file_are_damaged(tmp_path: Path, nbytes
 @pytest.mark.parametrize("part", ["line", "table"])
 def test_pages_with_nested_descriptions_are_damaged(tmp_path: Path, part: str) -> None:
     name = "ab" * 32
-    page = encode_page(PageKey(name, "", "", 0, 16, "m", "title"), {})
+    page = encode_page(PageKey(name, "", 0, 16, "m", "title"), {})
     line, _, table = page.head[fuzzing._HEAD.size :].partition(b"\n")
     parts = {"line": line, "table": table, part: b"[" * 100_000}
     (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(parts["line"], parts["table"], b""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -457,27 +456,6 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path, change: Callable[[Path]
         pack(source, tmp_path / "packed", progress=progress)
     assert not (tmp_path / "packed").exists()
     assert not list(tmp_path.rglob("packed*/*.safetensors"))
-
-
-def test_a_full_disk_and_then_room(
-    scattered: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, pwrite, room = scattered("llama-fp32"), os.pwrite, 7_000_000
-
-    def short(fd: int, data: memoryview, offset: int) -> int:
-        nonlocal room
-        room -= len(data)
-        if room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(fd, data, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.convert.pack.os.pwrite", short)
-        with pytest.raises(WriteError, match=r"No space left on device. Hint: make room on the disk"):
-            pack(source, tmp_path / "packed", **THREE_MB)
-    assert not (tmp_path / "packed").exists()
-    assert not list(tmp_path.rglob("*.safetensors.partial"))
-    assert finished(source, tmp_path / "packed", **THREE_MB).resumed_bytes > 0
 
 
 def test_a_second_run_at_once_is_refused(scattered: Callable[[str], Path], tmp_path: Path) -> None:

@@ -254,11 +254,3 @@ def test_foreign_entry_is_ignored_and_replaced(big: Path, probed: list[bool]) ->
         disks().unlink(missing_ok=True)
         remember(big, lambda key, value=value: json.dumps({key: value}))  # type: ignore[misc]
         check_measured(big, probed, value)
-
-
-def test_cache_that_cannot_be_written(big: Path, probed: list[bool], tmp_path: Path) -> None:
-    """A model loads all the same where the home folder is read-only."""
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    assert disk_profile(big, True) == FAKE
-    assert disk_profile(big, True) == FAKE
-    assert probed == [True, True]

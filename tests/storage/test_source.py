@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,31 +23,22 @@ LONG_AGO = 1_000_000_000
 Change = Callable[[Path], object]
 
 
-@pytest.fixture
-def shard(tmp_path: Path) -> Path:
-    path = write_file(tmp_path / "shard", NBYTES)
-    os.utime(path, (LONG_AGO, LONG_AGO))
-    return path
+MODES = pytest.mark.parametrize("mode", ["direct", "buffered", "kept"])
 
 
-@pytest.fixture(params=["direct", "buffered", "kept"])
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def load(shard: Path) -> Load:
-    return Load(packed(shard, 2 * PAGE, SIZES))
-
-
-@pytest.fixture
-def reader(shard: Path, mode: str, load: Load) -> Iterator[BackgroundPrefetcher]:
-    """Has read the file once."""
-    before = descriptors()
-    reader = BackgroundPrefetcher([shard], direct=mode != "buffered", read_size=64 << 10)
-    load.check(reader, mode)
-    yield reader
-    reader.close()
+@contextmanager
+def reading(folder: Path, mode: str) -> Iterator[tuple[Path, Load, BackgroundPrefetcher]]:
+    """A file, its tensors, and a reader that has read them."""
+    folder.mkdir()
+    shard = write_file(folder / "shard", NBYTES)
+    os.utime(shard, (LONG_AGO, LONG_AGO))
+    load, before = Load(packed(shard, 2 * PAGE, SIZES)), descriptors()
+    with closing(BackgroundPrefetcher([shard], direct=mode != "buffered", read_size=64 << 10)) as reader:
+        load.check(reader, mode)
+        shard.read_bytes()  # neither this nor looking is a change
+        list(folder.iterdir())
+        load.check(reader, mode)
+        yield shard, load, reader
     assert descriptors() == before
 
 
@@ -132,43 +123,30 @@ CHANGES: list[tuple[Change, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), CHANGES)
-def test_every_change_is_an_error_and_writing_the_bytes_back_another(
-    shard: Path,
-    reader: BackgroundPrefetcher,
-    load: Load,
-    mode: str,
-    change: Change,
-    error: type[Exception],
-    words: str,
-) -> None:
-    whole = shard.read_bytes()
-    change(shard)
-    check_fails(reader, load, mode, error, words)
-    shard.write_bytes(whole)
-    check_fails(reader, load, mode, FileChangedError, OTHER)
+@MODES
+def test_every_change_is_an_error_and_writing_the_bytes_back_another(tmp_path: Path, mode: str) -> None:
+    """Also where all bytes of the tensors that are read come: the file is not to be trusted any more."""
+    for number, (change, error, words) in enumerate(CHANGES):
+        with reading(tmp_path / str(number), mode) as (shard, load, reader):
+            whole, first = shard.read_bytes(), Load(load.records[:1])
+            change(shard)
+            for each in (load, first):
+                check_fails(reader, each, mode, error, words)
+            shard.write_bytes(whole)
+            check_fails(reader, load, mode, FileChangedError, OTHER)
 
 
-@pytest.mark.parametrize("other", [True, False])
-def test_the_file_itself_that_is_put_back_counts_as_another(
-    shard: Path, reader: BackgroundPrefetcher, load: Load, mode: str, other: bool
-) -> None:
+@MODES
+def test_the_file_itself_that_is_put_back_counts_as_another(tmp_path: Path, mode: str) -> None:
     """Its change time is that of the move."""
-    away = shard.with_name("away")
-    shard.rename(away)
-    if other:
-        write_file(shard, NBYTES, seed=9)
-    check_fails(reader, load, mode, FileChangedError, OTHER if other else os.strerror(errno.ENOENT))
-    away.replace(shard)
-    check_fails(reader, load, mode, FileChangedError, OTHER)
-
-
-def test_change_beyond_the_read_tensors_is_an_error(
-    shard: Path, reader: BackgroundPrefetcher, load: Load, mode: str
-) -> None:
-    """All bytes come, but the file is not to be trusted any more."""
-    os.truncate(shard, NBYTES - 1)
-    check_fails(reader, Load(load.records[:1]), mode, TruncatedFileError, f"from {NBYTES} to {NBYTES - 1} bytes")
+    for name, words in (("gone", os.strerror(errno.ENOENT)), ("replaced", OTHER)):
+        with reading(tmp_path / name, mode) as (shard, load, reader):
+            away = shard.rename(shard.with_name("away"))
+            if name == "replaced":
+                write_file(shard, NBYTES, seed=9)
+            check_fails(reader, load, mode, FileChangedError, words)
+            away.replace(shard)
+            check_fails(reader, load, mode, FileChangedError, OTHER)
 
 
 def test_folder_moved_and_put_back(tmp_path: Path) -> None:
@@ -186,15 +164,10 @@ def test_folder_moved_and_put_back(tmp_path: Path) -> None:
         load.check(reader)
 
 
-def test_reading_and_looking_are_no_changes(shard: Path, reader: BackgroundPrefetcher, load: Load, mode: str) -> None:
-    shard.read_bytes()
-    list(shard.parent.iterdir())
-    load.check(reader, mode)
-
-
 # --- several files ---------------------------------------------------------------------
 
 
+@MODES
 def test_only_one_of_several_files_changes(tmp_path: Path, mode: str) -> None:
     shards = [write_file(tmp_path / name, NBYTES, seed) for seed, name in enumerate(("shard", "second", "third"))]
     loads = [Load(packed(path, 2 * PAGE, SIZES)) for path in shards]
@@ -221,11 +194,12 @@ def test_only_one_of_several_files_changes(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("function", ["open", "preadv"])
 def test_file_system_without_direct_reads(
-    shard: Path, monkeypatch: pytest.MonkeyPatch, code: int, function: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, function: str
 ) -> None:
     """Some refuse the flag, some the reads."""
     if not hasattr(os, "O_DIRECT"):
         pytest.skip("no O_DIRECT on this system")
+    shard = write_file(tmp_path / "shard", NBYTES)
     before = descriptors()
     real = os.open
 

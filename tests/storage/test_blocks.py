@@ -246,12 +246,11 @@ def test_damaged_heads_are_refused(shard: Shard) -> None:
 HUGE = {"matrix": {"dtype": "BF16", "shape": [1 << 40], "data_offsets": [0, 2 << 40]}}
 
 
-@pytest.mark.parametrize("blocks", [{}, *({"matrix": found} for found in ([0, 1], [1 << 30] * 2, [4, 0], [2, 2], "x"))])
-@pytest.mark.parametrize("header", [HUGE, {}, 3])
-def test_heads_that_promise_what_cannot_be_are_refused(tmp_path: Path, blocks: object, header: object) -> None:
+def test_heads_that_promise_what_cannot_be_are_refused(tmp_path: Path) -> None:
     """A file may come from anywhere, with the right checksum."""
-    sizes = array("I", [100, 200])
-    path = tmp_path / "compressed-00001-of-00001.flash"
-    path.write_bytes(make_head({"header": header, "blocks": blocks}, sizes) + bytes(300))
-    with pytest.raises(HeaderError):
-        read_shard(path)
+    path, sizes = tmp_path / "compressed-00001-of-00001.flash", array("I", [100, 200])
+    for blocks in ({}, *({"matrix": found} for found in ([0, 1], [1 << 30] * 2, [4, 0], [2, 2], "x"))):
+        for header in (HUGE, {}, 3):
+            path.write_bytes(make_head({"header": header, "blocks": blocks}, sizes) + bytes(300))
+            with pytest.raises(HeaderError):
+                read_shard(path)

@@ -16,8 +16,8 @@ import zoo
 from children import ROOT
 from mlx_flash.experts.expertlayers import SORTED_SIZE
 from mlx_flash.experts.pool import ExpertPool
-from zoo.compare import EVERY, GENERATIONS, LONGEST_CALL, PROMPT, TURNS, Outcome, compare, find_difference, only, same
-from zoo.pool import Case, Worker
+from zoo.compare import GENERATIONS, LONGEST_CALL, Outcome, compare, find_difference, same
+from zoo.pool import Case, outcome_of
 from zoo.weights import VARIANTS, build, quantize
 
 MLX_LM = tuple(map(int, version("mlx-lm").split(".")[:2]))
@@ -82,27 +82,20 @@ def test_an_unfit_configuration_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     assert "UnfitError" in outcome.reason
 
 
-def crash(connection: Connection) -> None:
-    case = connection.recv()
-    connection.send("streamed" if case.name == "streamed" else "stock")
+def crash(case: Case, connection: Connection) -> None:
+    connection.send(case.name)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_a_crash_is_named_and_a_new_worker_starts() -> None:
-    worker = Worker(crash)
-    for phase, status in [("stock", "cannot"), ("streamed", "failed")]:
-        outcome = worker.run(Case(phase, "fp32"), timeout=60)
-        assert (outcome.status, outcome.reason) == (status, "crash: SIGSEGV")
-
-
-def wait_for_ever(connection: Connection) -> None:
-    connection.recv()
+def wait_for_ever(case: Case, connection: Connection) -> None:
     signal.pause()
 
 
-def test_a_timeout_is_named() -> None:
-    outcome = Worker(wait_for_ever).run(Case("llama", "fp32"), timeout=0.5)
-    assert outcome.reason == "no end after 0.5 s"
+def test_crashes_and_timeouts_are_named() -> None:
+    for phase, status in [("stock", "cannot"), ("streamed", "failed")]:
+        outcome = outcome_of(Case(phase, "fp32"), 60, crash)
+        assert (outcome.status, outcome.reason) == (status, "crash: SIGSEGV")
+    assert outcome_of(Case("llama", "fp32"), 0.5, wait_for_ever).reason == "no end after 0.5 s"
 
 
 @pytest.mark.parametrize(
@@ -132,23 +125,6 @@ def test_mixed_has_both_widths_and_unquantized_embeddings() -> None:
     assert [layer.mlp.up_proj.bits for layer in layers] == [4, 8, 4, 8]
     assert not hasattr(model.model.embed_tokens, "bits")
     assert config["quantization"]["model.layers.1.mlp.up_proj"]["bits"] == 8
-
-
-def test_the_prompt_is_longer_than_the_sliding_windows() -> None:
-    windows = [zoo.configuration(name).get("sliding_window", 0) for name in zoo.names()]
-    assert 0 < max(windows) < len(PROMPT)
-
-
-def test_both_turns_are_all_generations() -> None:
-    assert sorted(TURNS[0] + TURNS[1]) == sorted(EVERY)
-    labels = ["logits of a prompt in parts", "logits of call 0 of generation 2", "cache 0.1 after generation 3"]
-    traced = [(label, 0) for label in labels]
-    assert only(EVERY, traced) == traced
-    assert [only(turn, traced) for turn in TURNS] == [traced[1:2], [traced[0], traced[2]]]
-
-
-def test_an_outcome_converts_to_json() -> None:
-    assert Outcome("llama", "fp32").as_dict()["kept"] == {}
 
 
 def test_experts_stream_through_pools_of_every_size() -> None:

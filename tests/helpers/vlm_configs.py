@@ -12,32 +12,23 @@ QWEN_VISION = {
     "out_hidden_size": 128,
     "num_heads": 4,
     "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [],
 }
-LINEAR = {"full_attention_interval": 2, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "head_dim": 32}
+LINEAR = {"full_attention_interval": 2, "num_hidden_layers": 4}
 DEEPSEEK = {
-    "text_config": {
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": 4,
-        "qk_rope_head_dim": 16,
-        "topk_method": "greedy",
-    },
-    "vision_config": {"model_type": "vision", "layers": 3, "width": 128, "intermediate_size": 256, "image_size": 64},
-    "projector_config": {"input_dim": 128, "n_embed": 128, "projector_type": "linear"},
+    "text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
+    "vision_config": {"model_type": "vision", "layers": 3, "width": 128, "image_size": 64},
+    "projector_config": {"input_dim": 128, "n_embed": 128},
 }
 PROJECTOR = {"input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu", "depth": 2}
 ERNIE_TEXT = {
-    "hidden_size": 128,
     "moe_num_experts": [4, 4],
     "moe_layer_start_index": [1, 1],
     "moe_layer_end_index": [2, 2],
     "moe_intermediate_size": [64, 64],
     "mrope_section": [6, 6, 4],
     "freq_allocation": 4,
-    "num_hidden_layers": 3,
 }
 
 OMNI_TEXT = {
@@ -67,21 +58,17 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
             "intermediate_size": [256] * 4,
-            "num_kv_shared_layers": 0,
             "laurel_rank": 16,
-        },
+        }
     },
     "gemma4": {
         "text_config": {
             "num_hidden_layers": 4,
             "sliding_window_pattern": 2,
             "_sliding_window_pattern": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 0,
             "global_head_dim": 32,
-            "vocab_size_per_layer_input": 300,
         },
-        "vision_config": {"head_dim": 32, "global_head_dim": 32, "num_key_value_heads": 4, "default_output_length": 4},
+        "vision_config": {"global_head_dim": 32, "num_key_value_heads": 4, "default_output_length": 4},
     },
     "llama4": {
         "text_config": {"num_experts_per_tok": 1, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 0]},
@@ -94,21 +81,17 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "vision_output_dim": 128,
             "intermediate_size": 512,
             "num_channels": 3,
-            "rope_theta": 1e4,
             "initializer_range": 0.02,
             "vision_feature_layer": -1,
             "vision_feature_select_strategy": "default",
         },
     },
     "glm4v": {
-        "eos_token_id": [1],
-        "text_config": {"eos_token_id": [1], "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-        "vision_config": {"window_size": 112, "out_hidden_size": 128},
+        "text_config": {"eos_token_id": [1], "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
     },
     "glm4v_moe": {
         "eos_token_id": [1],
         "text_config": {
-            "rope_theta": 1e4,
             "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
             "partial_rotary_factor": 1.0,
             "use_qk_norm": False,
@@ -117,10 +100,9 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "routed_scaling_factor": 1.0,
             "n_shared_experts": 1,
         },
-        "vision_config": {"out_hidden_size": 128},
     },
     "llava_bunny": {"vision_config": {"image_size": 378}},
-    "llava_onevision": {"image_grid_pinpoints": [[56, 56]], "vision_feature_layer": -1},
+    "llava_onevision": {"image_grid_pinpoints": [[56, 56]]},
     "mllama": {
         "text_config": {"cross_attention_layers": [1]},
         "vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 384},
@@ -128,30 +110,14 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "moondream2": {"vision_config": {"crop_size": 56, "proj_out_dim": 128, "proj_inner_dim": 256}},
     "plamo2vl": {"vision_config": {"image_feature_size": 128, "image_proj_hidden_size": 128}},
     "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 128},
-    "paddleocr_vl": {"hidden_size": 1024, "text_config": {"hidden_size": 1024}},
+    "paddleocr_vl": {"hidden_size": 1024},
     "granite4_vision": {
         "vision_config": {"image_size": 112},
         "deepstack_layer_map": [[-2, 0], [-1, 1]],
         "spatial_target_layers": [0, 1, 2, 2],
     },
-    "inkling": {"vision_config": {"patch_size": 40, "text_hidden_size": 128}},
-    "jina_vlm": {
-        "image_token_index": 290,
-        "text_config": {
-            "block_config": {
-                "attn_config": {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32},
-                "ffn_config": {"size": 256},
-            }
-        },
-        "vision_config": {
-            "n_layers": 3,
-            "input_size": [56, 56],
-            "vit_layers": [-1, -2],
-            "output_size": 128,
-            "block_config": {"attn_config": {"n_heads": 4, "head_dim": 32}, "ffn_config": {"size": 256}},
-            "vl_connector_config": {"mlp_projector_config": {"size": 256}},
-        },
-    },
+    "inkling": {"vision_config": {"patch_size": 40}},
+    "jina_vlm": {"vision_config": {"vit_layers": [-1, -2], "output_size": 128}},
     "deepseek_v4": {
         "o_groups": 2,
         "o_lora_rank": 32,
@@ -168,7 +134,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "enable_audio_output": False,
         "thinker_config": {
             "text_config": OMNI_TEXT,
-            "vision_config": {**QWEN_VISION, "in_channels": 3},
+            "vision_config": {**QWEN_VISION},
             "audio_config": {
                 "d_model": 64,
                 "encoder_layers": 2,
@@ -193,11 +159,9 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "final_logit_softcapping": 30.0,
             "output_multiplier": 1.0,
             "moe_hidden_size": 128,
-            "num_shared_experts": 0,
-            "mlp_layer_types": None,
         },
-        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8, "layer_types": None},
-        "audio_config": {"out_hidden_size": 128, "hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4},
+        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
+        "audio_config": {"hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4},
         "out_hidden_size": 512,
         "projector_hidden_size": 128,
     },
@@ -208,22 +172,19 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "moe_top_k": 2,
             "share_expert_dim": 64,
             "moe_layers_enum": [1, 2],
-            "num_hidden_layers": 3,
         },
-        "vision_config": {"width": 128, "layers": 3, "heads": 4, "mlp_ratio": 2.0, "image_size": 56},
+        "vision_config": {"width": 128, "layers": 3, "heads": 4, "mlp_ratio": 2.0},
     },
-    "phi3_v": {"vision_config": {"image_dim_out": 128, "image_size": 56}},
+    "phi3_v": {"vision_config": {"image_dim_out": 128}},
     "qwen3_5": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
     "qwen3_5_moe": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
     "qwen4_exp": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
     "lfm2_vl": {
         "text_config": {
             "layer_types": ["conv", "full_attention", "conv"],
-            "full_attn_idxs": [1],
             "block_dim": 128,
             "conv_dim": 128,
             "conv_dim_out": 128,
-            "block_ff_dim": 256,
             "block_auto_adjust_ff_dim": False,
         },
         "vision_config": {"num_patches": 16},
@@ -255,25 +216,16 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "width": {"qwen2-0-5b": {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}},
         },
     },
-    "ernie4_5_moe_vl": {
-        **ERNIE_TEXT,
-        "im_patch_id": 290,
-        "pixel_hidden_size": 128,
-        "text_config": ERNIE_TEXT,
-        "vision_config": {"hidden_size": 128, "embed_dim": 128, "depth": 3, "num_heads": 4},
-    },
+    "ernie4_5_moe_vl": {**ERNIE_TEXT, "im_patch_id": 290, "pixel_hidden_size": 128},
     "molmo": {
         "text_config": {
-            "d_model": 128,
             "n_heads": 4,
             "n_kv_heads": 2,
-            "n_layers": 3,
             "mlp_hidden_size": 512,
             "embedding_size": 300,
             "additional_vocab_size": 8,
         },
         "vision_config": {
-            "d_model": 128,
             "hidden_size": 256,
             "image_default_input_size": [56, 56],
             "image_emb_dim": 128,
@@ -318,7 +270,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "vision_config": {"proj_out_dim": 128, "proj_inner_dim": 256, "crop_size": 56},
     },
     "multi_modality": {
-        "vision_config": {"model_type": "vision", "cls": "", "params": {"image_size": 56}},
+        "vision_config": {"cls": "", "params": {"image_size": 56}},
         "projector_config": {
             "cls": "MlpProjector",
             "model_type": "projector",
@@ -335,12 +287,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "swa_num_key_value_heads": 2,
             "partial_rotary_factor": 0.5,
         },
-        "vision_config": {
-            "num_key_value_heads": 2,
-            "qk_channels": 32,
-            "fullatt_block_indexes": [0, 1, 2],
-            "vit_window_attn_types": [-1, -1, -1],
-        },
+        "vision_config": {"qk_channels": 32, "fullatt_block_indexes": [0, 1, 2], "vit_window_attn_types": [-1, -1, -1]},
     },
     "kimi_k3": {
         "text_config": {
@@ -369,11 +316,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "nemotron_h_nano_omni": {
         "text_config": {
             "hybrid_override_pattern": "M*-M",
-            "num_hidden_layers": 4,
-            "mamba_num_heads": 4,
             "mamba_head_dim": 32,
             "ssm_state_size": 16,
-            "conv_kernel": 4,
             "n_groups": 1,
             "layer_norm_epsilon": 1e-5,
             "attention_bias": False,
@@ -393,7 +337,6 @@ ENTRIES: dict[str, dict[str, Any]] = {
         },
     },
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
-    "qwen3_vl_moe": {"text_config": {"mlp_only_layers": []}},
 }
 """By architecture: entries that replace those of the generated configuration."""
 

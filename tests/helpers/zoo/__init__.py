@@ -12,30 +12,7 @@ from typing import Any
 
 from mlx_lm import models
 
-from zoo.dense import DENSE
-from zoo.experts import EXPERTS
-from zoo.recurrent import RECURRENT
-from zoo.wrappers import WRAPPERS
-
-SHARED: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-"""Settings that most architectures share; architectures ignore unknown names."""
-
-OWN_WORDS = {"n_embd", "d_model", "model_dim", "hidden_dim"}
-"""An architecture with one of these names has its own names for all sizes."""
-
-CONFIGURATIONS = {**DENSE, **EXPERTS, **RECURRENT, **WRAPPERS}
+from zoo.configurations import CONFIGURATIONS, SHARED
 
 
 def names() -> list[str]:
@@ -53,9 +30,9 @@ def configuration(name: str) -> dict[str, Any]:
     own = copy.deepcopy(CONFIGURATIONS[name])
     config = {"model_type": architecture(name), "vocab_size": SHARED["vocab_size"], **own}
     if "text_config" in own:
-        config["text_config"] = {**SHARED, **own["text_config"]}
+        config["text_config"] = {**copy.deepcopy(SHARED), **own["text_config"]}
         return config
-    return config if OWN_WORDS & own.keys() else {**SHARED, **config}
+    return {**copy.deepcopy(SHARED), **config}
 
 
 def unconfigured() -> list[str]:

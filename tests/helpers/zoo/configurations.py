@@ -1,0 +1,587 @@
+"""Tiny configurations: what each architecture has beside :data:`SHARED` and the defaults of mlx-lm's classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NAMES_BY_VALUE: tuple[tuple[Any, str], ...] = (
+    (True, "norm_topk_prob use_qk_norm moe_router_enable_expert_bias use_conv_bias"),
+    (False, "tie_word_embeddings attention_bias use_bias mlp_bias conv_bias bias mamba_proj_bias"),
+    (0.1, "attention_multiplier"),
+    (0.5, "residual_multiplier"),
+    (1, "topk_group first_k_dense_replace n_shared_experts moe_layer_freq num_shared_experts decoder_sparse_step"),
+    (1, "num_dense_layers n_groups mamba_n_groups"),
+    (2, "num_key_value_heads num_experts_per_tok n_group moe_topk moe_k num_kv_shared_layers layer_group_size"),
+    (2, "conv_window"),
+    (2.5, "routed_scaling_factor"),
+    (3, "conv_L_cache"),
+    (4, "num_hidden_layers num_layers n_layers n_layer num_attention_heads num_heads n_heads n_head num_local_experts"),
+    (4, "linear_num_value_heads linear_conv_kernel_dim full_attention_interval mamba_d_conv conv_kernel index_n_heads"),
+    (4, "logits_scaling"),
+    (8, "sliding_window num_experts n_routed_experts mamba_n_heads mamba_num_heads"),
+    (16, "qk_rope_head_dim mamba_d_state state_size"),
+    (32, "head_dim v_head_dim qk_nope_head_dim index_head_dim linear_key_head_dim linear_value_head_dim"),
+    (32, "hidden_size_per_layer_input mamba_d_head mamba_head_dim"),
+    (64, "moe_intermediate_size kv_lora_rank shared_expert_intermediate_size global_head_dim expert_ffn_hidden_size"),
+    (96, "q_lora_rank"),
+    (128, "hidden_size n_embd model_dim d_model hidden_dim block_dim"),
+    (256, "intermediate_size"),
+    (320, "vocab_size vocab_size_per_layer_input"),
+    (512, "max_position_embeddings"),
+    (1024, "n_positions"),
+    (1e-5, "rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon"),
+    (1e4, "rope_theta"),
+    ("sigmoid", "scoring_func score_function"),
+    ("noaux_tc", "topk_method"),
+    ([0], "mlp_only_layers"),
+)
+SHARED: dict[str, Any] = {name: value for value, names in _NAMES_BY_VALUE for name in names.split()}
+"""Settings that architectures share; they ignore names that they do not know."""
+
+# Attention and a feed-forward network in every layer
+
+SLIDING_3_1 = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+SLIDING_1_1 = ["sliding_attention", "full_attention"] * 2
+LATENT = {"num_key_value_heads": 4}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LONG_ROPE = {"type": "longrope", "long_factor": [1.0 + 0.5 * i for i in range(16)], "short_factor": [1.0] * 16}
+
+GEMMA3 = {"sliding_window_pattern": 3, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
+
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "vocab_size_per_layer_input": 256,
+    "rope_local_base_freq": 1e4,
+    "rope_theta": 1e6,
+    "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
+    "altup_num_inputs": 4,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_active_idx": 0,
+    "laurel_rank": 32,
+}
+
+GEMMA4 = {"num_hidden_layers": 6, "sliding_window_pattern": 2, "tie_word_embeddings": True}
+
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+}
+
+MINISTRAL3 = {
+    "layer_types": SLIDING_1_1,
+    "rope_parameters": {
+        "rope_theta": 1e6,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+DENSE: dict[str, dict[str, Any]] = {
+    "afm7": {"num_kv_reuse_layers": 2, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0},
+    "apertus": {"post_norm": False, "qk_norm": True},
+    "baichuan_m1": {"sliding_window_layers": [1, 3], "num_swa_attention_heads": 4, "num_swa_key_value_heads": 1},
+    "bitnet": {"tie_word_embeddings": True},
+    "cohere": {"logit_scale": 0.25, "num_key_value_heads": 4},
+    "cohere2": {"logit_scale": 0.25},
+    "ernie4_5": {"tie_word_embeddings": True},
+    "exaone": {"tie_word_embeddings": True},
+    "exaone4": {"sliding_window_pattern": "LLLG", "rope_scaling": LLAMA3_ROPE},
+    "gear": {
+        "layer_types": SLIDING_1_1,
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 32.0},
+    "gemma3_text": GEMMA3,
+    "gemma4_text": GEMMA4,
+    "gemma4_text:experts": GEMMA4_EXPERTS,
+    "glm": {},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "gpt2": {"n_ctx": 1024},
+    "gpt_bigcode": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "n_inner": 256,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.25, "num_key_value_heads": 4},
+    "gptj": {"n_positions": 256, "rotary_dim": 16},
+    "granite": {"embedding_multiplier": 6.0, "tie_word_embeddings": True},
+    "helium": {},
+    "hunyuan_v1_dense": {"rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    "internlm2": {"rope_scaling": {"factor": 2.0, "type": "dynamic"}},
+    "internlm3": {"qkv_bias": True, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic"}},
+    "iquestloopcoder": {"loop_window_size": 8},
+    "lille-130m": {"block_size": 256, "n_kv_heads": 2, "tie_word_embeddings": True},
+    "llama": {"rope_scaling": LLAMA3_ROPE},
+    "llama:tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama:sliding": {"layer_types": SLIDING_3_1},
+    "mimo": {"num_nextn_predict_layers": 0},
+    "minicpm": {"dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 12.0},
+    "minicpm3": {
+        **LATENT,
+        "dim_model_base": 64,
+        "scale_depth": 1.4,
+        "scale_emb": 12.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.5] * 8,
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "ministral3": MINISTRAL3,
+    "muse_glimmer": {},
+    "nanbeige": {"num_loops": 2},
+    "nanochat": {"num_key_value_heads": 4},
+    "nemotron": {"hidden_act": "relu2"},
+    "nemotron-nas": {
+        "num_hidden_layers": 5,
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
+    "olmo": {"mlp_hidden_size": 512, "embedding_size": 320},
+    "olmo2": {"rope_scaling": LLAMA3_ROPE},
+    "olmo3": {},
+    "openelm": {
+        "num_transformer_layers": 4,
+        "ffn_dim_divisor": 64,
+        "num_query_heads": [4, 4, 8, 8],
+        "num_kv_heads": [2, 2, 4, 4],
+        "ffn_multipliers": [1.0, 1.5, 2.0, 2.5],
+    },
+    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+    "phi3": {"rope_scaling": LONG_ROPE, "original_max_position_embeddings": 64},
+    "phi3small": {
+        "vocab_size": 100_352,  # it masks tokens by number, whatever the vocabulary
+        "hidden_size": 64,
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 128,
+        "gegelu_limit": 20.0,
+        "blocksparse_block_size": 32,
+        "blocksparse_num_local_blocks": 2,
+        "blocksparse_vert_stride": 2,
+    },
+    "plamo": {"n_shared_head": 2},
+    "plamo3": {"sliding_window_pattern": 2},
+    "qwen": {"kv_channels": 32, "layer_norm_epsilon": 1e-6, "intermediate_size": 512},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3:tied": {"tie_word_embeddings": True, "rope_scaling": YARN_ROPE},
+    "seed_oss": {"attention_bias": True},
+    "smollm3": {"tie_word_embeddings": True},
+    "spark2_5": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+        "tie_word_embeddings": True,
+    },
+    "stablelm": {
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+    },
+    "starcoder2": {"tie_word_embeddings": True},
+    "talkie": {},
+    "telechat3": {"rope_scaling": YARN_ROPE},
+    "youtu_llm": {**LATENT, "tie_word_embeddings": True},
+}
+
+# Mixtures of experts, most of them with a dense layer first
+
+DEEPSEEK_V3 = {**LATENT, "rope_scaling": YARN_ROPE}
+INDEXER = {"index_topk": 6}
+
+LLAMA4_TEXT = {
+    "attention_chunk_size": 8,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 128,
+    "intermediate_size_mlp": 256,
+    "num_experts_per_tok": 1,
+    "rope_scaling": LLAMA3_ROPE,
+    "model_type": "llama4_text",
+}
+
+LONGCAT = {
+    **LATENT,
+    "attention_method": "MLA",
+    "zero_expert_type": "identity",
+    "ffn_hidden_size": 256,
+    "n_routed_experts": 6,
+    "zero_expert_num": 2,
+    "num_layers": 3,
+    "routed_scaling_factor": 2.0,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
+
+MINIMAX_M3 = {
+    "intermediate_size": 64,
+    "dense_intermediate_size": 256,
+    "shared_intermediate_size": 64,
+    "num_local_experts": 8,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "layer_types": ["full_attention", "sparse", "sparse", "full_attention"],
+    "sparse_attention_config": {
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 32,
+        "sparse_block_size": 4,
+        "sparse_topk_blocks": 2,
+        "sparse_local_block": 1,
+    },
+}
+
+MISTRAL4 = {
+    **LATENT,
+    "rope_parameters": {
+        **YARN_ROPE,
+        "rope_theta": 1e4,
+        "rope_type": "yarn",
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+MUSE_SPARK = {
+    "num_shared_experts": 0,
+    "post_norm_eps": 1e-8,
+    "rope_parameters": {"rope_theta": 5e5},
+    "layer_rope_theta": [5e5, 5e5, 5e5, 0.0],
+    "layer_types": SLIDING_3_1,
+    "final_logit_softcapping": 20.0,
+    "output_multiplier": 0.5,
+    "num_local_experts": 8,
+    "moe_hidden_size": 64,
+}
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Klear": {},
+    "afmoe": {"layer_types": SLIDING_3_1},
+    "bailing_moe": {},
+    "bailing_moe:softmax": {"n_group": 1, "moe_router_enable_expert_bias": False},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+    },
+    "deepseek": {"num_key_value_heads": 4},
+    "deepseek_v2": {**DEEPSEEK_V3, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": {**DEEPSEEK_V3, **INDEXER},
+    "deepseek_v41": {
+        "scoring_func": "sqrtsoftplus",
+        "num_hidden_layers": 5,
+        "q_lora_rank": 64,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "compress_ratios": [0, 2, 2, 2, 2],
+        "kv_source_layer_ids": [1, 3],
+        "index_source_layer_ids": [1, 2, 3],
+        "candidate_source_layer_id": 1,
+        "candidate_topk_blocks": 2,
+        "candidate_block_size": 2,
+        "index_topk": 2,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 4,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "dots1": {"scoring_func": "noaux_tc", "num_key_value_heads": 4},
+    "ernie4_5_moe": {
+        "tie_word_embeddings": True,
+        "moe_num_experts": 4,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 1,
+    },
+    "exaone_moe": {"layer_types": SLIDING_3_1, "is_moe_layer": [False, True, True, True]},
+    "glm4_moe": {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": None},
+    "glm4_moe_lite": {**LATENT, "num_nextn_predict_layers": 0},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "layer_types": SLIDING_1_1,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
+    "granitemoe": {"intermediate_size": 64, "embedding_multiplier": 6.0, "tie_word_embeddings": True},
+    "hunyuan": {
+        "num_experts": 4,
+        "num_shared_expert": 1,
+        "use_mixed_mlp_moe": True,
+        "use_cla": True,
+        "cla_share_factor": 2,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+    },
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 8, 8, 4],
+        "moe_router_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "full_attention": {**YARN_ROPE, "rope_type": "yarn", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
+    "llama4_text": {"intermediate_size_mlp": 256, "no_rope_layers": [1, 1, 1, 0]},
+    "longcat_flash": LONGCAT,
+    "longcat_flash_ngram": {**LONGCAT, "ngram_vocab_size_ratio": 2, "emb_neighbor_num": 3, "emb_split_num": 2},
+    "mellum": {
+        "layer_types": SLIDING_1_1,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 8,
+        "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 1e4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "head_dim": 48,
+        "swa_head_dim": 48,
+        "swa_v_head_dim": 32,
+        "partial_rotary_factor": 0.334,
+    },
+    "minimax": {"intermediate_size": 64, "num_local_experts": 8, "shared_intermediate_size": 0, "rotary_dim": 16},
+    "mistral4": MISTRAL4,
+    "mixtral": {"intermediate_size": 64},
+    "olmoe": {"intermediate_size": 64},
+    "phimoe": {
+        "intermediate_size": 64,
+        "rope_scaling": {**LONG_ROPE, "short_mscale": 1.2, "long_mscale": 1.2},
+        "original_max_position_embeddings": 64,
+    },
+    "phixtral": {"num_vocab": 320, "rotary_dim": 16},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "solar_open": {"partial_rotary_factor": 1.0},
+    "step3p5": {
+        "num_attention_groups": 2,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 4},
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "share_expert_dim": 64,
+        "moe_layers_enum": "1,2,3",
+        "swiglu_limits": [0.0, 0.0, 7.0, 7.0],
+        "swiglu_limits_shared": [0.0, 0.0, 0.0, 16.0],
+    },
+}
+
+# Recurrent layers, alone or between attention layers
+
+QWEN3_5 = {
+    "linear_num_key_heads": 2,
+    "num_experts": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 1e5,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+KIMI_LINEAR = {
+    **LATENT,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3],
+        "full_attn_layers": [4],
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "model_max_length": 512,
+    "num_experts_per_token": 2,
+    "num_expert_group": 2,
+    "routed_scaling_factor": 2.0,
+}
+
+KIMI_K3 = {
+    **KIMI_LINEAR,
+    "num_hidden_layers": 5,
+    "q_lora_rank": 64,
+    "attn_res_block_size": 2,
+    "mla_use_output_gate": True,
+    "routed_expert_hidden_size": 64,
+    "latent_moe_use_norm": True,
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+}
+
+MAMBA = {"time_step_rank": 8, "tie_word_embeddings": True}
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {**LATENT, "group_norm_size": 2},
+    "bailing_moe_linear": {"group_norm_size": 2, "partial_rotary_factor": 0.5},
+    "bailing_moe_v3": {
+        **LATENT,
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        "mamba_chunk_size": 16,
+        "mamba_d_ssm": 256,
+        "mamba_rms_norm": True,
+        "rope_theta": 1e11,
+        "lm_head_multiplier": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": {
+        "intermediate_size": 64,
+        "embedding_multiplier": 6.0,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "shared_intermediate_size": 64,
+        "mamba_conv_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 4,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_expand": 2,
+        "num_experts": 4,
+        "intermediate_size": 64,
+        "tie_word_embeddings": True,
+    },
+    "kimi_linear": KIMI_LINEAR,
+    "lfm2": {
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "block_ff_dim": 384,
+        "full_attn_idxs": [1, 3],
+    },
+    "lfm2_moe": {
+        "num_experts": 4,
+        "use_expert_bias": True,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
+    "mamba": MAMBA,
+    "mamba:falcon": {**MAMBA, "model_type": "falcon_mamba", "tie_word_embeddings": False},
+    "mamba2": {
+        "num_heads": 8,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.0, float("inf")],
+        "time_step_rank": "auto",
+    },
+    "nemotron_h": {
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "hybrid_override_pattern": ["M", "*", "-", "M", "E"],
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "routed_scaling_factor": 2.0,
+    },
+    "olmo_hybrid": {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
+    "plamo2": {
+        "hidden_size_per_head": 32,
+        "attention_window_size": 8,
+        "full_attention_idx": [3],
+        "mamba_num_heads": 4,
+        "mamba_chunk_size": 16,
+    },
+    "qwen3_5": QWEN3_5,
+    "qwen3_next": {"linear_num_key_heads": 2, "mlp_only_layers": [], "partial_rotary_factor": 0.25},
+    "recurrent_gemma": {
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "num_key_value_heads": 1,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "num_hidden_layers": 5,
+    },
+    "rwkv7": {"a_low_rank_dim": 64, "v_low_rank_dim": 64, "gate_low_rank_dim": 64, "decay_low_rank_dim": 64},
+}
+
+# The text side of vision-language models
+
+HADAMARD_PACKED = [
+    {"path": "model.embed_tokens", "embedding": True, "dtype": "float16", "block": 512},
+    {"path": "model.layers.0.mlp.gate_proj", "embedding": False, "dtype": "float16", "block": 512},
+    {"path": "model.layers.0.mlp.up_proj", "embedding": False, "dtype": "float16", "block": 512},
+    {"path": "model.layers.1.mlp.down_proj", "embedding": False, "dtype": "float16", "block": 0},
+    {"path": "model.layers.3.self_attn.q_proj", "embedding": False, "dtype": "float16", "block": 512},
+    {"path": "lm_head", "embedding": False, "dtype": "float16", "block": 512},
+]
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": {**GEMMA3, "model_type": "gemma3_text"}},
+    "gemma3n": {"text_config": {**GEMMA3N, "model_type": "gemma3n_text"}},
+    "gemma4": {"text_config": GEMMA4},
+    "kimi_k25": {"text_config": DEEPSEEK_V3},
+    "kimi_k3": {"text_config": KIMI_K3},
+    "kimi_vl": {"text_config": DEEPSEEK_V3},
+    "lfm2-vl": {"text_config": {**RECURRENT["lfm2"], "model_type": "lfm2"}},
+    "llama4": {"text_config": LLAMA4_TEXT},
+    "minimax_m3_vl": {"text_config": MINIMAX_M3},
+    "mistral3": {"text_config": {**MINISTRAL3, "model_type": "ministral3"}},
+    "mistral3:llama": {"text_config": {"model_type": "mistral", "tie_word_embeddings": True}},
+    "mistral3:mistral4": {"text_config": {**MISTRAL4, "model_type": "mistral4"}},
+    "muse_spark": {"text_config": MUSE_SPARK},
+    "pixtral": {"text_config": {"model_type": "llama"}},
+    "prism_hadamard_qwen35": {
+        "tensor_namespace": "mlx-vlm-qwen3_5",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": HADAMARD_PACKED,
+        "text_config": {**QWEN3_5, "model_type": "qwen3_5_text", "hidden_size": 512, "intermediate_size": 512},
+    },
+    "qwen2_vl": {"text_config": {"model_type": "qwen2_vl_text", "tie_word_embeddings": True}},
+    "qwen3_5_moe": {"text_config": {**QWEN3_5, "num_experts": 8, "model_type": "qwen3_5_moe_text"}},
+    "qwen3_vl": {"text_config": {"model_type": "qwen3_vl_text", "tie_word_embeddings": True}},
+    "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_vl_moe_text"}},
+}
+
+CONFIGURATIONS = {**DENSE, **EXPERTS, **RECURRENT, **WRAPPERS}

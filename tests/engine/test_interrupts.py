@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,62 +14,134 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.models.mamba2 import Mamba2Block
 
 from expert_pools import with_pool
-from interrupting import CHANGES, CHUNKS, Strike, Victim, outcomes
-from mlx_flash import CacheError, FlashLLM, WriteError, load_model
+from interrupt_points import Operation, Tracer
+from mlx_flash import CacheError, FlashLLM, WriteError, enginethread, generate_step, load_model
 from mlx_flash.engine import passes
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.passes import Undo
 from mlx_flash.kv.checkpoints import trim_all_to
-from mlx_flash.memory.arena import Arena
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
 from streamed import config, streamed_on_disk, streamed_whole
-from threads import threads_of_models
 
-CALLS = [[1, 2, 3]]
+PROMPT = [5, 17, 290, 3, 42, 64]
+STEP = 2
+LAST = 9
+CHUNKS = [PROMPT[start : start + STEP] for start in range(0, len(PROMPT), STEP)]
 SMALL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
-"""Little to compute: a test of loans computes hundreds of passes."""
+
+
+class Victim:
+    """A streamed model whose changes are interrupted, and what mlx-lm's own model computes.
+
+    Args:
+        model: the streamed model.
+        plain: mlx-lm's, with the same weights.
+    """
+
+    def __init__(self, model: FlashLLM, plain: Any) -> None:
+        self.model = model
+        self._plain = plain
+        self._known: dict[tuple[tuple[int, ...], ...], mx.array] = {}
+
+    def expected(self, chunks: Sequence[Sequence[int]]) -> mx.array:
+        """Return mlx-lm's logits of the last chunk."""
+        key = tuple(map(tuple, chunks))
+        if key not in self._known:
+            self._known[key] = run(self._plain, chunks)[-1]
+        return self._known[key]
+
+    def is_right(self) -> bool:
+        """Return whether a fresh prompt cache gives mlx-lm's logits."""
+        return same_bits(run(self.model, [PROMPT[:STEP], [LAST]])[-1:], [self.expected([PROMPT[:STEP], [LAST]])])
+
+    def goes_on(self, cache: list[Any], chunks: Sequence[Sequence[int]]) -> str:
+        """Return how an interrupted cache goes on: ``right`` after some of the chunks, ``refused`` or ``wrong``."""
+        try:
+            found = self.model(mx.array([[LAST]]), cache=cache)
+            mx.eval(found)
+        except CacheError:
+            return "refused"
+        parts = (chunks[:count] for count in range(len(chunks) + 1))
+        return "right" if any(same_bits([found], [self.expected([*part, [LAST]])]) for part in parts) else "wrong"
+
+    def filled(self, chunks: Sequence[Sequence[int]] = CHUNKS) -> list[Any]:
+        """Return a prompt cache with the prompt in it."""
+        cache = make_prompt_cache(self.model)
+        for chunk in chunks:
+            mx.eval(self.model(mx.array([chunk]), cache=cache))
+        return cache
+
+
+Change = tuple[list[list[Any]], list[list[int]], Operation]
+"""The caches that change, the calls that they have in the end, and what is interrupted."""
+
+
+def decode(victim: Victim) -> Change:
+    """A pass of one token."""
+    cache = victim.filled()
+    return [cache], [*CHUNKS, [7]], lambda: victim.model(mx.array([[7]]), cache=cache)
+
+
+def prompt(victim: Victim) -> Change:
+    """A prompt whose parts share a pass."""
+    cache = make_prompt_cache(victim.model)
+    return [cache], [*CHUNKS, [7]], lambda: computed(victim.model, mx.array([[*PROMPT, 7]]), cache, STEP)
+
+
+def guesses(victim: Victim) -> Change:
+    """A token and two guesses, one of which is kept."""
+    cache = victim.filled()
+    return [cache], [*CHUNKS, [7], [8], [8]], lambda: guessed(victim.model, [7, 8, 8], cache).keep(2)
+
+
+def sharing(victim: Victim) -> Change:
+    """Two sequences that share a pass."""
+    caches = [victim.filled(), victim.filled()]
+    rows = [victim.model.row(mx.array([[7]]), cache, STEP) for cache in caches]
+    return caches, [*CHUNKS, [7]], lambda: victim.model.advance(rows)
+
+
+def lending(victim: Victim) -> Change:
+    """Memory that is lent and recalled around a pass."""
+    cache = victim.filled()
+    assert victim.model.engine is not None
+    lent = victim.model.engine.lending
+
+    def change() -> None:
+        enginethread.run(lambda: lent.lend(400_000))
+        victim.model(mx.array([[7]]), cache=cache)
+        enginethread.run(lambda: lent.recall(200_000))
+        enginethread.run(lambda: lent.recall(400_000))
+
+    return [cache], [*CHUNKS, [7]], change
+
+
+def generation(victim: Victim) -> Change:
+    """A text of three tokens, with a prompt cache of the caller's."""
+    before = [*CHUNKS[:-1], *([token] for token in CHUNKS[-1])]  # mlx-lm computes the last token of a prompt alone
+    text: list[int] = []
+    while len(text) < 3:
+        logits = victim.expected([*before, *([token] for token in text)])
+        text.append(int(logits[0, -1].argmax().item()))
+    cache = victim.filled(CHUNKS[:-1])
+
+    def change() -> None:
+        steps = generate_step(mx.array(CHUNKS[-1]), victim.model, prompt_cache=cache, max_tokens=-1)
+        try:
+            for expected, (token, _) in zip(text, steps, strict=False):  # which takes no token beyond the text
+                assert token == expected
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+
+    return [cache], [*before, *([token] for token in text)], change
+
+
+CHANGES = (decode, prompt, guesses, sharing, lending, generation)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("model"), SMALL, mx.float32)
-
-
-@pytest.fixture(scope="module")
-def expected(directory: Path) -> list[mx.array]:
-    return run(stock(directory), CALLS)
-
-
-def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's collector frees it in whatever thread allocates memory, also in one that the end waits for."""
-    real, freed = os.preadv, threading.Event()
-
-    def preadv(*args: Any) -> int:
-        if not freed.is_set() and threading.current_thread().name.startswith("mlx-flash-reader"):
-            freed.set()
-            gc.enable()
-            gc.collect()
-        return real(*args)
-
-    model: Any = streamed_whole(directory)
-    model.start()
-    run(model, CALLS)
-    assert model.engine is not None
-    reader, unit, arena = model.engine.reader, model.engine.stream.units[0], Arena(1 << 20)
-    gc.collect()
-    gc.disable()
-    try:
-        vars(model)["itself"] = model
-        del model
-        monkeypatch.setattr(os, "preadv", preadv)
-        reader.start(unit.reads, arena.memory)
-        assert freed.wait(10)
-        end = time.monotonic() + 10
-        while threads_of_models():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-    finally:
-        gc.enable()
 
 
 LITTLE = {"num_hidden_layers": 2, "vocab_size": 300}
@@ -101,12 +169,16 @@ def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
         model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
         victim = Victim(model, stock(folder))
         for change in CHANGES:
-            strike = Strike(None, None)
-            outcomes(victim, change, strike.run)
-            for at in range(0, strike.count, strike.count // 5):
-                strike = Strike(None, at)
-                found = outcomes(victim, change, strike.run)
-                assert set(found) <= {"right", "refused"}, (change, at, strike.where)
+            counted = Tracer(None)
+            counted.strike(change(victim)[2])
+            for at in range(0, counted.count, max(1, counted.count // 5)):
+                caches, chunks, operation = change(victim)
+                tracer = Tracer(at)
+                if not tracer.strike(operation):
+                    continue
+                found = {"right" if victim.is_right() else "wrong model"}
+                found |= {victim.goes_on(cache, chunks) for cache in caches}
+                assert found <= {"right", "refused"}, (change, at, tracer.where)
                 assert "refused" not in found or name in ("sliding window", "recurrent")
 
 
@@ -120,13 +192,13 @@ def test_interrupts_while_guesses_are_taken_back(tmp_path: Path, name: str) -> N
         while True:
             cache = victim.filled()
             rows = guessed(model, [7, 8, 8], cache)
-            strike = Strike(None, at)
-            is_over = not strike.run(lambda rows=rows: rows.keep(2))
+            strike = Tracer(at)
+            is_over = not strike.strike(lambda rows=rows: rows.keep(2))
             found.append(victim.goes_on(cache, [*CHUNKS, [7], [8], [8]]))
             assert found[-1] == "right", strike.where
             if is_over:
                 break
-            at += 11
+            at += 3
         assert len(found) > 5
 
 
@@ -164,25 +236,6 @@ def test_a_cache_whose_putting_back_was_interrupted_refuses(directory: Path) -> 
         undo()
         with pytest.raises(CacheError):
             model(mx.array([[5]]), cache=cache)
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_token_that_is_taken_back_leaves_all_layers_alike(directory: Path, is_short: bool) -> None:
-    """A cache of which a layer lacks tokens refuses every use."""
-    with load_model(directory, config())[0] as model:
-        cache = make_prompt_cache(model)
-        computed(model, mx.array([[1, 2, 3, 4]]), cache)
-        for entry in cache[:1]:  # where the token that failed came to
-            entry.update_and_fetch(*(mx.zeros((1, LLAMA["num_key_value_heads"], 1, 16)) for _ in range(2)))
-        if is_short:
-            cache[-1].trim(2)
-        passes._trim(cache, [4] * len(cache))
-        if is_short:
-            with pytest.raises(CacheError):
-                model(mx.array([[5]]), cache=cache)
-        else:
-            assert [entry.offset for entry in cache] == [4] * len(cache)
-            assert same_bits([model(mx.array([[5]]), cache=cache)], run(stock(directory), [[1, 2, 3, 4], [5]])[1:])
 
 
 def test_a_cache_that_cannot_be_put_back_costs_its_own_row_alone(

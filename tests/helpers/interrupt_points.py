@@ -37,14 +37,14 @@ class Tracer:
 
     Args:
         number: of the point that raises, from 0; None for none.
-        folders: of the package, whose code has the points.
+        folders: of the package, or modules, whose code has the points; all of them if it is not given.
 
     Attributes:
         count: points passed.
         where: function and line that was interrupted; None if none was.
     """
 
-    def __init__(self, number: int | None, folders: Sequence[str]) -> None:
+    def __init__(self, number: int | None, folders: Sequence[str] = ("",)) -> None:
         self.count = 0
         self.where: str | None = None
         self._number = number

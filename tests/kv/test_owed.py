@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from interrupting import Strike
+from interrupt_points import Tracer
 from mlx_flash.errors import CacheError, ReadError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
@@ -127,8 +127,8 @@ def test_an_interrupt_leaves_a_cache_right_or_owed() -> None:
             add_tokens(cache, 1)
             is_computed.append(True)
 
-        strike = Strike([Owed.owe, Owed.put], at)
-        is_struck = strike.run(lambda owed=owed, settle=settle: owed.owe(Debt(1, settle, 7)))
+        strike = Tracer(at, ["kv/owed.py"])
+        is_struck = strike.strike(lambda owed=owed, settle=settle: owed.owe(Debt(1, settle, 7)))
         says = {entry.offset for entry in cache}
         assert says == ({6} if owed_to(cache) else {5})
         assert {entry.keys_and_values()[0].shape[2] for entry in cache} == says

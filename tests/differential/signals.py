@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import mmap
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,75 +15,18 @@ from typing import Any
 ALARM = "the caller's own alarm"
 
 
-PROGRAM = """
-import mmap, os, signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-shared, parent = mmap.mmap(int(sys.argv[1]), 16), os.getppid()
-for line in sys.stdin:
-    order, number, *delays = line.split()
-    order = int(order).to_bytes(8, "little")
-    for delay in map(float, delays):
-        end = time.perf_counter() + delay
-        while (left := end - time.perf_counter()) > 0 and shared[:8] != order:
-            if left > 2e-4:
-                time.sleep(min(left - 1e-4, 1e-3))
-        if shared[:8] == order:
-            break
-        os.kill(parent, int(number))
-    shared[8:] = order
-"""
+def struck(operation: Callable[[], None], kind: type[BaseException], delays: Sequence[float]) -> list[BaseException]:
+    """Run an operation in the main thread, where signals raise an error after each delay. Return what surfaced.
 
-
-class Killer:
-    """A process that sends signals to this one: a thread could only when the main thread gives Python's lock away."""
-
-    def __init__(self) -> None:
-        with tempfile.TemporaryFile() as file:
-            file.truncate(16)
-            self._shared = mmap.mmap(file.fileno(), 16)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(file.fileno())], stdin=subprocess.PIPE, pass_fds=[file.fileno()]
-            )
-        self._number = 0
-
-    def prepared(self, signal_number: int, delays: Sequence[float]) -> bytes:
-        """Return an order to send a signal after each of some delays, as :meth:`begin` takes it."""
-        self._number += 1
-        return " ".join(map(str, [self._number, signal_number, *delays])).encode() + b"\n"
-
-    def begin(self, order: bytes) -> None:
-        """Begin to send signals."""
-        assert self._process.stdin is not None
-        os.write(self._process.stdin.fileno(), order)
-
-    def end(self) -> None:
-        """Wait until no more signals come. It may be interrupted, and called again."""
-        order = self._number.to_bytes(8, "little")
-        self._shared[:8] = order
-        while self._shared[8:] != order:
-            time.sleep(1e-4)
-        time.sleep(5e-4)  # the last one is delivered
-
-
-@functools.cache
-def killer() -> Killer:
-    """Return the process of all trials. It ends with this one."""
-    return Killer()
-
-
-def _ring(*_: object) -> None:
-    raise TimeoutError(ALARM)
-
-
-def struck(operation: Callable[[], None], number: int, delays: Sequence[float]) -> list[BaseException]:
-    """Run an operation in the main thread while signals arrive. Return the errors that surfaced.
-
-    A signal that arrives in a finalizer ends only that, as Python has it.
+    The system's timer sends them: a thread could only when the main thread gives Python's lock away. A signal that
+    arrives in a finalizer ends only that, as Python has it.
     """
     errors: list[BaseException] = []
-    hook, order = sys.unraisablehook, killer().prepared(number, delays)
-    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _ring)
-    sys.unraisablehook = lambda event: None if is_ours(event.exc_value) else hook(event)
+    hook, left = sys.unraisablehook, iter(delays)
+
+    def ring(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, next(left, 0))
+        raise kind(ALARM)
 
     def run(levels: int) -> None:
         """Each level catches an error, also one that falls into what a level below does with another."""
@@ -96,21 +34,24 @@ def struck(operation: Callable[[], None], number: int, delays: Sequence[float]) 
             if levels:
                 run(levels - 1)
             else:
-                killer().begin(order)
+                signal.setitimer(signal.ITIMER_REAL, next(left))
                 operation()
         except BaseException as error:
             errors.append(error)
-        killer().end()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
+    before, timer = signal.signal(signal.SIGALRM, ring), signal.getitimer(signal.ITIMER_REAL)
+    sys.unraisablehook = lambda event: None if is_ours(event.exc_value) else hook(event)
     run(len(delays) + 1)
     sys.unraisablehook = hook
-    signal.signal(number, before)
+    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, *timer)  # pytest's own limit of time
     return errors
 
 
 def is_ours(error: BaseException | None) -> bool:
-    """Return whether an error is one that a handler of :func:`struck` raised."""
-    return type(error) is KeyboardInterrupt or (type(error) is TimeoutError and error.args == (ALARM,))
+    """Return whether an error is one that the handler of :func:`struck` raised."""
+    return isinstance(error, KeyboardInterrupt | TimeoutError) and error.args == (ALARM,)
 
 
 class Reads:

@@ -2,8 +2,8 @@
 
     python -m differential.stress [--count 300] [--seed 1] [--rows llama-min] [--events burst,alarm]
 
-The last line counts the trials that were right, wrong, uneven or hung. A trial that takes more than a minute prints the
-stacks of all threads and ends the program: a hang. The exit status is 1 if anything was wrong.
+The last line counts what came of the trials. Trials of a row that take more than ten minutes print the stacks of all
+threads and end the program: a hang. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from differential.stock import Stock
-from differential.table import ROWS, Row, Subject, Zoo
-from differential.trials import EVENTS, Trial, Wrong, events_of
+from differential.table import ROWS, Zoo
+from differential.trials import EVENTS, events_of, try_row
 
-LIMIT = 60
-"""Seconds for a trial."""
+LIMIT = 600
+"""Seconds for the trials of a row."""
 
 IN_A_ROW = 10
 """Trials of one model, which find what the earlier ones have left."""
@@ -34,87 +34,32 @@ IN_A_ROW = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="trials (default 300)")
-    parser.add_argument(
-        "--seed", default=str(time.time_ns() % 10**6), help="of all choices (default: another each time)"
-    )
+    parser.add_argument("--seed", default=str(time.time_ns() % 10**6), help="of all choices (default: a new one)")
     parser.add_argument("--rows", default="", help="parts of names of rows, with commas; all if empty")
     parser.add_argument("--events", default=",".join(EVENTS), help="names of events (default: all)")
-    parser.add_argument("--verbose", action="store_true", help="print each trial")
     args = parser.parse_args(arguments)
     dice, events = random.Random(args.seed), args.events.split(",")
     rows = [row for row in ROWS if any(part in str(row) for part in args.rows.split(","))]
+    rows = [row for row in rows if not set(events).isdisjoint(events_of(row))]
     print(f"seed {args.seed}, {len(rows)} rows", flush=True)
-    totals: Counter[str] = Counter()
-    number = 0
+    totals = Counter({"right": 0, "wrong": 0})
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         zoo, stock = Zoo(Path(folder)), Stock()
         stock.ask("tensors", folder)  # its pipes are no descriptors that a model leaves
-        while number < args.count:
+        for number in range(0, args.count, IN_A_ROW):
             row = dice.choice(rows)
             chosen = [event for event in events_of(row) if event in events]
-            if not chosen:
-                continue
-            subject, end = None, min(args.count, number + IN_A_ROW)
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
             try:
-                subject = Subject(row, zoo)
-                faulthandler.dump_traceback_later(LIMIT, exit=True)
-                Trial(subject, stock, "none", f"{args.seed} {number}").carry_out()
-                while number < end:
-                    faulthandler.dump_traceback_later(LIMIT, exit=True)
-                    number += 1
-                    _run(subject, stock, dice.choice(chosen), f"{args.seed} {number}", totals, args.verbose)
-                _count_left(row, subject.close(), totals)
-            except Exception as error:
-                number = max(number, end - IN_A_ROW + 1)
-                totals["wrong"] += not isinstance(error, Failed)
-                if not isinstance(error, Failed):
-                    print(f"WRONG {row} as a whole: {type(error).__name__}: {error}", flush=True)
-                    traceback.print_exc()
-                if subject is not None and not _closes(subject):
-                    break
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+                totals += try_row(row, dice.choices(chosen, k=IN_A_ROW), zoo, stock, f"{args.seed} {number}")
+            except Exception:
+                totals["wrong"] += 1
+                traceback.print_exc()
+            faulthandler.cancel_dump_traceback_later()
         stock.close()
-    print(" · ".join(f"{name} {totals[name]}" for name in sorted({*totals, "right", "wrong", "uneven", "left"})))
-    return int(totals["wrong"] + totals["uneven"] + totals["left"] > 0)
-
-
-class Failed(Exception):
-    """A trial was wrong, and the model is loaded again."""
-
-
-def _run(subject: Subject, stock: Stock, event: str, seed: str, totals: Counter[str], is_verbose: bool) -> None:
-    trial = Trial(subject, stock, event, seed)
-    began = time.perf_counter()
-    try:
-        totals.update(trial.carry_out())
-        if is_verbose:
-            print(f"{time.perf_counter() - began:.2f} s {seed}: {trial}: {dict(trial.counts)}", flush=True)
-    except Exception as error:
-        kind = "uneven" if str(error).startswith("uneven") else "wrong"
-        totals[kind] += 1
-        totals[f"{kind} after {event}"] += 1
-        print(f"{kind.upper()} {seed}: {trial}: {type(error).__name__}: {error}", flush=True)
-        if not isinstance(error, Wrong):
-            traceback.print_exc()
-        raise Failed from error
-
-
-def _closes(subject: Subject) -> bool:
-    """Close a model of which a trial was wrong. One that stays open would take memory of the budgets of later ones."""
-    try:
-        subject.model.close()
-    except Exception as error:
-        print(f"the model of {subject.row} cannot be closed: {type(error).__name__}: {error}\nno further trials")
-        return False
-    return True
-
-
-def _count_left(row: Row, left: list[str], totals: Counter[str]) -> None:
-    totals["left"] += len(left)
-    for each in left:
-        print(f"LEFT by {row}: {each}", flush=True)
+    print(" · ".join(f"{name} {totals[name]}" for name in sorted(totals)))
+    return int(totals["wrong"] > 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from differential.scripts import BEFORE_STEP, VOCAB_SIZE, fill, make_cache
-from differential.signals import killer
 from faulty import open_in_the_end, open_things, unfinished
 from mlx_flash import BudgetError, DiskKVCache, FlashConfig, FlashLLM, load_model
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, save, save_initialised
@@ -128,7 +127,6 @@ class Subject:
         self.kv_folder = zoo.folder / "kv"
         self.kv_folder.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
-        killer()  # its pipe is no descriptor that a model leaves
         if not zoo.is_warm:
             load_model(self.folder, FlashConfig(ram_budget_gb=LARGE_GB))[0].close()
             zoo.is_warm = True

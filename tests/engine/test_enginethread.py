@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -85,16 +84,6 @@ def test_work_is_done_in_one_thread_in_the_order_of_callers() -> None:
     assert names == {"mlx-flash-engine"}
 
 
-def test_an_error_is_that_of_the_work() -> None:
-    def fail() -> None:
-        raise ValueError("of the work")
-
-    with pytest.raises(ValueError, match="of the work") as found:
-        run(fail)
-    assert [frame.name for frame in found.traceback][-1] == "fail"
-    assert run(lambda: 1) == 1
-
-
 def test_an_interrupt_comes_after_the_work_was_undone() -> None:
     done = list[str]()
     with signals_after(0.05), pytest.raises(Struck):
@@ -160,13 +149,6 @@ def test_what_is_told_may_raise_and_use_the_thread() -> None:
     with pytest.raises(Struck):
         run(failing)
     assert done[2:] == ["second undone"]
-
-
-def test_callers_without_a_main_thread() -> None:
-    async def ask() -> list[int]:
-        return await asyncio.gather(*(asyncio.to_thread(run, lambda i=i: i) for i in range(5)))
-
-    assert asyncio.run(ask()) == [*range(5)]
 
 
 PROGRAM = """

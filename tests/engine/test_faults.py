@@ -157,11 +157,11 @@ def short(real: Preadv) -> Preadv:
 
 
 def slow(real: Preadv) -> Preadv:
-    """Reads of which one in eight takes long."""
-    dice = random.Random(5)
+    """Reads of which one in eight takes long, and one takes seconds."""
+    dice, numbers = random.Random(5), itertools.count()
 
     def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        time.sleep(0.02 * (dice.random() < 1 / 8))
+        time.sleep(2.0 * (next(numbers) == 7) + 0.02 * (dice.random() < 1 / 8))
         return real(fd, buffers, offset)
 
     return preadv
@@ -231,39 +231,6 @@ def test_small_parameters_that_cannot_be_read_are_named(
             model.start()
     with streamed(folder) as model:
         assert checkpoints["dense"].is_right(model)
-
-
-def test_a_read_ahead_that_failed_is_repeated_by_the_call_that_needs_it(
-    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlx_flash.storage.ranges.RETRY_SECONDS", 0.001)
-    folder = checkpoints["dense"].directory
-    record = read_checkpoint(folder).tensors["model.layers.0.self_attn.q_proj.weight"]
-    config = FlashConfig(ram_budget_gb="min", context_length=64, prefill_step_size=16, telemetry=False)
-    with FlashLLM(prepare(folder, config), config) as model:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", failing_at(record))
-            model.start()
-            assert model.engine is not None
-            first = model.engine.stream._slots[0]
-            assert first.unit == 0 and first.ticket is not None
-            with pytest.raises(ReadError, match=r"layers\.0\.self_attn\.q_proj"):
-                first.ticket.wait()
-        assert checkpoints["dense"].is_right(model)
-
-
-def test_a_read_that_takes_seconds(checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    real, numbers = os.preadv, iter(range(1 << 30))
-
-    def stalls(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        time.sleep(2.0 * (next(numbers) == 7))
-        return real(fd, buffers, offset)
-
-    with streamed(checkpoints["dense"].directory) as model:
-        model.start()
-        monkeypatch.setattr(os, "preadv", stalls)
-        assert checkpoints["dense"].is_right(model)
-    assert next(numbers) > 7
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
@@ -389,9 +356,10 @@ def test_files_that_change(
         model.start()
         monkeypatch.setattr(os, "preadv", preadv)
         kind = TruncatedFileError if change == "truncated" else FileChangedError
-        with pytest.raises(kind, match=rf"'model.*' .*{directory}/model-0000\d-of-00002.safetensors.*Hint: "):
-            for _ in range(3):
-                run(model, PREFILL_AND_DECODE)
+        for _ in range(2):
+            with pytest.raises(kind, match=rf"'model.*' .*{directory}/model-0000\d-of-00002.safetensors.*Hint: "):
+                for _ in range(3):
+                    run(model, PREFILL_AND_DECODE)
     for link in filter(Path.is_symlink, shards):
         shutil.rmtree(link.readlink().parent)
         link.unlink()

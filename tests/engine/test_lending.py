@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from expert_pools import with_pool
+from expert_pools import pool_of, with_pool
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.residency.machine import BASE_STEP, RUNTIME_BYTES
@@ -41,11 +41,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lending_of(model: FlashLLM) -> Any:
     assert model.engine is not None
     return model.engine.lending
-
-
-def pool_of(model: FlashLLM) -> Any:
-    assert model.engine is not None and model.engine.experts is not None
-    return model.engine.experts.pool
 
 
 @pytest.mark.parametrize("trunk", ["resident", "streamed"])
@@ -75,7 +70,8 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
     gc.collect()  # arrays of earlier tests
     for lends in (True, False):
         with load_model(large, FlashConfig(ram_budget_gb=0.204, lend_reserves=lends, **settings))[0] as model:
-            lending, pool, plan = lending_of_started(model), pool_of(model), model.plan
+            model.start()
+            lending, pool, plan = lending_of(model), pool_of(model), model.plan
             cache = make_prompt_cache(model)
             decode(model, cache, 40)
             lent, read[lends] = lending.nbytes, pool.stats.read_bytes
@@ -90,8 +86,8 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
     assert read[False] > 1.2 * read[True]
 
 
-def test_lending_nothing_leaves_every_slot_that_has_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between passes of a long text nothing more is lent, and no expert leaves."""
+def test_slots_that_have_memory_stay_until_loans_end(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between passes of a long text nothing more is lent, and no expert leaves. The next call ends what was cut off."""
     freed: list[bool] = []
     monkeypatch.setattr("mlx_flash.engine.lending.release_freed_memory", lambda: freed.append(True))
     with with_pool(directory, 12) as model:
@@ -102,6 +98,12 @@ def test_lending_nothing_leaves_every_slot_that_has_memory(directory: Path, monk
             slots.touch(slot)
             lending.lend(0)
             assert slots.num_slots >= slot + 1
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("mlx_flash.memory.arena.uncommit", interrupt)
+            lending.end()
+        assert slots.num_slots == 12 < slots.num_touched
+        lending.end()
+        assert slots.num_touched == 12 and lending.nbytes == 0
 
 
 def test_all_that_is_recallable_can_be_recalled(directory: Path) -> None:
@@ -134,21 +136,6 @@ def test_experts_give_memory_back_before_weights(directory: Path) -> None:
         assert loans.nbytes == 0
 
 
-def test_slots_whose_end_was_interrupted_end_with_the_next_call(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with with_pool(directory, 12) as model:
-        lending, slots = lending_of(model), pool_of(model).slots
-        lending.lend(1 << 40)
-        slots.touch(slots.capacity - 1)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("mlx_flash.memory.arena.uncommit", interrupt)
-            lending.end()
-        assert slots.num_slots == 12 < slots.num_touched
-        lending.end()
-        assert slots.num_touched == 12 and lending.nbytes == 0
-
-
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -166,11 +153,6 @@ def test_another_budget_takes_no_more_slots_than_it_has_to(directory: Path) -> N
 def decode(model: FlashLLM, cache: list[Any], num_tokens: int) -> None:
     for i in range(num_tokens):
         mx.eval(model(mx.array([[i * 37 % 300]]), cache=cache))
-
-
-def lending_of_started(model: FlashLLM) -> Any:
-    model.start()
-    return lending_of(model)
 
 
 PROGRAM = """

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,15 +29,12 @@ from mlx_flash import (
     CheckpointNotFoundError,
     ClosedError,
     ConfigError,
-    FileChangedError,
     FlashLLM,
-    ReadError,
     StreamedWeightsError,
-    TruncatedFileError,
     load_model,
 )
 from mlx_flash.engine.prepare import prepare
-from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+from models import LLAMA, NARROW_LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_whole, wait_for_reads
 from threads import threads_of_models
 
@@ -119,39 +115,12 @@ def test_finer_cuts_equal_stock(directories: Any, stock_logits: Any, name: str, 
     assert same_bits(run(model.close(), PREFILL_AND_DECODE), expected)
 
 
-@pytest.mark.parametrize("tile_rows", [64, 320, 1000])
-@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends choose kernels by the number of rows")
-def test_tiled_heads_equal_stock(directories: Any, stock_logits: Any, tile_rows: int) -> None:
-    for name in ("fp32", "bf16", "4bit", "bf16-tied", "4bit-tied"):
-        with streamed_whole(directories(name), 2, tile_rows) as model:
-            assert same_bits(run(model, PREFILL_AND_DECODE), stock_logits(name)), name
-
-
-@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=lambda c: c["model_type"])
-def test_sliding_windows_and_recurrent_states(tmp_path: Path, architecture: dict[str, Any]) -> None:
-    directory = save(tmp_path / "model", architecture, mx.float32)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    with streamed_whole(directory) as model:
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
-        assert model.engine.stream.stats.num_acquired > 0
-
-
 def test_stale_weights_show(directories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The poison works: without evaluating before release, the logits are visibly wrong."""
     expected = run(stock(directories("bf16")), PREFILL_AND_DECODE)
     monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
     with streamed_whole(directories("bf16")) as model:
         assert not same_bits(run(model, PREFILL_AND_DECODE), expected)
-
-
-def test_generate_step_gives_stock_tokens_and_logprobs(directories: Any) -> None:
-    directory = directories("fp32")
-    prompt = mx.array([1, 2, 3, 4, 5, 6, 7])
-    expected = list(generate_step(prompt, stock(directory), max_tokens=6, prefill_step_size=3))
-    with load_model(directory, config())[0] as model:
-        got = list(generate_step(prompt, model, max_tokens=6, prefill_step_size=3))
-    assert [token for token, _ in got] == [token for token, _ in expected]
-    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
 
 
 def test_bytes_read_are_the_plans(directories: Any) -> None:
@@ -192,26 +161,6 @@ def test_close_restores_a_plain_model(directories: Any) -> None:
 
 def num_descriptors() -> int:
     return psutil.Process().num_fds()
-
-
-def test_threads_take_turns(directories: Any) -> None:
-    directory = directories("bf16")
-    prompts = [[[1, 2, 3], [4], [5]], [[9, 8], [7], [6], [5]], [[11] * 6, [2]]]
-    reference = stock(directory)
-    expected = [run(reference, prompt) for prompt in prompts]
-    results: dict[int, list[mx.array]] = {}
-    with load_model(directory, config(context_length=3 * 256))[0] as model:
-
-        def work(i: int) -> None:
-            with mx.stream(mx.new_stream(mx.cpu) if mx.default_device() == mx.cpu else mx.new_stream(mx.gpu)):
-                results[i] = run(model, prompts[i])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(same_bits(results[i], expected[i]) for i in range(len(prompts)))
 
 
 def test_a_budget_too_small_names_the_smallest(directories: Any) -> None:
@@ -374,66 +323,6 @@ def test_a_model_nobody_closed_ends_its_threads(directories: Any) -> None:
     del model
     gc.collect()
     assert not threads_of_models()
-
-
-def shard_of_layers(directory: Path) -> Path:
-    return max(directory.glob("model*.safetensors"), key=lambda path: path.stat().st_size)
-
-
-@pytest.mark.parametrize("io", ["direct", "buffered"])
-def test_shard_cut_short_while_running_is_named(tmp_path: Path, io: Any) -> None:
-    directory = save(tmp_path / "model", NARROW_LLAMA, mx.bfloat16, num_shards=2)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    shard = shard_of_layers(directory)
-    whole = shard.read_bytes()
-    with streamed_whole(directory, io=io) as model:
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
-        with shard.open("r+b") as file:
-            file.truncate(len(whole) // 3)
-        for _ in range(2):
-            with pytest.raises(ReadError, match=rf"'(model\.layers\.\d|lm_head|model\.embed).*{shard.name}") as caught:
-                run(model, PREFILL_AND_DECODE)
-        assert isinstance(caught.value, TruncatedFileError)
-        shard.write_bytes(whole)
-        with pytest.raises(FileChangedError, match="replaced by another"):  # it may hold other bytes
-            run(model, PREFILL_AND_DECODE)
-    with streamed_whole(directory, io=io) as model:
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
-
-
-def test_shard_missing_while_running_is_named_and_can_come_back(tmp_path: Path) -> None:
-    directory = save(tmp_path / "model", NARROW_LLAMA, mx.bfloat16)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    with streamed_whole(directory) as model:
-        run(model, PREFILL_AND_DECODE)
-        directory.rename(tmp_path / "aside")
-        for _ in range(2):
-            with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors"):
-                run(model, PREFILL_AND_DECODE)
-        (tmp_path / "aside").rename(directory)
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("io", ["auto", "buffered"])
-def test_shard_changed_in_one_byte_while_running_ends_the_run(tmp_path: Path, io: str, in_place: bool) -> None:
-    directory = save(tmp_path / "model", NARROW_LLAMA, mx.bfloat16)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    (shard,) = directory.glob("model*.safetensors")
-    whole = shard.read_bytes()
-    other = bytearray(whole)
-    other[len(whole) // 3] ^= 1
-    target = shard if in_place else tmp_path / "other.safetensors"
-    with streamed_whole(directory, io=io) as model:
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
-        target.write_bytes(other)
-        target.replace(shard)
-        for _ in range(2):
-            with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors.*replaced by another"):
-                run(model, PREFILL_AND_DECODE)
-        shard.write_bytes(whole)
-        with pytest.raises(FileChangedError, match="replaced by another"):
-            run(model, PREFILL_AND_DECODE)
 
 
 PEAK_PROGRAM = """

@@ -22,10 +22,6 @@ from zoo import configuration
 
 CONTEXT, STEP, NUM_PARTS = 1024, 4, 10
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-KINDS = (
-    *("llama", "gemma3", "gemma3n", "mamba2", "qwen3_next", "deepseek_v3"),
-    *("afm7", "gemma4", "gemma4_text:experts", "iquestloopcoder"),
-)
 MODEL = LLAMA | SHAPE | {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 16000}
 
 

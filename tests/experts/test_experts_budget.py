@@ -21,28 +21,19 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ExpertStack, ModelLayout
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import ExpertSizes, measure
+from models import QWEN3_MOE
 from streamed import nbytes_of, streamed_whole
 from zoo.weights import VARIANTS, save
 
-MIXTURE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
+MIXTURE = QWEN3_MOE | {
     "hidden_size": 512,
     "num_hidden_layers": 4,
-    "intermediate_size": 1024,
     "moe_intermediate_size": 384,
     "num_experts": 20,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
     "vocab_size": 2000,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
 }
 """0.22 GB in fp32, of which 0.19 GB are experts."""
 

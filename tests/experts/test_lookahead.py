@@ -30,16 +30,11 @@ from zoo.weights import VARIANTS, save
 
 GATES = {
     "mixtral": "block_sparse_moe.gate",
-    "qwen3_moe": "mlp.gate",
-    "qwen3_next": "mlp.gate",
     "deepseek_v3": "mlp.gate",
     "gpt_oss": "mlp.router",
     "granitemoe": "block_sparse_moe.router",
-    "olmoe": "mlp.gate",
     "llama4": "feed_forward.router",
-    "glm4_moe": "mlp.gate",
     "nemotron_h": "mixer.gate",
-    "kimi_linear": "mlp.gate",
 }
 
 
@@ -98,24 +93,14 @@ def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int, lea
     assert max(good, default=-1) < odds.num_good <= max(bad, default=-1) + 1
 
 
-def test_rank_that_becomes_wrong_is_read_no_more() -> None:
-    odds = Odds(CAREFUL_ODDS)
-    for _ in range(2000):
-        odds.note({0: 0}, {0})
-    assert odds.num_good == 1
-    for _ in range(400):
-        odds.note({0: 0}, set())
-    assert odds.num_good == 0
-
-
-@pytest.mark.parametrize("name", GATES)
-def test_scores_of_most_architectures_are_observed(tmp_path: Path, name: str) -> None:
-    save(tmp_path, zoo.configuration(name), VARIANTS["fp32"])
-    prepared = prepare(tmp_path, config())
-    modules = {id(module): path for path, module in prepared.loaded.model.named_modules()}
-    assert prepared.layout.experts
-    for stack in prepared.layout.experts:
-        assert stack.gate is not None and modules[id(stack.gate)].endswith(GATES[name])
+def test_scores_of_most_architectures_are_observed(tmp_path: Path) -> None:
+    for name, gate in GATES.items():
+        save(tmp_path / name, zoo.configuration(name), VARIANTS["fp32"])
+        prepared = prepare(tmp_path / name, config())
+        modules = {id(module): path for path, module in prepared.loaded.model.named_modules()}
+        assert prepared.layout.experts
+        for stack in prepared.layout.experts:
+            assert stack.gate is not None and modules[id(stack.gate)].endswith(gate)
 
 
 def test_gate_gets_its_class_back(tiny: Path) -> None:

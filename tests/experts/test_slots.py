@@ -62,14 +62,6 @@ def test_view_has_a_row_in_each_slot(
         assert row.tobytes() == bytes(memory[offset : offset + nbytes])
 
 
-def test_slots_do_not_overlap() -> None:
-    arena = SlotArena(5, 3 * DIRECT_ALIGNMENT)
-    for slot in (2, 3, 4):
-        arena.fill(slot, slot + 1)
-    for slot in (2, 3, 4):
-        assert set(bytes(arena.memory(slot))) == {slot + 1}
-
-
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(num_slots=st.integers(1, 5), data=st.data())
 def test_head_is_the_memory_of_the_first_slots(num_slots: int, data: st.DataObject) -> None:

@@ -21,7 +21,6 @@ from expert_pools import made as made  # a fixture
 from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.experts import pooledstacks
 from mlx_flash.experts.pooledstacks import PooledStacks
-from mlx_flash.experts.slots import ABSENT
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.memory.stacks import StackArena
@@ -89,30 +88,6 @@ def test_bytes_of_stacks_are_compared_with_the_files(quantized: Path) -> None:
         assert list(check.wrong) == [segments[0].pieces[0].name]
 
 
-def test_slots_in_a_cycle_leave_after_a_refused_trial(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If something that the trial left refers to them in a cycle, they would count against the budget."""
-    left: list[weakref.ref[SlotArena]] = []
-    found: list[bool] = []
-
-    def refused(self: PooledStacks, stacks: Any, pool: Any, takes: Any = None) -> None:
-        init(self, stacks, pool, [not isinstance(pool.slots, SlotArena)] * len(stacks))
-        if isinstance(pool.slots, SlotArena):
-            left.append(weakref.ref(pool.slots))
-            cycle: list[Any] = [pool.slots]
-            cycle.append(cycle)
-
-    def stacks(*args: Any) -> StackArena:
-        found.append(left[0]() is None)
-        return StackArena(*args)
-
-    init = PooledStacks.__init__
-    monkeypatch.setattr(PooledStacks, "__init__", refused)
-    monkeypatch.setattr(pooledstacks, "StackArena", stacks)
-    with with_pool(quantized, 24) as model:
-        assert isinstance(pool_of(model).slots, StackArena)
-    assert found == [True]
-
-
 @pytest.mark.parametrize("accepts", [False, True])
 def test_slots_of_a_trial_leave_before_the_pool_comes(
     quantized: Path, monkeypatch: pytest.MonkeyPatch, accepts: bool
@@ -161,17 +136,6 @@ def test_a_back_end_is_tried_with_few_slots(quantized: Path, monkeypatch: pytest
     with with_pool(quantized, 24) as model:
         assert pool_of(model).slots.num_slots == 24
     assert made == [1]
-
-
-@pytest.mark.parametrize("wrong", [ABSENT, 24])
-def test_a_slot_that_is_none_is_an_error(quantized: Path, wrong: int) -> None:
-    with with_pool(quantized, 24) as model:
-        run(model, TOKENS[:1])
-        assert model.engine is not None and model.engine.experts is not None
-        pooled = PooledStacks(model.engine.experts.stacks, pool_of(model))
-        pool_of(model).slot_of[0][:] = wrong
-        with pytest.raises(AssertionError, match=f"experts .* of stack 0 are in slots .*{wrong}"):
-            pooled.run_routing(0, mx.zeros((1, 64)), np.array([[1, 2]]))
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)

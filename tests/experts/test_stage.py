@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import switch_layers
-from mlx_lm.models.cache import make_prompt_cache
 
 from disks import Disk
-from expert_pools import CALLS, PROMPT, check_slots, pool_of, with_pool
+from expert_pools import CALLS, check_slots, pool_of, with_pool
 from mlx_flash import FlashLLM, ReadError
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.experts.stage import rows_in_place
@@ -227,17 +225,3 @@ def test_matrices_called_in_another_order_and_twice(
             check_slots(pool_of(model))
             few = [stack.unit.module(x[:9], indices[:9]) for stack in model.layout.experts]
             assert same_bits(few, [stack(x[:9], indices[:9]) for stack in stacks])
-
-
-def test_long_prompt_in_chunks(directory: Path) -> None:
-    """Chunk after chunk, the pool keeps what it has: the second chunk reads less than the first."""
-    prompt = mx.array([PROMPT * 2])
-    with with_pool(directory, 30, exact_rows=False) as model:
-        model.plan = replace(model.plan, prefill_step_size=40)
-        cache = make_prompt_cache(model)
-        reads = []
-        for chunk in (prompt[:, :40], prompt[:, 40:]):
-            before = pool_of(model).stats.read_bytes
-            mx.eval(model(chunk, cache=cache))
-            reads.append(pool_of(model).stats.read_bytes - before)
-        assert 0 < reads[1] < reads[0]

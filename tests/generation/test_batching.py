@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import BatchRotatingKVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_flash
@@ -24,17 +24,18 @@ from batches import Tokens, alone, by_generator, check_equal
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.generation import stock_generate_step
-from mlx_flash.engine.call import Row, token_call
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import BudgetError
 from mlx_flash.generation import RowGenerator, batches
 from mlx_flash.generation.batches import shares_passes
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import GEMMA3, LLAMA, VOCAB_SIZE, same_bits, save, stock
+from oracle import Oracle, free_rows, with_room
 from shared_passes import MODELS, PROMPTS, STEP, Directories, directories
 from streamed import LARGE_GB, config, streamed_whole
 
-__all__ = ["directories"]
+__all__ = ["directories", "free_rows"]
 
 TOKENIZER = SimpleNamespace(eos_token_ids=[], decode=lambda tokens: " ".join(map(str, tokens)))
 
@@ -47,6 +48,8 @@ def test_every_row_is_its_solo_run(directories: Directories, name: str) -> None:
         for tokens, prompt, number in zip(got, PROMPTS, [5, 2, 4, 1], strict=True):
             check_equal(tokens, alone(directories(name), prompt, number))
         assert model.counters.num_passes == 5
+        assert model.engine is not None
+        assert model.engine.stream.stats.num_acquired == 5 * len(model.engine.stream.units)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,18 +109,6 @@ def test_without_room_for_padding_sequences_are_rows(directories: Directories, m
             assert bool(made) == are_rows
         lengths = list(np.array([3, 2, 4]))
         assert len(mlx_flash.batch_generate(model, TOKENIZER, [[1], [2], [3]], max_tokens=lengths).texts) == 3
-
-
-def test_eight_sequences_of_n_tokens_take_n_passes(directories: Directories) -> None:
-    prompts = [PROMPTS[i % len(PROMPTS)] + [i] for i in range(8)]
-    with streamed_whole(directories("llama")) as model:
-        response = mlx_flash.batch_generate(
-            model, TOKENIZER, prompts, max_tokens=6, prefill_step_size=STEP, return_token_ids=True
-        )
-        assert model.counters.num_passes == 6
-        assert response.stats.generation_tokens == 48
-    for tokens, prompt in zip(response.token_ids, prompts, strict=True):
-        assert tokens == [token for token, _ in alone(directories("llama"), prompt, 6)]
 
 
 def test_sequences_that_the_budget_does_not_hold_together_wait(tmp_path: Path) -> None:
@@ -293,9 +284,76 @@ def test_padded_windows_take_no_single_tokens(tmp_path: Path, length: int) -> No
         assert generated(model) == generated(stock(folder))
 
 
-def test_parts_of_padded_windows_can_be_cut(tmp_path: Path) -> None:
-    cache = [BatchRotatingKVCache(8, [0, 0])]
-    cache[0].prepare(lengths=[5, 9], right_padding=[4, 0])
-    row = Row(call := token_call(mx.zeros((2, 9), mx.int32), cache), [call])
-    found = [(row.cut(), [part.tokens.shape[1] for part in row.left if part.tokens is not None]) for _ in range(3)]
-    assert found == [(5, [5, 4]), (3, [3, 3, 3]), (2, [2, 2, 2, 3])]
+# Guesses: sequences that share passes get several tokens a pass
+
+LENGTHS = [20, 9, 14, 1]
+
+
+def expected_of(directory: Path, **options: Any) -> list[Tokens]:
+    return [alone(directory, prompt, number, **options) for prompt, number in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def by_oracles(monkeypatch: pytest.MonkeyPatch, texts: list[Tokens]) -> None:
+    """Let each sequence of a batch guess two thirds of its text right."""
+    known = {tuple(prompt): [token for token, _ in text] for prompt, text in zip(PROMPTS, texts, strict=True)}
+    monkeypatch.setattr("mlx_flash.generation.batches.Lookup", lambda prompt: Oracle(known[tuple(prompt)]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2", "qwen3_moe"])
+def test_rows_with_guesses_are_their_solo_runs(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    processors = make_logits_processors(repetition_penalty=1.3, repetition_context_size=20)
+    expected = expected_of(directories(name), logits_processors=processors)
+    by_oracles(monkeypatch, expected)
+    with streamed_whole(directories(name)) as model:
+        generator = RowGenerator(with_room(model), prefill_step_size=STEP)
+        uids = generator.insert(PROMPTS, max_tokens=LENGTHS, logits_processors=[processors] * 4)
+        for tokens, other in zip(by_generator(generator, uids), expected, strict=True):
+            check_equal(tokens, other)
+        counters = model.counters
+        assert counters.num_guessed > counters.num_right >= 10
+        assert counters.num_passes < max(LENGTHS)
+        assert counters.num_tokens_in == sum(map(len, PROMPTS)) + sum(LENGTHS) - len(LENGTHS)
+
+
+def test_a_row_ends_within_its_guesses(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache then holds the text, and no guesses."""
+    expected = expected_of(directories("llama"))
+    by_oracles(monkeypatch, expected)
+    wanted = [token for token, _ in expected[0]]
+    with streamed_whole(directories("llama")) as model:
+        generator = RowGenerator(with_room(model), prefill_step_size=STEP)
+        end = wanted.index(wanted[2]) + 1
+        (uid,) = generator.insert(PROMPTS[:1], max_tokens=LENGTHS[:1], stop_sequences=[StopSequences([[wanted[2]]])])
+        answers: list[Any] = []
+        while not answers or answers[-1].finish_reason is None:
+            answers += generator.next()[1]
+        assert [answer.token for answer in answers] == wanted[:end] and answers[-1].uid == uid
+        assert answers[-1].all_tokens == [*PROMPTS[0], *wanted[: end - 1]]
+        assert {entry.offset for entry in answers[-1].prompt_cache} == {len(PROMPTS[0]) + end - 1}
+
+
+def test_a_guess_without_room_is_computed_without(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = expected_of(directories("llama"))
+    by_oracles(monkeypatch, expected)
+    with streamed_whole(directories("llama")) as model:
+        generator = RowGenerator(with_room(model), prefill_step_size=STEP)
+        advance = model.advance
+
+        def refusing(rows: Any) -> None:
+            guessing = [row for row in rows if len(row.parts) > 1 and row.parts[0].checkpoints is not None]
+            advance([row for row in rows if row not in guessing])
+            for row in guessing:
+                row.error = BudgetError("no room", 0)
+
+        monkeypatch.setattr(model, "advance", refusing)
+        for tokens, other in zip(
+            by_generator(generator, generator.insert(PROMPTS, max_tokens=LENGTHS)), expected, strict=True
+        ):
+            check_equal(tokens, other)
+        assert model.counters.num_right == 0

@@ -74,32 +74,24 @@ def calls_of_a_step(model: FlashLLM, steps: Iterator[Any]) -> _Calls:
     return counted
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 10), ("mixture", 10)])
-def test_calls_before_a_model_in_memory(saved: Callable[[str], Path], name: str, most: int) -> None:
-    assert calls_of_a_token(saved(name), LARGE_GB)[0] <= most
+@pytest.mark.parametrize(
+    ("name", "ram_budget_gb", "most"),
+    [("dense", LARGE_GB, 10), ("mixture", LARGE_GB, 10), ("dense", "min", 200), ("mixture", "min", 190)],
+)
+def test_calls_before_a_model(saved: Callable[[str], Path], name: str, ram_budget_gb: Any, most: int) -> None:
+    assert calls_of_a_token(saved(name), ram_budget_gb)[0] <= most
 
 
-@pytest.mark.parametrize(("name", "most"), [("dense", 200), ("mixture", 190)])
-def test_calls_before_a_streamed_model(saved: Callable[[str], Path], name: str, most: int) -> None:
-    assert calls_of_a_token(saved(name), "min")[0] <= most
+def test_calls_for_each_unit_and_layer(saved: Callable[[str], Path]) -> None:
+    """A unit is acquired, called, evaluated and released, and the next read starts; what a token has once included.
 
-
-def test_calls_for_each_streamed_unit(saved: Callable[[str], Path]) -> None:
-    """A unit is acquired, called, evaluated and released, and the next read starts; what a token has once included."""
+    In the smallest pool a layer of a mixture has four units, two guesses and two experts that are read for each token.
+    A layer in memory asks twice for its position, and once adds keys and values.
+    """
     _, total, num_units = calls_of_a_token(saved("dense of 24 layers"), "min")
-    assert num_units > 150
-    assert total <= 15 * num_units
-
-
-def test_calls_for_each_layer_of_a_streamed_mixture(saved: Callable[[str], Path]) -> None:
-    """In the smallest pool: four units, two guesses and two experts that are read for each token."""
+    assert num_units > 150 and total <= 15 * num_units
     _, total, num_units = calls_of_a_token(saved("mixture of 24 layers"), "min")
-    assert num_units >= 4 * 24
-    assert total <= 190 * 24
-
-
-def test_calls_for_each_layer_in_memory(saved: Callable[[str], Path]) -> None:
-    """A layer asks twice for its position, and once adds keys and values."""
+    assert num_units >= 4 * 24 and total <= 190 * 24
     few, many = (calls_of_a_token(saved(name), LARGE_GB)[1] for name in ("dense", "dense of 10 layers"))
     assert (many - few) / 5 <= 12
 
@@ -119,17 +111,12 @@ def calls_of_a_prompt(directory: Path) -> tuple[int, int]:
 def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Path]) -> None:
     """Each layer that got its first tokens had all layers added up: milliseconds of a prompt.
 
-    mlx-lm's loop calls the model three times up to the first token: for the prompt, its last token and the next one.
+    mlx-lm's loop calls the model three times up to the first token: for the prompt, its last token and the next one. A
+    GPU has nothing to do before the first call.
     """
-    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[1] for number in (10, 20))
-    assert (many - few) / 10 <= 50
-
-
-def test_calls_before_a_prompt_in_memory(saved: Callable[[str], Path]) -> None:
-    """A GPU has nothing to do meanwhile."""
-    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers"))[0] for number in (10, 20))
-    assert few <= 150
-    assert (many - few) / 10 <= 6
+    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers")) for number in (10, 20))
+    assert (many[1] - few[1]) / 10 <= 50
+    assert few[0] <= 150 and (many[0] - few[0]) / 10 <= 6
 
 
 def calls_of_a_check(directory: Path, ram_budget_gb: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_flash
 from batches import by_generator
@@ -84,23 +84,6 @@ def test_speculative_decoding(directory: Path, tmp_path: Path, num_draft_tokens:
         assert speculated(model, draft) == expected
 
 
-@pytest.mark.parametrize("architecture", [NARROW_LLAMA, GEMMA3], ids=["plain", "sliding window"])
-def test_a_saved_prompt_cache_goes_on(tmp_path: Path, architecture: dict[str, Any]) -> None:
-    directory = save(tmp_path / "model", architecture, mx.bfloat16)
-
-    def in_two_parts(model: Any, file: Path) -> tuple[list[int], list[mx.array]]:
-        cache = make_prompt_cache(model)
-        model(PROMPT[None, :30], cache=cache)
-        save_prompt_cache(str(file), cache)
-        return generated(model, PROMPT[30:], prompt_cache=load_prompt_cache(str(file)))
-
-    tokens, logprobs = in_two_parts(stock(directory), tmp_path / "stock.safetensors")
-    with streamed_whole(directory) as model:
-        model.plan = wide(model.plan)
-        found_tokens, found_logprobs = in_two_parts(model, tmp_path / "streamed.safetensors")
-    assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
-
-
 @pytest.mark.quick
 def test_a_trimmed_cache_goes_on(directory: Path) -> None:
     def trimmed(model: Any) -> tuple[list[int], list[mx.array]]:
@@ -163,29 +146,6 @@ def test_the_last_token_of_an_answer_shares_a_pass_with_the_next_prompt(
         found_tokens, found_logprobs = two_turns(model, mlx_flash.generate_step)
         assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
         assert model.counters.num_passes == 3 + 3
-
-
-def test_what_looks_at_a_cache_between_two_tokens_computes_the_token(directory: Path, tmp_path: Path) -> None:
-    plain = stock(directory)
-    theirs = make_prompt_cache(plain)
-    expected = generated(plain, prompt_cache=theirs, max_tokens=2)
-    file = str(tmp_path / "cache.safetensors")
-    with streamed_whole(directory) as model:
-        model.plan = wide(model.plan)
-        cache = make_prompt_cache(model)
-        steps = iter(mlx_flash.generate_step(PROMPT, model, prompt_cache=cache))
-        found = [next(steps)]
-        copied = copy.deepcopy(cache)
-        save_prompt_cache(file, cache)
-        found.append(next(steps))
-        assert [token for token, _ in found] == expected[0]
-        assert same_bits([logprobs for _, logprobs in found], expected[1])
-        assert model.counters.num_passes == 2
-        for ours, length in ((copied, 1), (load_prompt_cache(file), 1), (cache, 2)):
-            tokens = len(PROMPT) + length
-            assert {entry.offset for entry in ours} == {tokens}
-            rows = [(a.state[0], b.state[0][..., :tokens, :]) for a, b in zip(ours, theirs, strict=True)]
-            assert all(same_bits([a], [b]) for a, b in rows)
 
 
 def test_a_cache_that_lacks_its_last_token_says_so(directory: Path) -> None:

@@ -65,13 +65,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_tokens(directory: Path, name: str) -> None:
-    expected = generated(stock_generate_step, stock(directory), **OPTIONS[name])
-    with in_memory(directory) as model:
-        check_equal(generated(mlx_flash.generate_step, model, **OPTIONS[name]), expected)
-
-
 SAMPLERS = {
     "one number": {"sampler": make_sampler(temp=0.9)},
     "two numbers": {"sampler": make_sampler(temp=0.9, xtc_probability=0.5, xtc_threshold=0.01)},
@@ -119,23 +112,6 @@ def test_a_seed_between_two_tokens_is_for_those_after_the_next(llama: Path) -> N
     for budget in (LARGE_GB, "min"):
         with load_model(llama, config(ram_budget_gb=budget))[0] as model:
             assert [found(mlx_flash.generate_step, model, seed) for seed in (1, 2)] == expected
-
-
-def test_caches_between_two_tokens_and_at_the_end(directory: Path) -> None:
-    """mlx-lm's hold each token that was handed out, and nothing else."""
-
-    def seen(step: Any, model: Any) -> tuple[list[Any], list[Any]]:
-        cache, found = make_prompt_cache(model), []
-        for token, _ in step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache):
-            found.append((token, [getattr(entry, "offset", None) for entry in cache]))
-        return found, cache
-
-    theirs = seen(stock_generate_step, plain := stock(directory))
-    with in_memory(directory) as model:
-        ours = seen(mlx_flash.generate_step, model)
-        assert ours[0] == theirs[0]
-        going_on = [each(mx.array([[7]]), cache=cache) for each, cache in ((model, ours[1]), (plain, theirs[1]))]
-        assert same_bits(going_on[:1], going_on[1:])
 
 
 def test_batches_join_stop_and_leave(directory: Path) -> None:

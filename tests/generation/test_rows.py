@@ -19,14 +19,14 @@ from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.errors import BudgetError, CacheError, ReadError
+from mlx_flash.errors import BudgetError, CacheError
 from mlx_flash.generation.batches import RowGenerator
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure
 from models import LLAMA, MAMBA2, same_bits, save, save_initialised, stock
-from shared_passes import MODELS, NUM_TOKENS, PROMPTS, STEP, Directories, solo, together
+from shared_passes import MODELS, PROMPTS, STEP, Directories, solo, together
 from shared_passes import directories as directories  # a fixture
-from streamed import LARGE_GB, config, failing_once, streamed_whole
+from streamed import LARGE_GB, config, streamed_whole
 from zoo import configuration
 
 ENOUGH = 10**9 if mx.default_device() == mx.cpu else 10**10
@@ -36,24 +36,6 @@ ENOUGH = 10**9 if mx.default_device() == mx.cpu else 10**10
 def check(directory: Path, got: Sequence[Sequence[mx.array]], prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
     for logits, prompt in zip(got, prompts, strict=True):
         assert same_bits(logits, solo(directory, prompt))
-
-
-@pytest.mark.parametrize("joins_every", [0, 1])
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_equal_stock_one_by_one(directories: Directories, name: str, joins_every: int) -> None:
-    with streamed_whole(directories(name)) as model:
-        check(directories(name), together(model, PROMPTS, joins_every=joins_every))
-        rounds = NUM_TOKENS + joins_every * (len(PROMPTS) - 1)
-        # The first prompts of a model that starts with filled caches may need passes of their own.
-        assert model.counters.num_passes == rounds
-        assert model.engine is not None
-        assert model.engine.stream.stats.num_acquired == rounds * len(model.engine.stream.units)
-
-
-@pytest.mark.parametrize("cut", [1, 2, "tiles"])
-def test_finer_cuts(directories: Directories, cut: Any) -> None:
-    with streamed_whole(directories("llama"), cut=cut) as model:
-        check(directories("llama"), together(model, PROMPTS))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
@@ -78,47 +60,6 @@ def test_experts_that_several_rows_need_are_read_once(directories: Directories) 
             assert model.engine is not None and model.engine.experts is not None and not model.engine.stream.units
             read.append(model.engine.experts.pool.stats.read_bytes)
     assert 0 < read[1] < 1.2 * read[0]  # the pool counts uses, and may evict another expert
-
-
-@pytest.mark.parametrize("settings", [
-    {"kv_cache": "stock"},
-    {"kv_cache": "preallocated"},
-    {"kv_cache": "disk", "kv_ram_gb": 0.006, "kv_step": 64},
-    {"kv_prefixes": "exact"},
-], ids=lambda s: "-".join(map(str, s.values())))  # fmt: skip
-def test_every_kind_of_cache(directories: Directories, settings: dict[str, Any], tmp_path: Path) -> None:
-    for _ in range(2):  # the second time the prefix cache answers
-        with load_model(directories("llama"), config(**settings))[0] as model:
-            model.plan = replace(model.plan, budget_bytes=2 * model.plan.budget_bytes)
-            check(directories("llama"), together(model, PROMPTS))
-
-
-def test_copies_of_one_prompt(directories: Directories) -> None:
-    """Rows that share the memory of their prompt go on side by side."""
-    import copy
-
-    prompt = [i % 300 for i in range(600)]
-    with streamed_whole(directories("llama"), lend_reserves=False) as model:
-        cache = make_prompt_cache(model)
-        model(mx.array([prompt[:-1]]), cache=cache)
-        caches: list[Any] = [copy.deepcopy(cache) for _ in range(3)]
-        rows = [model.row(mx.array([[token]]), c, STEP) for token, c in zip([1, 2, 3], caches, strict=True)]
-        model.advance(rows)
-        alone: list[Any] = [copy.deepcopy(cache) for _ in range(3)]
-        expected = [model(mx.array([[token]]), cache=c) for token, c in zip([1, 2, 3], alone, strict=True)]
-        assert same_bits([row.outputs[0] for row in rows], expected)
-
-
-def test_an_error_of_one_row_leaves_the_others_alone(directories: Directories) -> None:
-    with streamed_whole(directories("llama")) as model:
-        caches: list[Any] = [make_prompt_cache(model) for _ in PROMPTS]
-        rows = [model.row(mx.array([p]), c, STEP) for p, c in zip(PROMPTS, caches, strict=True)]
-        bad = model.row(mx.array([[3, 100_000, 5]]), wrong := make_prompt_cache(model), STEP)
-        model.advance([rows[0], bad, *rows[1:]])
-        assert isinstance(bad.error, IndexError)
-        assert {entry.offset for entry in wrong} == {0}
-        for prompt, row in zip(PROMPTS, rows, strict=True):
-            assert same_bits(row.outputs, solo(directories("llama"), prompt)[:1])
 
 
 class LeftError(Exception):
@@ -149,19 +90,6 @@ def test_a_prompt_that_is_given_up_takes_nothing_from_the_others(directories: Di
         assert same_bits([model(mx.argmax(expected[0], -1), cache=cache)], expected[1:2])
 
 
-def test_a_failed_read_puts_all_caches_back(directories: Directories) -> None:
-    with streamed_whole(directories("llama")) as model:
-        caches: list[Any] = [make_prompt_cache(model) for _ in PROMPTS]
-        rows = [model.row(mx.array([p]), c, STEP) for p, c in zip(PROMPTS, caches, strict=True)]
-        with failing_once(model), pytest.raises(ReadError, match="unplugged"):
-            model.advance(rows)
-        assert {entry.offset for cache in caches for entry in cache} == {0}
-        while not all(row.is_done for row in rows):
-            model.advance(rows)
-        for prompt, row in zip(PROMPTS, rows, strict=True):
-            assert same_bits(row.outputs, solo(directories("llama"), prompt)[:1])
-
-
 def test_rows_that_do_not_fit_wait_for_the_next_pass(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
         prompts = [[(i * k + k) % 300 for i in range(65)] for k in range(1, 9)]
@@ -176,16 +104,6 @@ def test_rows_that_do_not_fit_wait_for_the_next_pass(directories: Directories) -
             assert row.error is None
             alone = list(mlx_flash.generate_step(mx.array(prompt), model, max_tokens=1, prefill_step_size=128))
             assert alone[0][0] == mx.argmax(row.outputs[-1][0, -1]).item()
-
-
-def test_counters_know_prompts_from_generated_tokens(directories: Directories) -> None:
-    with streamed_whole(directories("llama")) as model:
-        together(model, PROMPTS, joins_every=1)
-        counters = model.counters
-        assert counters.num_sequences == NUM_TOKENS * len(PROMPTS)
-        # The prompt of one token counts as a generated one.
-        assert counters.num_tokens_out == (NUM_TOKENS - 1) * len(PROMPTS) + 1
-        assert counters.num_tokens_in == sum(map(len, PROMPTS)) + (NUM_TOKENS - 1) * len(PROMPTS)
 
 
 def test_prompts_take_the_passes_that_the_plan_promises(directories: Directories) -> None:

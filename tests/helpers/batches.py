@@ -16,9 +16,10 @@ Tokens = list[tuple[int, mx.array]]
 
 @computed_once
 def alone(directory: Path, prompt: Sequence[int], max_tokens: int = 5, **options: Any) -> Tokens:
-    """Return the tokens of stock mlx-lm, and their log probabilities."""
-    options = {"prefill_step_size": STEP, **options}
-    return list(stock_generate_step(mx.array(prompt), stock(directory), max_tokens=max_tokens, **options))
+    """Return the tokens of stock mlx-lm, and their log probabilities. Random numbers begin with the seed 3."""
+    model, options = stock(directory), {"prefill_step_size": STEP, **options}
+    mx.random.seed(3)
+    return list(stock_generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options))
 
 
 def by_generator(generator: RowGenerator, uids: Sequence[int]) -> list[Tokens]:

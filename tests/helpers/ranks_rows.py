@@ -24,8 +24,8 @@ from mlx_lm.models.llama import LlamaModel
 
 import mlx_flash
 import shared_passes
+from batches import alone
 from local_ranks import join
-from lockstep_calls import PROMPT, by_mlx_lm
 from mlx_flash import FlashLLM, ranks
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine import layershares, prepare, sharing
@@ -33,7 +33,7 @@ from mlx_flash.layout.units import layers_of
 from mlx_flash.residency.plan import Streaming
 from mlx_flash.streaming.stream import unit_states
 from models import same_bits, stock
-from shared_passes import PROMPTS, STEP, solo, together
+from shared_passes import PROMPT, PROMPTS, STEP, solo, together
 from streamed import config, streamed_whole
 
 GROUP = join()
@@ -60,7 +60,7 @@ def counts(model: Any) -> list[int]:
 
 def compare(directory: Path, make: Callable[..., FlashLLM] = streamed_whole, **options: Any) -> dict[str, Any]:
     """Compare several sequences, then the parts of a prompt."""
-    expected = by_mlx_lm(directory, PROMPT, 2, prefill_step_size=STEP)
+    expected = alone(directory, PROMPT, 2)
     with make(directory, group=GROUP, **options) as model:
         found = [counts(model)]
         is_equal = are_solo(together(model, PROMPTS), directory, PROMPTS)

@@ -16,6 +16,7 @@ STEP = 16
 
 
 PROMPTS = [[(7 * i * i + 3 * i + k) % 300 for i in range(n)] for k, n in enumerate([2 * STEP + 6, 1, 5, STEP + 1])]
+PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(3 * STEP + 6)]
 
 
 NUM_TOKENS = 4

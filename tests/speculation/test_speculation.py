@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_sampler
 
 import mlx_flash
+from batches import Tokens, alone, check_equal
 from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.engine.call import Row
@@ -21,7 +21,7 @@ from mlx_flash.generation import speculative_generate_step
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from models import LLAMA, computed, computed_once, guessed, same_bits, save, stock
+from models import LLAMA, computed, guessed, same_bits, save, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture
 from shared_passes import MODELS, Directories
@@ -31,27 +31,17 @@ from streamed import LARGE_GB, config, failing_once, streamed_whole
 PROMPT = [5, 17, 290, 3, 42, 64, 99, 5, 17, 290, 3, 42]
 NUM_TOKENS = 20
 
-Found = list[tuple[int, mx.array]]
+
+def by_mlx_lm(directory: Path, max_tokens: int = NUM_TOKENS, **options: Any) -> Tokens:
+    return alone(directory, PROMPT, max_tokens, **options)
 
 
-@computed_once
-def by_mlx_lm(directory: Path, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
-    model = stock(directory)
-    mx.random.seed(3)
-    return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, **options))
-
-
-def streamed(model: FlashLLM, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
+def streamed(model: FlashLLM, max_tokens: int = NUM_TOKENS, **options: Any) -> Tokens:
     mx.random.seed(3)
     return list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, **options))
 
 
-def check_equal(got: Found, expected: Found) -> None:
-    assert [token for token, _ in got] == [token for token, _ in expected]
-    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
-
-
-def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Found) -> None:
+def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Tokens) -> None:
     """Make the generation loop ask an oracle."""
     monkeypatch.setattr("mlx_flash.generation.steps.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
 
@@ -82,21 +72,6 @@ def test_finer_cuts(
     with streamed_whole(directories(name), cut=cut) as model:
         check_equal(streamed(with_room(model), 12), expected)
         assert model.counters.num_right and model.refusal(make_prompt_cache(model)) is None
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2"])
-def test_sampled_tokens_are_those_of_plain_decoding(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    options = {
-        "sampler": make_sampler(temp=0.9, top_p=0.9),
-        "logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=20),
-    }
-    expected = by_mlx_lm(directories(name), **options)
-    by_oracle(monkeypatch, expected)
-    with streamed_whole(directories(name)) as model:
-        check_equal(streamed(with_room(model), **options), expected)
-        assert model.counters.num_right
 
 
 def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directories, free_rows: None) -> None:
@@ -152,53 +127,6 @@ def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
             assert offsets[0] == offsets[1]
 
 
-@pytest.mark.parametrize(("name", "source"), [("gemma3", "oracle"), ("mamba2", "oracle"), ("mamba2", "lookup")])
-def test_copies_of_a_cache_go_on_wherever_the_caller_stopped(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, source: str
-) -> None:
-    expected = by_mlx_lm(directories(name))
-    if source == "oracle":
-        by_oracle(monkeypatch, expected)
-    num_guessed = 0
-    for stop in (2, 5, 7):
-        text = [*PROMPT, *(token for token, _ in expected[:stop])]
-        with streamed_whole(directories(name), context_length=4096) as model:  # memory for the copies
-            cache = make_prompt_cache(with_room(model))
-            steps: Any = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1, prompt_cache=cache)
-            for _ in range(stop):
-                next(steps)
-            steps.close()
-            num_guessed += model.counters.num_guessed
-            copied = copy.deepcopy(cache)
-            for each in (copied, cache):
-                found = list(mlx_flash.generate_step(mx.array([7]), model, max_tokens=3, prompt_cache=each))
-                check_equal(found, after(directories(name), text, 7))
-    assert num_guessed > 0
-
-
-@computed_once
-def after(directory: Path, text: list[int], token: int) -> Found:
-    """Return what mlx-lm answers to a token after a text, each token of which after the prompt it has chosen."""
-    model = stock(directory)
-    cache = make_prompt_cache(model)
-    for part in (text[: len(PROMPT) - 1], *([each] for each in text[len(PROMPT) - 1 :])):
-        mx.eval(model(mx.array([part]), cache=cache))
-    return list(stock_generate_step(mx.array([token]), model, max_tokens=3, prompt_cache=cache))
-
-
-@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk"])
-def test_every_kind_of_kv_cache(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, kv_cache: Any
-) -> None:
-    expected = by_mlx_lm(directories("llama"))
-    by_oracle(monkeypatch, expected)
-    settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)
-    with load_model(directories("llama"), settings)[0] as model:
-        check_equal(streamed(with_room(model)), expected)
-        is_on_disk = any(getattr(entry, "is_on_disk", False) for entry in make_prompt_cache(model))
-        assert is_on_disk or model.counters.num_right > 0
-
-
 def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
     directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,7 +160,7 @@ def test_a_quantized_cache(directories: Directories, free_rows: None, monkeypatc
         assert model.counters.num_right > 0
 
 
-def by_mlx_lm_from(model: Any, cache: list[Any]) -> Found:
+def by_mlx_lm_from(model: Any, cache: list[Any]) -> Tokens:
     return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache))
 
 

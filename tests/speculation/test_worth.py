@@ -38,11 +38,6 @@ def test_no_other_number_of_guesses_is_faster(
         assert max(speeds) <= LEAST_GAIN * speeds[0] * (1 + 1e-9)
 
 
-@given(shares, seconds, seconds, limits)
-def test_nothing_is_guessed_for_a_model_in_memory(acceptance: float, reading: float, more: float, limit: int) -> None:
-    assert worth_guessing(acceptance, reading, reading + more, limit).number == 0
-
-
 @pytest.mark.parametrize(("num_others", "number"), [(0, 9), (4, 5), (8, 1), (9, 0), (20, 0)])
 def test_rows_of_others_take_the_place_of_guesses(num_others: int, number: int) -> None:
     assert worth_guessing(1.0, 1.0, 0.1, 15, num_others=num_others).number == number

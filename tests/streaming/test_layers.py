@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -114,10 +113,3 @@ def test_an_empty_lookup(table: Any) -> None:
     if isinstance(table[0], nn.QuantizedEmbedding):
         pytest.skip("MLX cannot dequantize nothing")
     assert table[0](mx.zeros((1, 0), dtype=mx.int32)).shape == (1, 0, LLAMA["hidden_size"])
-
-
-def test_paths_are_real(tmp_path: Path) -> None:
-    save(tmp_path, LLAMA, mx.float32)
-    assert read_checkpoint(tmp_path).nbytes == 4 * sum(
-        array.size for _, array in mx.load(str(tmp_path / "model.safetensors")).items()
-    )

@@ -76,6 +76,7 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         loans.lend(whole // 2)
         run(model, [[1]])
         assert whole // 3 < loans.saved_bytes < loans.nbytes <= whole // 2
+        assert set(range(WIDE_LLAMA["num_hidden_layers"])) <= {array.unit for array in loans._lent}
         run(model, [[1]])  # reads that were in flight when the loans were made
         assert read_bytes(model, [[1]]) == whole + row - loans.saved_bytes
         loans.recall(loans.nbytes)
@@ -84,31 +85,8 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         assert read_bytes(model, [[1]]) == whole + row
 
 
-def test_loans_are_spread_over_all_units(directory: Path) -> None:
-    with streamed_whole(directory) as model:
-        loans = loans_of(model)
-        loans.lend(model.plan.streaming.read_bytes // 2)
-        run(model, [[1], [2]])
-        assert set(range(WIDE_LLAMA["num_hidden_layers"])) <= {array.unit for array in loans._lent}
-        assert len(loans._lent) < len(loans._order)
-
-
-def test_units_that_are_not_in_a_slot_give_first(directory: Path) -> None:
-    with streamed_whole(directory) as model:
-        loans = loans_of(model)
-        loans.lend(EVERYTHING)
-        run(model, [[1], [2]])
-        wait_for_reads(model)
-        assert model.engine is not None
-        in_slots = [array for array in loans._lent if model.engine.stream.is_in_slot(array.unit)]
-        others = loans.nbytes - sum(array.nbytes for array in in_slots)
-        assert in_slots and others > 0
-        loans.recall(others)
-        assert list(loans._lent) == in_slots
-
-
 def test_a_recall_ends_no_more_loans_than_it_needs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it frees goes back to the system, and nothing is done where nothing is asked for."""
+    """Units that are not in a slot give first. What is freed goes back to the system."""
     freed: list[int] = []
     with streamed_whole(directory) as model:
         loans = loans_of(model)
@@ -125,37 +103,11 @@ def test_a_recall_ends_no_more_loans_than_it_needs(directory: Path, monkeypatch:
         array = min(loans._lent, key=lambda array: loans._stream.is_in_slot(array.unit))
         loans.recall(array.nbytes)
         assert len(loans._lent) == num - 2
-
-
-def test_memory_is_given_to_the_system_when_some_of_it_is_lent(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    freed: list[bool] = []
-    with streamed_whole(directory) as model:
-        run(model, [[1]])
-        monkeypatch.setattr("mlx_flash.engine.lending.release_freed_memory", lambda: freed.append(True))
-        assert model.engine is not None
-        model.engine.lending.lend(0)
-        assert not freed
-        model.engine.lending.lend(EVERYTHING)
-        assert freed == [True]
-
-
-def test_a_loan_may_take_all_that_is_lent(directory: Path) -> None:
-    with streamed_whole(directory) as model:
-        loans = loans_of(model)
-        least = min(array.nbytes for array in loans._order)
-        assert loans.lend(least - 1) == least - 1
-        assert loans.lend(least) == 0
-
-
-def test_a_recall_ends_what_was_promised(directory: Path) -> None:
-    with streamed_whole(directory) as model:
-        loans = loans_of(model)
-        loans.lend(EVERYTHING)
-        loans.recall(1)
-        run(model, [[1], [2]])
-        assert loans.nbytes == 0
+        in_slots = [array for array in loans._lent if loans._stream.is_in_slot(array.unit)]
+        others = loans.nbytes - sum(array.nbytes for array in in_slots)
+        assert in_slots and others > 0
+        loans.recall(others)
+        assert list(loans._lent) == in_slots
 
 
 def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +146,10 @@ class Lending:
 def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
     with streamed_whole(directory) as model:
         loans = loans_of(model)
-        run(model, [[1]])
+        loans.lend(EVERYTHING)
+        loans.recall(1)  # ends what was promised
+        run(model, [[1], [2]])
+        assert loans.nbytes == 0
         before = mx.get_active_memory()
         loans.lend(8 * MB)
         run(model, [[1]])

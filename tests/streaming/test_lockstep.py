@@ -11,31 +11,22 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from greenlet import getcurrent, greenlet
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import LlamaModel
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
-from lockstep_calls import PROMPT, STEP, by_mlx_lm
-from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patch
+from batches import alone, check_equal
+from mlx_flash import FlashLLM, apply_flash_patch, remove_flash_patch
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.errors import ReadError
 from mlx_flash.generation import speculative_generate_step
-from models import computed, same_bits, stock
-from shared_passes import Directories
+from models import same_bits, stock
+from shared_passes import PROMPT, STEP, Directories
 from shared_passes import directories as directories  # a fixture
-from streamed import config, failing_once, streamed_whole
-
-MODELS = ("llama", "gemma3", "mamba2", "qwen3_moe")
-
-
-def check_equal(got: list[tuple[int, mx.array]], expected: list[tuple[int, mx.array]]) -> None:
-    assert [token for token, _ in got] == [token for token, _ in expected]
-    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+from streamed import config, streamed_whole
 
 
 def test_an_error_that_is_kept_keeps_no_greenlet(directories: Directories) -> None:
@@ -60,36 +51,6 @@ def test_an_error_that_is_kept_keeps_no_greenlet(directories: Directories) -> No
     while hubs[0]() is not None and time.monotonic() < deadline:
         time.sleep(0.001)  # the main thread removes it soon
     assert kept and hubs[0]() is None
-
-
-@pytest.mark.parametrize("length", [1, 2, STEP, STEP + 1, len(PROMPT)])
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_and_logprobs_are_mlx_lms(directories: Directories, name: str, length: int) -> None:
-    expected = by_mlx_lm(directories(name), PROMPT[:length], prefill_step_size=STEP)
-    with streamed_whole(directories(name)) as model:
-        got = list(mlx_flash.generate_step(mx.array(PROMPT[:length]), model, max_tokens=6, prefill_step_size=STEP))
-    check_equal(got, expected)
-
-
-@pytest.mark.parametrize("cut", [1, 2, "tiles"])
-@pytest.mark.parametrize("name", MODELS)
-def test_finer_cuts(directories: Directories, name: str, cut: int | str) -> None:
-    expected = by_mlx_lm(directories(name), PROMPT, prefill_step_size=STEP)
-    with streamed_whole(directories(name), cut=cut) as model:
-        check_equal(
-            list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP)), expected
-        )
-
-
-@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk", None])
-def test_every_kind_of_kv_cache(directories: Directories, kv_cache: Any) -> None:
-    expected = by_mlx_lm(directories("llama"), PROMPT, prefill_step_size=STEP)
-    settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)
-    with load_model(directories("llama"), settings)[0] as model:
-        model.plan = _with_step(model, STEP)
-        check_equal(
-            list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP)), expected
-        )
 
 
 def _with_step(model: FlashLLM, step: int) -> Any:
@@ -119,37 +80,6 @@ def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Directories) -> None:
         assert model.counters.num_passes == 1
 
 
-def test_only_the_last_part_of_a_prompt_computes_logits(
-    directories: Directories, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, heights = nn.Linear.__call__, list[int]()
-
-    def recording(linear: nn.Linear, x: mx.array) -> mx.array:
-        heights.append(linear.weight.shape[0])
-        return own(linear, x)
-
-    monkeypatch.setattr(nn.Linear, "__call__", recording)
-    with streamed_whole(directories("llama"), tile_rows=256) as model:
-        model.start()
-        heights.clear()
-        computed(model, mx.array([PROMPT]), make_prompt_cache(model), STEP)
-        assert heights.count(256) == model.args.vocab_size // 256
-        num_parts = -(-(len(PROMPT) - 1) // STEP) + 1  # the last token is one
-        assert heights.count(model.args.intermediate_size) == 2 * len(model.layers) * num_parts
-
-
-def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Directories) -> None:
-    with streamed_whole(directories("llama")) as model:
-        cache = make_prompt_cache(model)
-        for _ in mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=3, prompt_cache=cache):
-            pass
-        assert {entry.offset for entry in cache} == {len(PROMPT) + 3}
-        steps = mlx_flash.generate_step(mx.array([1, 2]), model, max_tokens=9, prompt_cache=cache)
-        next(steps)
-        steps.close()  # type: ignore[attr-defined]
-        assert {entry.offset for entry in cache} == {len(PROMPT) + 3 + 3}
-
-
 def test_a_failed_token_is_not_computed_again(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed_whole(directories("llama")) as model:
         steps = mlx_flash.generate_step(mx.array([1, 2]), model, prompt_cache=make_prompt_cache(model))
@@ -164,46 +94,6 @@ def test_a_failed_token_is_not_computed_again(directories: Directories, monkeypa
         with pytest.raises(ReadError, match="unplugged"):
             next(steps)
         assert len(calls) == 1
-
-
-def test_samplers_and_processors_see_what_mlx_lm_shows_them(directories: Directories) -> None:
-    options = {
-        "sampler": make_sampler(temp=0.9, top_p=0.9),
-        "logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=20),
-        "prefill_step_size": STEP,
-    }
-    expected = by_mlx_lm(directories("llama"), PROMPT, 12, **options)
-    with streamed_whole(directories("llama")) as model:
-        mx.random.seed(3)
-        check_equal(list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=12, **options)), expected)
-
-
-def test_a_failed_read_puts_the_cache_back(directories: Directories) -> None:
-    expected = by_mlx_lm(directories("llama"), PROMPT, 2)
-    with streamed_whole(directories("llama")) as model:
-        cache = make_prompt_cache(model)
-        with failing_once(model), pytest.raises(ReadError, match="unplugged"):
-            list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, max_tokens=2))
-        assert {entry.offset for entry in cache} == {0}
-        got = list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, max_tokens=2))
-    check_equal(got, expected)
-
-
-def test_progress_may_end_a_prompt(directories: Directories) -> None:
-    seen: list[int] = []
-
-    def stop(done: int, total: int) -> None:
-        assert total == len(PROMPT)
-        seen.append(done)
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with streamed_whole(directories("llama")) as model:
-        cache = make_prompt_cache(model)
-        with pytest.raises(KeyboardInterrupt):
-            list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, prompt_progress_callback=stop))
-        assert seen == sorted(seen) and 0 < seen[-1] < len(PROMPT)
-        assert {entry.offset for entry in cache} == {0}
 
 
 def test_a_model_that_uses_an_entry_again_is_computed_in_order(
@@ -242,11 +132,11 @@ def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:
 
 
 def test_other_models_and_options_are_left_to_mlx_lm(directories: Directories) -> None:
-    expected = by_mlx_lm(directories("llama"), PROMPT, kv_bits=8, kv_group_size=32)
+    expected = alone(directories("llama"), PROMPT, 6, kv_bits=8, kv_group_size=32, prefill_step_size=2048)
     with streamed_whole(directories("llama")) as model:
         options: dict[str, Any] = {"max_tokens": 6, "kv_bits": 8, "kv_group_size": 32}
         check_equal(list(mlx_flash.generate_step(mx.array(PROMPT), model, **options)), expected)
         with pytest.raises(TypeError, match="max_token"):
             mlx_flash.generate_step(mx.array(PROMPT), model, max_token=6)
     got = list(mlx_flash.generate_step(mx.array(PROMPT), stock(directories("llama")), max_tokens=6))
-    check_equal(got, by_mlx_lm(directories("llama"), PROMPT))
+    check_equal(got, alone(directories("llama"), PROMPT, 6, prefill_step_size=2048))

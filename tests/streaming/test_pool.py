@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -274,32 +274,6 @@ def test_calls_in_any_order(checkpoint: Checkpoint) -> None:
     run_state_machine_as_test(
         Calls, settings=settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
     )
-
-
-@settings(deadline=None, max_examples=30, derandomize=True)
-@given(num_slots=st.integers(4, 9), calls=st.lists(st.tuples(LAYERS, SOME.filter(len)), max_size=25))
-def test_every_miss_is_read_once(checkpoint: Checkpoint, num_slots: int, calls: list[tuple[int, list[int]]]) -> None:
-    reader = BackgroundPrefetcher([checkpoint.path])
-    pool = checkpoint.pool(num_slots, reader)
-    num_bytes = num_misses = num_routed = 0
-    for layer, some in calls:
-        experts = [expert for expert in some if expert < NUM_EXPERTS[layer]][:num_slots]
-        missing = {(layer, expert) for expert in experts} - set(resident(pool))
-        bring(pool, layer, *experts)
-        num_routed += len(experts)
-        num_misses += len(missing)
-        num_bytes += len(missing) * sum(SIZES[layer])
-    stats = pool.stats
-    assert (stats.num_routed, stats.num_routed - stats.num_hits) == (num_routed, num_misses)
-    assert reader.stats.nbytes == stats.read_bytes == num_bytes
-    assert stats.num_evicted == num_misses - pool.num_resident
-    reader.close()
-
-
-def test_more_experts_than_slots_is_an_error(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
-    pool = checkpoint.pool(2, reader)
-    with pytest.raises(AssertionError, match="3 experts do not fit 2 slots"):
-        pool.request(0, [0, 1, 2])
 
 
 @pytest.fixture

@@ -102,11 +102,6 @@ def test_nothing_writes_to_a_slot_after_the_end() -> None:
     assert not reader.in_flight
 
 
-def test_reads_ahead_in_calling_order() -> None:
-    _, reader, _ = make_stream(7, 3)
-    assert reader.started == [0, 1, 2]
-
-
 def test_a_failed_read_surfaces_at_acquire_and_can_be_tried_again() -> None:
     stream, reader, arenas = make_stream(4, 2)
     stream.acquire(0)

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
-from greenlet import greenlet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -84,37 +83,6 @@ def test_the_next_unit_is_acquired_first_only_if_its_weights_come_meanwhile() ->
         stream.release(1)
         assert events == ["computed"]
         assert unit_states(stream, 0.0)[:2] == ["done", "done"]
-
-
-def test_states_that_are_seen_while_the_next_unit_is_acquired() -> None:
-    stream, reader, _ = make_stream(4, 2)
-    reader.is_quick = True
-    stream.acquire(0)
-    stream.release(0, lambda: None)
-    stream.acquire(1)
-
-    def go_on() -> None:
-        stream.release(1, lambda: None)
-        stream.acquire(2)
-
-    thread = greenlet(go_on)
-
-    class Slots(list[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            for slot in super().__iter__():
-                yield slot
-                if not thread and not thread.dead:  # once, after the first slot
-                    thread.switch()
-
-    def done_by(ticket: FakeTicket, moment: float) -> bool:
-        thread.parent.switch()  # type: ignore[union-attr]
-        return True
-
-    with patch.object(stream, "_slots", Slots(stream._slots)), patch.object(FakeTicket, "done_by", done_by):
-        assert unit_states(stream, 0.0).count("computing") == 1
-        thread.switch()
-    stream.release(2)
-    assert not stream.holds_units
 
 
 def test_held_seconds_of_units_that_overlap_are_counted_once() -> None:

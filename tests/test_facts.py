@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import monitored
 from expert_pools import with_pool
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash import telemetry as facts
-from mlx_flash.telemetry import Json, find
+from mlx_flash.commands import report
+from mlx_flash.commands.report import RUN
+from mlx_flash.config import GB
+from mlx_flash.monitor.rates import History
+from mlx_flash.monitor.words import filled
+from mlx_flash.telemetry import Facts, Json, Sample, find
 from models import LLAMA, make_random_model, run, save
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere
 
@@ -20,7 +28,7 @@ RARE = {"writes.day_limit_bytes", "passes.began"}
 """Facts that are None until something is known, limited, or under way."""
 
 
-def published(loaded: FlashLLM) -> Json:
+def told_by(loaded: FlashLLM) -> Json:
     with loaded as model:
         run(model, [[1, 2, 3], [4]])
         deadline = time.monotonic() + 10
@@ -40,8 +48,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
         mixture = make_random_model(folder / "mixture", "--layers=2", "--hidden-size=64", *options)
         prefixes = FlashConfig(ram_budget_gb=1, context_length=512, kv_prefixes="exact", kv_directory=folder)
         return [
-            published(load_model(dense, prefixes)[0]),
-            published(with_pool(mixture, pool_slots=3, telemetry=True)),
+            told_by(load_model(dense, prefixes)[0]),
+            told_by(with_pool(mixture, pool_slots=3, telemetry=True)),
         ]
 
 
@@ -86,3 +94,46 @@ def test_any_state_gives_finite_numbers(state: Json, value: object) -> None:
     found = facts.read({**state, "kv": {"disk_bytes": value}})
     assert all(math.isfinite(number) and number >= 0 for number in found.values())
     assert facts.Facts()["kv.disk_bytes"] == 0.0
+
+
+# The limit of the speed, in reports and in the monitor
+
+
+@pytest.mark.parametrize(
+    ("waited", "cached", "limit"), [(1.0, 0, "disk"), (0.4, 0, "computing"), (1.0, 10, "page cache")]
+)
+def test_summary_shows_shares_and_limit(waited: float, cached: int, limit: str) -> None:
+    first = Sample(1.0, Facts({"read.nbytes": 10.0}))
+    numbers = {"read.nbytes": 20.0, "read.cached_bytes": cached * 2.0, "read.busy_seconds": 3.6}
+    last = Sample(5.0, Facts({**numbers, "stream.wait_seconds": waited}))
+    plan = SimpleNamespace(budget_bytes=GB, disk_bytes_per_second=1e9)
+    start = Sample(0.0, Facts())
+    run: Any = SimpleNamespace(start=start, first=first, last=last, sample=lambda: last, tokens=[1, 2], plan=plan)
+    found = dict(filled(RUN, report._disk_numbers(run)))
+    assert found["Time"].startswith(f"reading 90%, computing {1 - waited / 4:.0%}, waiting {waited / 4:.0%}")
+    assert found["Time"].endswith(f"limited by: {limit}")
+
+
+def test_reading_takes_no_less_time_than_waiting_for_it() -> None:
+    """Keys and values have a reader of their own."""
+    facts = {"stream.wait_seconds": 1.0, "experts.wait_seconds": 0.0, "kv.wait_seconds": 2.0, "read.busy_seconds": 1.5}
+    before, now = Sample(0.0, Facts(dict.fromkeys(facts, 0.0))), Sample(4.0, Facts(facts))
+    assert now.reading(before) == now.waited(before) == 3.0
+
+
+def limit_of(**sections: Any) -> str:
+    history = History(monitored.published(monitored.state(), 96.0))
+    history.add(monitored.published(monitored.state(**sections), 100.0))
+    return next((line for line in monitored.text_of(history) if line.startswith("limit")), "")
+
+
+def test_monitor_says_what_limits() -> None:
+    busy = {"passes": {"pass_seconds": 11.0}, "read": {"busy_seconds": 9.1}}
+    told = limit_of(**busy, stream={"wait_seconds": 5.0, "held_seconds": 5.0})
+    assert told == "limit      disk; the disk is busy 90% of the time"
+    computing = limit_of(**busy, stream={"wait_seconds": 2.1, "held_seconds": 7.9})
+    assert computing == "limit      computing; the disk is busy 90% of the time"
+    assert limit_of(passes={"began": None}) == ""  # idle
+    busy["read"] = {"busy_seconds": 9.1, "nbytes": 50 * GB, "cached_bytes": 50 * GB}
+    cached = limit_of(**busy, stream={"wait_seconds": 5.0, "held_seconds": 5.0})
+    assert cached == "limit      page cache; the page cache is busy 90% of the time"

@@ -106,24 +106,20 @@ def watched(manager: FakeManager, hog: Callable[[int], int], seconds: int) -> li
     return budgets
 
 
-def test_a_hog_that_comes_and_goes_every_second_changes_the_budget_once() -> None:
+def test_a_hog_is_answered_at_once_and_more_and_more_slowly() -> None:
     manager = FakeManager(12 * GB)
-    budgets = watched(manager, lambda now: 6 * GB * (now % 2), 600)
+    budgets = watched(manager, lambda now: 6 * GB * (now % 2), 600)  # it comes and goes every second
     assert len(manager.changes) == 1 and budgets[-1] == pytest.approx(16 * GB - 6 * GB - 1.6 * GB)
-
-
-def test_memory_that_a_hog_returns_is_taken_again() -> None:
     manager = FakeManager(12 * GB)
     budgets = watched(manager, lambda now: 8 * GB if 10 <= now < 100 else 0, 200)
     assert budgets[9] == 12 * GB and budgets[10] == pytest.approx(6.4 * GB) == budgets[99]
     assert budgets[-1] == pytest.approx(12.8 * GB) and len(manager.changes) == 2
     assert budgets.index(budgets[-1], 100) <= 100 + 2 * CALM_SECONDS + 1
-
-
-def test_a_slow_hog_is_answered_more_and_more_slowly() -> None:
     manager = FakeManager(12 * GB)
     watched(manager, lambda now: 8 * GB * (now // 45 % 2), 3600)
     assert 2 <= len(manager.changes) <= 8  # the hog comes forty times
+    manager = FakeManager(4 * GB)
+    assert watched(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +129,6 @@ def test_a_calm_period_that_grew_is_short_again_long_after_the_last_fall(seconds
     tide = Tide(4 * GB, since=0.0, calm=4 * CALM_SECONDS, fallen_at=0.0)
     risen = tide.after(MemoryReading(TOTAL, TOTAL, 0.0), 0, seconds)
     assert risen.budget > tide.budget and risen.calm == calm
-
-
-def test_the_budget_does_not_fall_below_what_the_models_need() -> None:
-    manager = FakeManager(4 * GB)
-    assert watched(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)
 
 
 def test_pressure_of_linux(tmp_path: Path) -> None:

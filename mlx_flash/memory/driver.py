@@ -34,7 +34,7 @@ class DriverError(FlashError):
     """A call of CUDA's driver failed."""
 
 
-class _Lane:
+class _Channel:
     """A stream and page-locked memory of the host, with which one thread copies."""
 
     def __init__(self, driver: Any, context: ctypes.c_void_p, nbytes: int) -> None:
@@ -73,21 +73,21 @@ class DriverCopies:
         _check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._ordinal))
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._lanes: list[_Lane] = []
+        self._channels: list[_Channel] = []
 
     @property
     def bounce_buffer(self) -> memoryview:
         """This thread's bounce buffer."""
-        return memoryview(self._lane.host)
+        return memoryview(self._channel.host)
 
     @property
-    def _lane(self) -> _Lane:
-        lane: _Lane | None = getattr(self._local, "lane", None)
-        if lane is None:
-            lane = self._local.lane = _Lane(self._driver, self._context, self._nbytes)
+    def _channel(self) -> _Channel:
+        channel: _Channel | None = getattr(self._local, "channel", None)
+        if channel is None:
+            channel = self._local.channel = _Channel(self._driver, self._context, self._nbytes)
             with self._lock:
-                self._lanes.append(lane)
-        return lane
+                self._channels.append(channel)
+        return channel
 
     def start(self, source: memoryview, target: memoryview) -> None:
         """Start to copy a part of the bounce buffer to MLX's memory.
@@ -96,7 +96,7 @@ class DriverCopies:
             DriverError: the driver refused.
         """
         to, at = ctypes.c_uint64(address_of(target)), ctypes.c_void_p(address_of(source))
-        _check(self._driver.cuMemcpyHtoDAsync_v2(to, at, ctypes.c_size_t(len(source)), self._lane.stream))
+        _check(self._driver.cuMemcpyHtoDAsync_v2(to, at, ctypes.c_size_t(len(source)), self._channel.stream))
 
     def finish(self) -> None:
         """Wait until this thread's copies have arrived.
@@ -104,15 +104,15 @@ class DriverCopies:
         Raises:
             DriverError: one of them failed.
         """
-        _check(self._driver.cuStreamSynchronize(self._lane.stream))
+        _check(self._driver.cuStreamSynchronize(self._channel.stream))
 
     def close(self) -> None:
         """Give the bounce buffers back. No thread may copy any more; another call does nothing."""
-        lanes, self._lanes = self._lanes, []
+        channels, self._channels = self._channels, []
         if self._context:
             self._driver.cuCtxSetCurrent(self._context)
-            for lane in lanes:
-                lane.close()
+            for channel in channels:
+                channel.close()
             self._driver.cuDevicePrimaryCtxRelease_v2(self._ordinal)
             self._context = ctypes.c_void_p()
 

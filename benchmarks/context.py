@@ -101,7 +101,7 @@ def fill(model: FlashLLM, cache: list[Any], options: argparse.Namespace) -> None
     for start in range(0, options.tokens, FILL_STEP):
         num_new = min(FILL_STEP, options.tokens - start)
         call = parse_call((mx.zeros((1, num_new), mx.int32), cache), {}, wants_logits=False)
-        make_room(need(model.plan, [Lane(call, options.prefill_step_size)]))
+        make_room(need(model.plan, [Lane(call, step=options.prefill_step_size)]))
         for entry in cache:
             shape = (2, 1, args.num_key_value_heads, num_new, width)
             keys, values = mx.array(generator.standard_normal(shape, np.float32)).astype(dtype)

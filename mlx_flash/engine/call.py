@@ -163,24 +163,28 @@ def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants
 
 
 class Lane:
-    """New tokens that are added to one prompt cache in a pass. It looks at the entries of the cache once.
+    """The calls of one row that share a pass, which add tokens to one prompt cache. It looks at its entries once.
 
     Args:
-        call: the call; of one in parts, all that is left of it.
-        step: new tokens of each sequence that go through the model at a time; None for all.
+        calls: the calls, in order.
+        step: new tokens of each sequence that go through the model at a time; None for those of a call.
         num_kept: tokens whose logits are kept while others compute, as in ``NewTokens``.
 
     Attributes:
-        call, step, num_kept: as given.
+        calls, num_kept: as given.
+        step: as given; None if all tokens go through the model at once.
         own: the caches that belong to a pool.
         lengths: the tokens in each of these.
+        length: new tokens of each sequence.
         others: mlx-lm's own caches on this machine, without the lists that hold some.
         tokens: the lane in numbers.
     """
 
-    def __init__(self, call: ForwardCall, step: int | None = None, num_kept: int = 0) -> None:
-        cache = call.cache or ()
-        self.call, self.step, self.num_kept = call, step, num_kept
+    def __init__(self, *calls: ForwardCall, step: int | None = None, num_kept: int = 0) -> None:
+        first = calls[0]
+        cache = first.cache or ()
+        self.calls, self.num_kept = [*calls], num_kept
+        self.step = step = step or (first.length if len(calls) > 1 else None)
         self.own = [entry for entry in cache if isinstance(entry, PooledCache)]
         self.others: list[Any] = []
         if len(self.own) < len(cache):
@@ -191,13 +195,14 @@ class Lane:
         self.lengths = [entry.rows.store.length for entry in self.own]
         lengths = [*(self.lengths if is_fused else [entry.offset for entry in self.own])]
         lengths += map(_num_attended, self.others)
-        batch_size, num_each = call.batch_size, call.length
+        num_tokens, batch_size = sum([call.num_tokens for call in calls]), first.batch_size
+        self.length = num_tokens // batch_size
         self.tokens = NewTokens(
-            num_tokens=call.num_tokens,
-            num_at_once=step * batch_size if step else call.num_tokens,
-            context=max(call.num_tokens, max(lengths, default=-num_each) + num_each),
+            num_tokens=num_tokens,
+            num_at_once=step * batch_size if step else num_tokens,
+            context=max(num_tokens, max(lengths, default=-self.length) + self.length),
             batch_size=batch_size,
-            all_logits=call.wants_logits,
+            all_logits=first.wants_logits,
             in_parts=bool(step),
             is_fused=is_fused,
             num_kept=num_kept,
@@ -267,15 +272,11 @@ class Row:
         return self.error is not None or not self.left
 
     def lane(self, num_parts: int = 1) -> Lane:
-        """Return the next parts, as the budget sees them."""
-        first, num_kept = self.left[0], self.num_joined
-        if num_parts == 1:
-            return Lane(first, num_kept=num_kept)
-        assert first.tokens is not None  # only such calls have parts
-        call = first.with_tokens(first.tokens)
-        call.num_tokens = sum([part.num_tokens for part in islice(self.left, num_parts)])
-        num_kept += call.num_tokens if self.joins else 0
-        return Lane(call, first.length, num_kept)
+        """Return the next parts, to be computed in one pass."""
+        calls, num_kept = [*islice(self.left, num_parts)], self.num_joined
+        if num_parts > 1 and self.joins:
+            num_kept += sum([call.num_tokens for call in calls])
+        return Lane(*calls, num_kept=num_kept)
 
     @property
     def num_joined(self) -> int:
@@ -386,9 +387,9 @@ class Row:
             mx.eval(self.outputs)
 
 
-def teller(lanes: Mapping[Row, Sequence[ForwardCall]]) -> Callable[[float], None]:
+def teller(lanes: Mapping[Row, Lane]) -> Callable[[float], None]:
     """Return what reports the share of a pass that is done, to the only row in it."""
     if len(lanes) > 1:
         return lambda share: None
-    [(row, calls)] = lanes.items()
-    return partial(row.tell, sum(call.num_tokens for call in calls))
+    [(row, lane)] = lanes.items()
+    return partial(row.tell, lane.tokens.num_tokens)

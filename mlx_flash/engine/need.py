@@ -282,7 +282,7 @@ def _make_room_for_kv(need: Need) -> int:
 
 def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
     """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing."""
-    least = need(plan, [Lane(lane.call, 1, lane.num_kept)])
+    least = need(plan, [Lane(*lane.calls, step=1, num_kept=lane.num_kept)])
     way = least.kv_room(least.missing - (lending.recallable if lending is not None else 0))[1]
     if way.missing > 0:
         raise too_large(least, way.missing)
@@ -311,12 +311,12 @@ def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
     """Return the most bytes that calls add to mlx-lm's own caches, which copy one layer after another as they grow."""
     states, growths = 0, [Growth(0, 0)]
     for lane in lanes:
-        call, entries = lane.call, lane.others
+        new, entries = lane.tokens, lane.others
         if entries:
-            states += 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
+            states += 0 if any(map(arrays_in, entries)) else new.batch_size * plan.cache.constant_bytes
             token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if lane.own else 0)
-            per_layer = call.batch_size * token_bytes // len(entries)
-            growths.append(update_growth(entries, call.length, [per_layer] * len(entries), lane.step))
+            per_layer = new.batch_size * token_bytes // len(entries)
+            growths.append(update_growth(entries, lane.length, [per_layer] * len(entries), lane.step))
     if len(growths) == 1:  # no lane has such caches
         return 0
     return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
@@ -362,7 +362,7 @@ def too_large(need: Need, missing: int) -> BudgetError:
     num_tokens, context = _sizes(lanes)
     total = plan.budget_bytes + missing
     kv = total - need.process - need.in_use - need.activations
-    all_logits = any(x.call.wants_logits and x.call.num_tokens > x.call.batch_size for x in lanes)
+    all_logits = any(x.tokens.all_logits and x.length > 1 for x in lanes)
     hint = _hint(plan, max(x.tokens.num_at_once for x in lanes), context, all_logits)
     return BudgetError(
         f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
@@ -376,7 +376,7 @@ def too_large(need: Need, missing: int) -> BudgetError:
 def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> BudgetError:
     """Return the error for a call that fits the budget, but not the share of it that the user gave the KV cache."""
     (num_tokens, context), limit = _sizes(lanes), plan.kv.limit or 0
-    held = plan.ledger.held(context, max(lane.call.length for lane in lanes))
+    held = plan.ledger.held(context, max(lane.length for lane in lanes))
     return BudgetError(
         f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} needs "
         f"{needed / MB:.1f} MB for the keys and values of {held} tokens; kv_ram_gb "
@@ -397,7 +397,7 @@ def of_several_pools(num_pools: int) -> ConfigError:
 
 def _sizes(lanes: Sequence[Lane]) -> tuple[int, int]:
     """Return the new tokens of all calls, and the longest context."""
-    return sum(lane.call.num_tokens for lane in lanes), max(lane.tokens.context for lane in lanes)
+    return sum(lane.tokens.num_tokens for lane in lanes), max(lane.tokens.context for lane in lanes)
 
 
 def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:

@@ -115,31 +115,32 @@ class Passes:
                 if each.debt is not None:  # its token was not computed, or guesses were
                     each.put()
 
-    def _run(self, lanes: dict[Row, list[ForwardCall]]) -> None:
+    def _run(self, lanes: Mapping[Row, Lane]) -> None:
         """Compute parts of some rows in a pass."""
-        undo = {row: Undo(calls) for row, calls in lanes.items()}
+        calls = [lane.calls for lane in lanes.values()]
+        undo = {row: Undo(lane.calls) for row, lane in lanes.items()}
         with self._undoing(undo):
             outcomes: list[Outcome] = [None]
-            known = {row: self._known(calls) for row, calls in lanes.items()}
-            if sum(map(len, lanes.values())) > 1:
+            known = {row: self._known(lane.calls) for row, lane in lanes.items()}
+            if sum(map(len, calls)) > 1:
                 compute = partial(self._compute, is_pass=False)
-                run = partial(self.group.run, [*lanes.values()], compute, [*known.values()], teller(lanes))
-                outcomes = self._counted([*lanes.values()], run)
+                run = partial(self.group.run, calls, compute, [*known.values()], teller(lanes))
+                outcomes = self._counted(calls, run)
             ended = dict[Row, list[Any] | Exception]()
-            for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
+            for (row, lane), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
-                    if len(calls) > 1:
+                    if len(lane.calls) > 1:
                         undo[row]()
-                        del calls[1:]
-                        undo[row], known[row] = Undo(calls), self._known(calls)
-                    outcome = self._alone(calls[0])
+                        del lane.calls[1:]
+                        undo[row], known[row] = Undo(lane.calls), self._known(lane.calls)
+                    outcome = self._alone(lane.calls[0])
                 ended[row] = self._kept(known[row], outcome)
                 if isinstance(ended[row], Exception):
                     undo[row]()
             if self._kv is not None:
                 self._kv.note()  # not before a GPU has something to compute
-        for row, calls in lanes.items():  # the pass is done, and nothing of it is undone any more
-            row.finish(calls, ended[row])
+        for row, lane in lanes.items():  # the pass is done, and nothing of it is undone any more
+            row.finish(lane.calls, ended[row])
         for row in [row for row in lanes if row.error is None]:
             row.tell(0)
 
@@ -208,7 +209,7 @@ class Passes:
             return
         call = row.left[0].with_tokens(cached.tokens[:, : cached.num_restored])
         try:
-            make_room(need(plan, [Lane(call, 1)]), lending)
+            make_room(need(plan, [Lane(call, step=1)]), lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
         undo = Undo([call])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from math import inf
@@ -33,31 +34,22 @@ from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 _log = logging.getLogger("mlx_flash")
 
 
-class _More(NamedTuple):
-    """A part of a prompt that may share the pass with those before it."""
-
-    row: Row
-    part: ForwardCall
-
-
 class _Asked(NamedTuple):
-    """Rows whose next parts share a pass, and the parts that may share it with them."""
+    """Rows whose next parts share a pass, and the rows of parts after these that may share it with them, in order."""
 
     plan: ResidencyPlan
     lending: Lending | None
     rows: Sequence[Row]
-    more: Sequence[_More]
+    more: Sequence[Row]
 
-    def parts(self, number: int) -> dict[Row, list[ForwardCall]]:
+    def lanes(self, number: int) -> list[Lane]:
         """Return the next part of each row, and so many more."""
-        chosen = {row: [row.left[0]] for row in self.rows}
-        for row, part in self.more[:number]:
-            chosen[row].append(part)
-        return chosen
+        counts = Counter(self.more[:number])
+        return [row.lane(1 + counts[row]) for row in self.rows]
 
     def need(self, number: int = 0, waiting: int = 0) -> Need:
         """Return what a pass with so many more parts needs, which take so many bytes while they wait."""
-        return need(self.plan, [row.lane(len(parts)) for row, parts in self.parts(number).items()], waiting)
+        return need(self.plan, self.lanes(number), waiting)
 
     @property
     def lent(self) -> int:
@@ -69,7 +61,7 @@ class _Asked(NamedTuple):
 
         Layers are where they are, or on disk. Raises: WriteError: they would have to go there, which has no room.
         """
-        room, parts = self.lent - self.need().missing, [*self.parts(len(self.more)).values()]
+        room, parts = self.lent - self.need().missing, [lane.calls for lane in self.lanes(len(self.more))]
         waiting = waiting_bytes(self.plan, parts, room, on_disk=offloads)
 
         def is_too_much(number: int) -> bool:
@@ -81,7 +73,7 @@ class _Asked(NamedTuple):
 class Chosen(NamedTuple):
     """Calls that share the next pass."""
 
-    lanes: dict[Row, list[ForwardCall]]  # the parts of each row
+    lanes: dict[Row, Lane]
     layers_at_once: int | None = None  # as :func:`layers_at_once` returns it
     computes_ahead: bool = False  # as of :class:`WeightStream`
 
@@ -113,7 +105,7 @@ class Sharing:
         num_rows, step, is_collected = len(rows) if self._group.can_share else 1, 0, False
         while True:
             chosen, can_cut = rows[:num_rows], False
-            asked = _Asked(plan, lending, chosen, [each for row in chosen for each in self._more(row)])
+            asked = _Asked(plan, lending, chosen, [row for row in chosen for _ in range(self._num_more(row))])
             try:
                 with self._all_have_room():
                     for row in chosen:
@@ -160,17 +152,16 @@ class Sharing:
                 continue
             num_layers = len(self._session.engine.pinned.modules)
             at_once = layers_at_once(found, num_layers, len(asked.rows) + number) if num_layers else None
-            return Chosen(asked.parts(number), at_once, is_ahead)
+            return Chosen(dict(zip(asked.rows, found.lanes, strict=True)), at_once, is_ahead)
 
-    def _more(self, row: Row) -> list[_More]:
-        """Return the parts of a row that may share a pass with the first one that is left."""
-        first, *others = row.left
-        if not others or first.cache is None:
-            return []
+    def _num_more(self, row: Row) -> int:
+        """Return how many parts of a row may share a pass with the first one that is left."""
+        first, num_others = row.left[0], len(row.left) - 1
+        if not num_others or first.cache is None:
+            return 0
         is_guessed = first.checkpoints is not None  # such tokens can be taken back
-        if not (self.refusal(first.cache) is None if is_guessed else self._group.fits(first.cache)):
-            return []
-        return [_More(row, part) for part in others]
+        can_share = self.refusal(first.cache) is None if is_guessed else self._group.fits(first.cache)
+        return num_others if can_share else 0
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""

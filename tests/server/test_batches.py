@@ -242,7 +242,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
     make_room, refused = sharing.make_room, list[Any]()
 
     def checked(need: Any, *args: Any, **options: Any) -> Any:
-        call = need.lanes[0].call
+        (call,) = need.lanes[0].calls
         is_again = bool(refused) and refused.pop() is call
         if is_again or call.batch_size > next(limits):
             refused.extend([] if is_again else [call])

@@ -162,8 +162,10 @@ KVMode = Literal["stock", "preallocated", "disk"]
 Batching = Literal["auto", "stock"]
 PrefixMode = Literal["off", "exact"]
 
-_BUDGET_WORDS = ("min", "auto", *get_args(Profile))
-_OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
+BUDGET_WORDS = ("min", "auto", *get_args(Profile))
+"""The words of ``ram_budget_gb``."""
+
+_OR_A_WORD = f"or one of {', '.join(map(repr, BUDGET_WORDS))}"
 _KIND_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _OR_ZERO = {"least": 0}
 """Metadata of a field that may be 0. Else a count is at least 1, another number above 0. ``most`` limits a count."""
@@ -263,10 +265,10 @@ class FlashConfig:
     poison_released_slots: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.ram_budget_gb, str) and self.ram_budget_gb not in _BUDGET_WORDS:
+        if isinstance(self.ram_budget_gb, str) and self.ram_budget_gb not in BUDGET_WORDS:
             raise ConfigError(
                 f"ram_budget_gb is {self.ram_budget_gb!r}: it must be a number of GB, {_OR_A_WORD}"
-                + did_you_mean(self.ram_budget_gb, _BUDGET_WORDS)
+                + did_you_mean(self.ram_budget_gb, BUDGET_WORDS)
             )
         parse_budget(self.ram_budget_gb)
         for each in fields(self):
@@ -366,7 +368,7 @@ def parse_budget(value: object) -> Budget:
     Raises:
         ConfigError: the value is neither a word nor a positive, finite number.
     """
-    if value is None or (isinstance(value, str) and value in _BUDGET_WORDS):
+    if value is None or (isinstance(value, str) and value in BUDGET_WORDS):
         return value  # type: ignore[return-value]
     try:
         if isinstance(value, bool | bytes | bytearray):
@@ -375,7 +377,7 @@ def parse_budget(value: object) -> Budget:
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, "
-            f"{_OR_A_WORD}{did_you_mean(value, _BUDGET_WORDS)}"
+            f"{_OR_A_WORD}{did_you_mean(value, BUDGET_WORDS)}"
         ) from None
     if not math.isfinite(number * GB) or number <= 0:
         raise ConfigError(f"ram_budget_gb is {value!r}: it must be a finite number above 0, in GB (10**9 bytes)")

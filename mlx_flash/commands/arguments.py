@@ -318,6 +318,10 @@ VERIFY = (
     *measured(16, 4),
 )
 EXEC = (flag("PROGRAM", "such as: mlx_lm.generate --model MODEL", nargs=argparse.REMAINDER),)
+SERVICE = (
+    flag("action", "what to do with it", choices=("install", "status", "logs", "remove")),
+    flag("arguments", "flags of mlx-flash serve, for install", nargs=argparse.REMAINDER, metavar="FLAGS"),
+)
 PACK = (
     flag("target", "directory to make"),
     flag("--compress", "compress what shrinks, if that is expected to pay on this machine"),
@@ -467,7 +471,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         command.shown = None
         command.print_help()
         command.exit()
-    parse = command.parse_known_args if name == "exec" else command.parse_known_intermixed_args
+    has_rest = name in ("exec", "service")  # words that are another program's
+    parse = command.parse_known_args if has_rest else command.parse_known_intermixed_args
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
         flag, command.shown = next((word for word in unknown if word.startswith("-")), unknown[0]), None
@@ -581,6 +586,12 @@ COMMANDS = {
         "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
         SERVE,
         "[[NAME=]MODEL ...]",
+    ),
+    "service": Command(
+        "keep the server running as a service of yours",
+        SERVICE,
+        usage="install|status|logs|remove [flags of serve]",
+        streams=False,
     ),
     "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL"),
     "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),

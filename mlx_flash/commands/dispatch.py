@@ -25,7 +25,10 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
 
 from mlx_flash.commands.arguments import COMMANDS, EXIT_USAGE, LOG, make_parser, parse_arguments
+from mlx_flash.config import BUDGET_WORDS, own_names
 from mlx_flash.errors import ConfigError, FlashError, mlx_explained
+from mlx_flash.layout.names import known_models
+from mlx_flash.modelfile.parse import named_models
 
 REQUEST_VARIABLE = "_ARGCOMPLETE"
 """Set by the shell when it asks for completions."""
@@ -55,15 +58,20 @@ def complete() -> None:
 
 
 def _values(prefix: str, action: argparse.Action, **_: object) -> list[str]:
-    """Return files and folders that begin like a word; for models, folders and what was downloaded."""
+    """Return files and folders that begin like a word; for models, folders, names and what was downloaded."""
+    if action.dest == "ram_budget_gb":
+        return list(BUDGET_WORDS)
     folder = Path(prefix).expanduser() if prefix.endswith("/") else Path(prefix).expanduser().parent
     found = sorted(folder.glob("*")) if folder.is_dir() else []
     folders = [f"{path}/" for path in found if path.is_dir()]
-    if action.dest not in ("model", "first"):
+    if action.dest not in ("model", "first", "words", "draft_model"):
         return [*folders, *(str(path) for path in found if not path.is_dir())]
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    return [*sorted(path.name[8:].replace("--", "/") for path in cache.glob("models--*")), *folders]
+    names = [*known_models(), *named_models()]
+    with contextlib.suppress(ConfigError):  # a settings file that is wrong
+        names += own_names()
+    return [*names, *sorted(path.name[8:].replace("--", "/") for path in cache.glob("models--*")), *folders]
 
 
 EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 129, 130, 141, 143

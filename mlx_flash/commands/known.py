@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
@@ -53,65 +53,44 @@ def models(args: argparse.Namespace, out: TextIO) -> int:
     disk = folder_profile(Path(constants.HF_HUB_CACHE), direct, may_buffer).bytes_per_second
     linear = nn.QuantizedLinear(4096, 4096, bits=4)
     linear.set_dtype(mx.bfloat16)  # as the models of the table have it
-    speeds = Speeds(disk, read_products(linear), kept_products(linear))
+    products = read_products(linear), kept_products(linear) or read_products(linear)
     found = []
     with Status("Planning", args.verbose) as status:
         for number, (name, known) in enumerate(known_models().items()):
             status.show(number, len(known_models()))
             folder = here.get(known.repository)
-            outcome = reckon(known, budget, speeds) if folder is None else expect(folder, config)
-            found.append({**_facts(name, known), "is_here": folder is not None, **outcome})
+            outcome = reckon(known, budget, disk, *products) if folder is None else expect(folder, config)
+            kind = f"{known.chosen[0]} of {known.chosen[1]}" if known.experts else "dense"
+            found.append({"name": name, **asdict(known), "kind": kind, "is_here": folder is not None, **outcome})
     found.sort(key=lambda model: (-(model["tokens_per_second"] or 0), model["name"]))
     marked = ({**model, "mark": " *" if model["is_here"] else ""} for model in found)
-    words = tabled(KNOWN, marked, caption=formatted(CAPTION, {"budget_bytes": budget, **asdict(speeds)}))
+    words = tabled(KNOWN, marked, caption=formatted(CAPTION, {"budget_bytes": budget, "disk": disk}))
     words.caption_justify = "left"
     words.columns[0].no_wrap = True
-    emit(args, {"budget_bytes": budget, "disk_bytes_per_second": speeds.disk, "models": found}, words, out)
+    emit(args, {"budget_bytes": budget, "disk_bytes_per_second": disk, "models": found}, words, out)
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Bytes a second: of reads from the disk, and of weights in products, just read and kept in a GPU's own memory.
+def reckon(known: Known, budget: int, disk: float, read: float, kept: float) -> Json:
+    """Return how a model would run that is not on this machine, as :func:`expect` does, from its sizes alone.
 
-    The last is 0 where processor and device share memory.
+    Args:
+        known: the model.
+        budget: in bytes.
+        disk: bytes a second that the disk reads.
+        read, kept: bytes a second of products with weights that were just read, and with those that stay in memory.
     """
-
-    disk: float
-    read: float
-    kept: float
-
-    def seconds(self, read_bytes: int, token_bytes: int) -> float:
-        """Return the time of a token that computes with some bytes, of which some are read from the disk."""
-        computing = read_bytes / self.read + (token_bytes - read_bytes) / (self.kept or self.read)
-        return max(read_bytes / self.disk, computing)
-
-
-def reckon(known: Known, budget: int, speeds: Speeds) -> Json:
-    """Return how a model would run that is not on this machine, as :func:`expect` does, from its sizes alone."""
     room, trunk = max(0, budget - OVERHEAD_BYTES), known.token - known.chosen_bytes
     if room < trunk:
         nbytes = known.token - room
     else:
         share = (room - trunk) / known.experts if known.experts else 1.0
         nbytes = round(known.chosen_bytes * (1 - expected_hits(share, known.chosen[1])))
+    computing = nbytes / read + (known.token - nbytes) / kept
     return {
         "way": "streamed" if nbytes else "in memory",
-        "tokens_per_second": 1 / speeds.seconds(nbytes, known.token),
+        "tokens_per_second": 1 / max(nbytes / disk, computing),
         "budget_bytes": budget,
         "read_bytes": nbytes,
         "why": "",
-    }
-
-
-def _facts(name: str, known: Known) -> Json:
-    kind = f"{known.chosen[0]} of {known.chosen[1]}" if known.experts else "dense"
-    return {
-        "name": name,
-        "repository": known.repository,
-        "bytes": known.bytes,
-        "token_bytes": known.token,
-        "kind": kind,
-        "licence": known.licence,
-        "source": known.source,
     }

@@ -5,14 +5,12 @@ Every writer runs with every one of its writing calls failing once, and with all
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import itertools
 import os
 import random
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,6 @@ import pytest
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
-import children
 from faulty import FailingDisk, open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, FlashLLM, FlashManager, apply_flash_patch, load_model
 from mlx_flash.engine.prepare import prepare
@@ -260,44 +257,6 @@ def test_a_start_that_fails_can_be_repeated(
     monkeypatch.setattr(os, "preadv", real)
     with streamed(checkpoints[name].directory, **settings) as model:
         assert checkpoints[name].is_right(model)
-
-
-STEPS = """
-import hashlib, sys
-import mlx.core as mx, numpy as np
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_flash import FlashConfig, load_model
-settings = FlashConfig(ram_budget_gb="min", context_length=64, prefill_step_size=16, telemetry=False, kv_cache="disk")
-model, _ = load_model(sys.argv[1], settings)
-print("loaded", flush=True)
-cache, token, digest = make_prompt_cache(model), mx.array([[1, 2, 3]]), hashlib.sha256()
-for _ in range(40):
-    logits = model(token, cache=cache)[:, -1:]
-    digest.update(np.array(logits, copy=False).tobytes())
-    token = logits.argmax(-1)
-print(digest.hexdigest())
-model.close()
-"""
-
-
-def test_a_process_that_sleeps(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    """Stopped and continued at random moments, as the machine's sleep does to all processes."""
-    dice, digests, num_sleeps = random.Random(4), [], 0
-    while num_sleeps <= 3:  # other programs may keep this one from running while the process does
-        sleeps = bool(digests)
-        files = (Path(os.devnull), tmp_path / f"out-{len(digests)}", tmp_path / f"errors-{len(digests)}")
-        process = children.start("-c", STEPS, checkpoints["mixture"].directory, files=files)
-        while process.is_alive():
-            process.join(dice.uniform(0.005, 0.04))
-            if sleeps and process.is_alive() and files[1].exists() and files[1].stat().st_size:
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.kill(process.pid or 0, signal.SIGSTOP)
-                    time.sleep(0.01)
-                    os.kill(process.pid or 0, signal.SIGCONT)
-                num_sleeps += 1
-        assert process.exitcode == 0, files[2].read_text()
-        digests.append(files[1].read_text().split())
-        assert digests[-1] == digests[0]
 
 
 # --- files that change while the model runs --------------------------------------------

@@ -186,17 +186,6 @@ class Probe(Writer):
         return probe.PROFILES.load()["disk"]["read_size"] == 4096
 
 
-class SelfTests(Writer):
-    def write(self) -> None:
-        selftest.RESULTS.save("device", asdict(selftest.SelfTest("in place", 1, {}, 0.1)))
-
-    def look(self) -> bool:
-        return not selftest.RESULTS.file.exists() or self.check()
-
-    def check(self) -> bool:
-        return bool(selftest.RESULTS.load()["device"]["way"] == "in place")
-
-
 class SelfTestFile(Writer):
     """The file that the self-test reads, as a file in the system's folder if the cache folder fails."""
 
@@ -281,7 +270,7 @@ class Telemetry(Writer):
 
 
 WRITERS = (
-    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTests, SelfTestFile, Receipt),
+    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile, Receipt),
     *(Governor, Telemetry),
 )
 

@@ -8,7 +8,6 @@ import functools
 import gc
 import json
 import os
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,8 +46,7 @@ from mlx_flash import (
 )
 from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.kv.diskcache import DiskQuantizedKVCache, make_caches
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.options import KVOptions
 from models import save, saved_once, stock
 
@@ -354,19 +352,6 @@ def test_a_kv_directory_that_cannot_be_made_is_refused(
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # tests may run as root
     with pytest.raises(ConfigError, match=r"kv_directory is .*/kv: this user cannot write to .*. Hint"):
         load_model(directory, settings(directory, kv_directory=tmp_path / "kv"))
-
-
-def test_layers_stay_readable_after_their_kv_directory_is_removed(tmp_path: Path) -> None:
-    pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv"))
-    caches = make_caches([KVCache(), KVCache()], pool.options, pool)
-    rows = mx.ones((1, 2, 100, 32))
-    for cache in caches:
-        cache.update_and_fetch(rows, rows)
-    caches[0].rows.offload(())
-    shutil.rmtree(tmp_path / "kv")
-    caches[1].rows.offload(())  # to a new folder
-    assert mx.array_equal(caches[1].state[0], rows)
-    assert mx.array_equal(caches[0].state[0], rows)
 
 
 def test_a_full_disk_raises_before_the_call(offloaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

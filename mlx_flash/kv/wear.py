@@ -63,8 +63,8 @@ class WriteGovernor:
     """The counter and the cap of disk writes, shared by threads and processes.
 
     A fault of the file costs a warning, never a run: this process then counts for itself. The cap is that of all
-    processes together in a calendar day, in GB (10⁹ bytes); None for no cap. With ``zero_write`` nothing at all is
-    written, not even the count. ``clock`` returns seconds since 1970.
+    processes together in a calendar day, in GB (10⁹ bytes); None for no cap. With 0, the zero-write mode,
+    nothing at all is written, not even the count. ``clock`` returns seconds since 1970.
     """
 
     def __init__(
@@ -72,10 +72,9 @@ class WriteGovernor:
         directory: Path,
         *,
         gb_per_day: float | None = DEFAULT_GB_PER_DAY,
-        zero_write: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.zero_write = zero_write
+        self.zero_write = gb_per_day == 0
         self._path = directory / FILE_NAME
         self._cap = None if gb_per_day is None else int(gb_per_day * GB)
         self._clock = clock
@@ -105,13 +104,12 @@ class WriteGovernor:
                 "total_bytes": self._record.total_bytes,
                 "day_limit_bytes": self._cap,
                 "refused_bytes": self._refused_bytes,
-                "zero_write": self.zero_write,
             }
 
     def _count(self, nbytes: int, *, is_capped: bool) -> bool:
         """Count bytes as written, or as refused. Return which."""
         with self._lock, self._looking(writes=not self.zero_write) as fd:
-            if is_capped and not self._fits(nbytes):
+            if is_capped and self._cap is not None and self._record.day_bytes + nbytes > self._cap:
                 self._refused_bytes += nbytes
                 return False
             self._session_bytes += nbytes
@@ -124,9 +122,6 @@ class WriteGovernor:
                 except OSError as error:
                     self._warn(error)
             return True
-
-    def _fits(self, nbytes: int) -> bool:
-        return not self.zero_write and (self._cap is None or self._record.day_bytes + nbytes <= self._cap)
 
     @contextmanager
     def _looking(self, *, writes: bool = False) -> Iterator[int | None]:
@@ -165,4 +160,4 @@ def open_governor(config: FlashConfig) -> WriteGovernor:
     """Return the counter of disk writes, with the cap of the settings."""
     cap = config.ssd_write_gb_per_day
     gb_per_day = DEFAULT_GB_PER_DAY if cap is None else cap
-    return WriteGovernor(cache_directory(), gb_per_day=gb_per_day, zero_write=config.writes_nothing)
+    return WriteGovernor(cache_directory(), gb_per_day=gb_per_day)

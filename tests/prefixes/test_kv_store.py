@@ -516,7 +516,7 @@ def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest
     put(store, TOKENS)
     store.close()
     before = tree(opened.directory)
-    frugal = opened(governor=WriteGovernor(opened.directory / "wear", zero_write=True))
+    frugal = opened(governor=WriteGovernor(opened.directory / "wear", gb_per_day=0))
     with caplog.at_level(logging.WARNING):
         lock = held(frugal, TOKENS)
         assert found(frugal, TOKENS) == 6 and not frugal.is_writable
@@ -524,7 +524,7 @@ def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest
         lock.release()
         frugal.close()
         assert tree(opened.directory) == before and not caplog.records
-        new = opened(directory=opened.directory / "new", governor=WriteGovernor(opened.directory, zero_write=True))
+        new = opened(directory=opened.directory / "new", governor=WriteGovernor(opened.directory, gb_per_day=0))
         assert new.find(TOKENS).num_tokens == 0 and put(new, TOKENS) == [False] * 6
     assert tree(opened.directory) == before and not caplog.records
 

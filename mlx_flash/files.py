@@ -290,11 +290,6 @@ class HeldLock:
         _lock_into(self._descriptors, path, create=create, shared=shared, wait=wait, required=required)
 
     @property
-    def is_held(self) -> bool:
-        """False once it was released."""
-        return bool(self._descriptors)
-
-    @property
     def fd(self) -> int:
         """The descriptor, while it is held."""
         return self._descriptors[0]

@@ -585,7 +585,7 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
     put(store, TOKENS)
     with locked(opened.directory / "lock", create=0o600):
         assert found(store, TOKENS) == 6 and store.is_writable, "lookups take no lock"
-        assert held(store, TOKENS).is_held and store.is_writable
+        assert held(store, TOKENS).fd and store.is_writable
         put(store, [1] * STEP)
         assert not store.is_writable and found(store, TOKENS) == 6
         late = opened()

@@ -17,11 +17,10 @@ DoRAEmbedding: Any = require(dora, "DoRAEmbedding")
 
 def adapted_part(module: nn.Module) -> nn.Module | None:
     """Return the module with the weights that a DoRA adapter changes, given the adapter; None for other modules."""
-    for kind, key in ((DoRALinear, "linear"), (DoRAEmbedding, "embedding")):
-        if isinstance(module, kind):
-            part: nn.Module = module[key]
-            return part
-    return None
+    if not isinstance(module, (DoRALinear, DoRAEmbedding)):
+        return None
+    part: nn.Module = module["embedding" if isinstance(module, DoRAEmbedding) else "linear"]
+    return part
 
 
 def adapted_product(module: Any) -> tuple[Callable[[mx.array], mx.array], mx.array]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.storage.placement import Piece, Placement, Segment
+from mlx_flash.storage.placement import Piece, PlacedRows, Segment
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ABSENT = -1
@@ -44,7 +45,7 @@ class ExpertStats:
     wait_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PoolLayer:
     """The experts of one layer, as the pool sees them.
 
@@ -54,30 +55,29 @@ class PoolLayer:
         expert_bytes: bytes of one expert that are read from disk.
         stacks: where the stack of each tensor that is read starts, if slots are parts of stacks. ``kept`` has the
             starts of stacks then, too.
-        file_order: for each expert a key that sorts experts as their bytes lie on disk.
     """
 
-    placements: Sequence[Placement]
+    placements: PlacedRows
     kept: Sequence[tuple[int, Bytes]]
     expert_bytes: int
     stacks: tuple[int, ...] | None = None
-    file_order: Sequence[tuple[str, int]] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        firsts = [placement.segments[0] for placement in self.placements]
-        object.__setattr__(self, "file_order", [(str(first.path), first.offset) for first in firsts])
+    @cached_property
+    def file_order(self) -> Sequence[tuple[str, int]]:
+        """For each expert a key that sorts experts as their bytes lie on disk."""
+        return self.placements.starts
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Places of the tensors that are read: the start of a stack, or the offset in each slot."""
-        return self.placements[0].offsets if self.stacks is None else self.stacks
+        return self.placements.offsets if self.stacks is None else self.stacks
 
     @property
     def widths(self) -> list[int]:
         """Bytes of each tensor of an expert: first those that are read, then those that are kept."""
         pieces = chain.from_iterable(segment.pieces for segment in self.placements[0].segments)
         sizes = {piece.buffer_offset: piece.nbytes for piece in pieces}
-        return [*(sizes[offset] for offset in self.placements[0].offsets), *(rows.shape[1] for _, rows in self.kept)]
+        return [*(sizes[offset] for offset in self.placements.offsets), *(rows.shape[1] for _, rows in self.kept)]
 
     @property
     def num_experts(self) -> int:
@@ -89,7 +89,7 @@ class PoolLayer:
         segments = self.placements[expert].segments
         if self.stacks is None:
             return segments
-        starts = dict(zip(self.placements[0].offsets, self.stacks, strict=True))
+        starts = dict(zip(self.placements.offsets, self.stacks, strict=True))
         found = []
         for segment in segments:
             pieces = (
@@ -116,7 +116,7 @@ def stack_layers(layers: Sequence[PoolLayer], starts: Sequence[int]) -> list[Poo
         layers: layers whose experts have tensors of the same sizes.
         starts: where the stack of each tensor starts, in the order of :attr:`PoolLayer.widths`.
     """
-    num_read = len(layers[0].placements[0].offsets)
+    num_read = len(layers[0].placements.offsets)
     read, kept = tuple(starts[:num_read]), starts[num_read:]
     return [
         replace(layer, stacks=read, kept=[(start, rows) for start, (_, rows) in zip(kept, layer.kept, strict=True)])

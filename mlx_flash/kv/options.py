@@ -118,8 +118,8 @@ class KVOptions:
     ) -> int:
         """Return the smallest ``budget_bytes`` for some layers: with every one of them on disk."""
         lengths = [tokens] * len(token_bytes) if isinstance(tokens, int) else tokens
-        rooms = [round_up(n, self.step) if is_tight or num_slots == 1 else self.slot_tokens(n) for n in lengths]
-        largest = max([room * nbytes for room, nbytes in zip(rooms, token_bytes, strict=True)], default=0)
+        rooms = {n: round_up(n, self.step) if is_tight or num_slots == 1 else self.slot_tokens(n) for n in {*lengths}}
+        largest = max([rooms[n] * nbytes for n, nbytes in zip(lengths, token_bytes, strict=True)], default=0)
         return num_slots * slot_memory(largest + SLOT_PADDING) + self.step * sum(token_bytes)
 
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:

@@ -25,12 +25,12 @@ from mlx_flash.storage.shards import refuse_unreadable
 
 def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:
     """Return the adapters that make a whole matrix in each call. An embedding that only looks up rows makes none."""
-    return tuple(module for module in modules if id(module) in trace.called and _is_whole(module, trace))
-
-
-def _is_whole(module: nn.Module, trace: CallTrace) -> bool:
-    part = adapted_part(module)
-    return part is not None and not trace.covers(part, [(id(part), "weight")])
+    parts = [(module, part) for module in modules if (part := adapted_part(module)) is not None]
+    return tuple(
+        module
+        for module, part in parts
+        if id(module) in trace.called and not trace.covers(part, [(id(part), "weight")])
+    )
 
 
 def adapted_bytes(modules: Sequence[nn.Module], parameters: Sequence[Parameter]) -> int:
@@ -40,6 +40,8 @@ def adapted_bytes(modules: Sequence[nn.Module], parameters: Sequence[Parameter])
         modules: the adapters.
         parameters: every array of the model.
     """
+    if not modules:
+        return 0
     found: dict[object, int] = {}
     with zeros_for(parameters):
         for module in modules:
@@ -47,7 +49,7 @@ def adapted_bytes(modules: Sequence[nn.Module], parameters: Sequence[Parameter])
             if key not in found:
                 product, x = adapted_product(module)
                 found[key] = result_bytes(tape_of(product, [x]))
-    return max(found.values(), default=0)
+    return max(found.values())
 
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapters.safetensors"

@@ -87,7 +87,7 @@ def place_experts(stack: ExpertStack) -> ExpertPlacement:
     if stack.placement is None:
         rows = list(zip(*map(expert_records, stack.unit.large), strict=True))
         read, kept = place_rows(rows, kernel_alignment()), []
-        cursor = read[0].nbytes + DIRECT_ALIGNMENT
+        cursor = read.nbytes + DIRECT_ALIGNMENT
         for parameter in stack.unit.small:
             kept.append(cursor - DIRECT_ALIGNMENT)
             cursor += round_up(parameter.nbytes // stack.num_experts, COPY_ALIGNMENT)

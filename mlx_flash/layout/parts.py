@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ import mlx.nn as nn
 
 from mlx_flash.compat.attention import AttentionCall
 from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
-from mlx_flash.storage.placement import Placement
+from mlx_flash.storage.placement import PlacedRows
 from mlx_flash.storage.safetensors import TensorRecord
 
 
@@ -56,6 +58,9 @@ def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> No
         container[key] = array
 
 
+_NBYTES = attrgetter("nbytes")
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """A module whose large parameters are made resident together.
@@ -75,34 +80,35 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the large parameters."""
-        return sum([parameter.nbytes for parameter in self.large])
+        return sum(map(_NBYTES, self.large))
 
     @property
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
-        if not (is_linear(self.module) or is_embedding(self.module)) or not all(p.record for p in self.large):
+        if not (is_linear(self.module) or is_embedding(self.module)) or not all(map(attrgetter("record"), self.large)):
             return None
         return int(self.module["weight"].shape[0])
 
     @property
     def itemsize(self) -> int:
         """Item size of the floating-point dtype that the module computes in; packed weights are integers."""
-        dtypes = [parameter.array.dtype for parameter in (*self.large, *self.small)]
-        return max((int(dtype.size) for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), default=2)
+        dtypes = {parameter.array.dtype for parameter in (*self.large, *self.small)}
+        return max([int(dtype.size) for dtype in dtypes if mx.issubdtype(dtype, mx.floating)], default=2)
 
 
 def is_linear(module: nn.Module) -> bool:
     """Return True if a module computes what mlx's linear layers do; other classes may compute something else."""
-    return _computes_as(module, nn.Linear, nn.QuantizedLinear)
+    return _computes_as(type(module), nn.Linear, nn.QuantizedLinear)
 
 
 def is_embedding(module: nn.Module) -> bool:
     """Return True if a module looks rows up as mlx's embeddings do."""
-    return _computes_as(module, nn.Embedding, nn.QuantizedEmbedding)
+    return _computes_as(type(module), nn.Embedding, nn.QuantizedEmbedding)
 
 
-def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    return isinstance(module, kinds) and any(type(module).__call__ is kind.__call__ for kind in kinds)
+@cache
+def _computes_as(kind: Any, *others: Any) -> bool:
+    return issubclass(kind, others) and any(kind.__call__ is other.__call__ for other in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class ExpertPlacement:
         nbytes: size of the slot; one page of it is room for alignment.
     """
 
-    read: Sequence[Placement]
+    read: PlacedRows
     kept: tuple[int, ...]
     nbytes: int
 
@@ -227,7 +233,11 @@ class CallTrace:
 
     def encloses(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if nothing but a module's calls uses arrays, if anything does."""
-        return all(id(module) in self.users.get(place, (id(module),)) for place in places)
+        for place in places:
+            users = self.users.get(place)
+            if users is not None and id(module) not in users:
+                return False
+        return True
 
 
 @dataclass(slots=True, eq=False)

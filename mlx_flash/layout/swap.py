@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ class SwappedClass:
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
     """Give a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
     object.__setattr__(module, STATE, state)
-    object.__setattr__(module, "__class__", mixed_class(cast(Hashable, type(module)), cast(Hashable, mixin)))
+    kinds: Any = type(module), mixin
+    object.__setattr__(module, "__class__", mixed_class(*kinds))
 
 
 def restore_class(module: nn.Module) -> None:

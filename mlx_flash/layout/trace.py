@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,9 +21,9 @@ from mlx_flash.compat.attention import observed_attention
 from mlx_flash.compat.caches import entries_of, is_recurrent
 from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
-from mlx_flash.layout.parts import CallTrace, Parameter, Place, Route, is_embedding
+from mlx_flash.layout.parts import CallTrace, Parameter, Place, Route, bind, is_embedding
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class
+from mlx_flash.layout.swap import SwappedClass, remember, restore_class, swap_class
 from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.driver import has_own_memory
 
@@ -64,25 +64,24 @@ class _Watched(SwappedClass):
     """A module that notes its calls, and uses of its arrays."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watch: _Watch = self._flash_state
-        module = cast(nn.Module, self)
-        watch.trace.called.setdefault(id(self), module)
-        if is_expert_stack(module):
-            _note_route(watch, module, *args, **kwargs)
-        return self._noted(own_class(module).__call__, *args, **kwargs)
+        called: dict[int, Any] = self._flash_state.trace.called
+        called.setdefault(id(self), self)
+        return self._noted(super().__call__, args, kwargs)  # type: ignore[misc]
 
-    def _noted(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _noted(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module's own class."""
         watch: _Watch = self._flash_state
-        module = cast(nn.Module, self)
-        _note_widened(watch.trace, module, *args)
+        module: Any = self
+        weight, x = dict.get(module, "weight"), args[0] if args else None
+        if isinstance(weight, mx.array) and isinstance(x, mx.array) and weight.dtype != x.dtype:
+            _note_widened(watch.trace, module, weight, x)
         outer = watch.under_way[-1] if watch.under_way else None
         call = _Call(module, (*args, *kwargs.values()), frozenset([id(self)]).union(outer.inside if outer else ()))
         watch.under_way.append(call)
         for value in call.arguments:
             watch.given.setdefault(id(value), set()).add(id(self))
         try:
-            result = method(self, *args, **kwargs)
+            result = method(*args, **kwargs)
         finally:
             watch.under_way.pop()
         if isinstance(result, mx.array):
@@ -93,10 +92,12 @@ class _Watched(SwappedClass):
         return result
 
     def __getattr__(self, key: str) -> Any:
-        return _used(self, key, own_class(self).__getattr__(self, key))
+        value = super().__getattr__(key)  # type: ignore[misc]
+        return _used(self, key, value) if isinstance(value, mx.array) else value
 
     def __getitem__(self, key: Any) -> Any:
-        return _used(self, key, dict.__getitem__(cast(dict[Any, Any], self), key))
+        value = super().__getitem__(key)  # type: ignore[misc]
+        return _used(self, key, value) if isinstance(value, mx.array) else value
 
 
 class _WatchedTable(_Watched):
@@ -105,31 +106,33 @@ class _WatchedTable(_Watched):
     def as_linear(self, x: mx.array) -> mx.array:
         watch: _Watch = self._flash_state
         watch.trace.heads.add(id(self))
-        return cast(mx.array, self._noted(own_class(self).as_linear, x))
+        return cast(mx.array, self._noted(super().as_linear, (x,), {}))  # type: ignore[misc]
 
 
-def _used(module: _Watched, key: Any, value: Any) -> Any:
-    if isinstance(value, mx.array):
-        watch: _Watch = module._flash_state
-        users, place = watch.trace.users, (id(module), key)
-        inside = watch.under_way[-1].inside if watch.under_way else frozenset()
-        users[place] = users.get(place, inside) & inside
-        if watch.under_way:
-            watch.under_way[-1].used.add(place)
-    return value
+class _WatchedStack(_Watched):
+    """A stack of experts that notes where the choice of them comes from, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _note_route(self._flash_state, cast(nn.Module, self), *args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
-def _note_widened(trace: CallTrace, module: nn.Module, x: Any = None, *_: Any) -> None:
+def _used(module: _Watched, key: Any, array: mx.array) -> mx.array:
+    watch: _Watch = module._flash_state
+    users, place = watch.trace.users, (id(module), key)
+    inside = watch.under_way[-1].inside if watch.under_way else frozenset()
+    users[place] = users.get(place, inside) & inside
+    if watch.under_way:
+        watch.under_way[-1].used.add(place)
+    return array
+
+
+def _note_widened(trace: CallTrace, module: nn.Module, weight: mx.array, x: mx.array) -> None:
     """Note the copy of a weight whose input has a wider type, such as a bf16 matrix after a layer in fp32."""
-    weight = dict.get(module, "weight")
-    if _is_floating(x) and _is_floating(weight) and weight.ndim > 1:
+    if weight.ndim > 1 and mx.issubdtype(weight.dtype, mx.floating) and mx.issubdtype(x.dtype, mx.floating):
         wider = mx.result_type(x, weight)
         if wider != weight.dtype:
             trace.widened[id(module)] = weight.size * wider.size
-
-
-def _is_floating(value: object) -> TypeGuard[mx.array]:
-    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
 
 
 def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.array, *more: Any, **named: Any) -> None:
@@ -247,19 +250,26 @@ def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Put zeros, which take no memory, in the place of all arrays."""
     try:
         for parameter in parameters:
-            parameter.bind(zeros_like(parameter.array))
+            bind(parameter.container, parameter.key, zeros_like(parameter.array))
         yield
     finally:
         for parameter in parameters:
-            parameter.bind(parameter.array)
+            bind(parameter.container, parameter.key, parameter.array)
+
+
+def _mixin_for(module: nn.Module) -> type[_Watched]:
+    if is_embedding(module):
+        return _WatchedTable
+    return _WatchedStack if is_expert_stack(module) else _Watched
 
 
 @contextmanager
 def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
     own = [module for module in modules if module]  # all models share one empty module, the default of an argument
+    mixins = {kind: _mixin_for(module) for kind, module in {type(module): module for module in own}.items()}
     try:
         for module in own:
-            swap_class(module, _WatchedTable if is_embedding(module) else _Watched, watch)
+            swap_class(module, mixins[type(module)], watch)
         yield
     finally:
         for module in own:

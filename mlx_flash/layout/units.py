@@ -101,6 +101,7 @@ class _Tree:
         self.parameters = list(_parameters(loaded))
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
+        self._covers: dict[str, list[Unit]] = {}
         self._above: dict[str, tuple[str, ...]] = {}  # of each module, those that it is in, the innermost first
         for name in self.modules:
             self._above[name] = self._ancestors(name)
@@ -116,8 +117,8 @@ class _Tree:
         """Return the most bytes of copies of weights in a wider type that MLX holds at once: those of a layer."""
         found = Counter[str]()
         for name, module in self.modules.items():
-            root = next((outer for outer in (name, *self._above[name]) if outer in layers), name)
-            found[root] += self.trace.widened.get(id(module), 0)
+            if nbytes := self.trace.widened.get(id(module)):
+                found[next((outer for outer in (name, *self._above[name]) if outer in layers), name)] += nbytes
         return max(found.values(), default=0)
 
     def _ancestors(self, name: str) -> tuple[str, ...]:
@@ -183,19 +184,20 @@ class _Tree:
 
     def cover(self, name: str) -> list[Unit]:
         """The module as a unit or, where it cannot be one, those below it that can."""
-        unit = self.whole(name)
-        if not unit.large:
-            return [unit]
-        if self.is_covered(unit):
-            return [unit]
-        return [unit for child in self._children[name] for unit in self.cover(child)]
+        found = self._covers.get(name)
+        if found is None:
+            unit = self.whole(name)
+            is_one = not unit.large or self.is_covered(unit)
+            found = [unit] if is_one else [unit for child in self._children[name] for unit in self.cover(child)]
+            self._covers[name] = found
+        return found
 
     def finer(self, units: list[Unit]) -> Iterator[list[Unit]]:
         """Finer and finer cuts of some units."""
         large = {id(parameter) for unit in units for parameter in unit.large}
         while True:
             cut = [part for unit in units for part in self._cut(unit, large)]
-            if len(cut) == len(units) and all(a.name == b.name for a, b in zip(cut, units, strict=True)):
+            if [unit.name for unit in cut] == [unit.name for unit in units]:
                 return
             cut.sort(key=lambda unit: self._order.get(id(unit.module), -1))
             units = cut
@@ -211,8 +213,10 @@ class _Tree:
                 if kept:
                     small = [parameter for parameter in below if id(parameter) not in large]
                     parts.append(Unit(part.name, part.module, kept, small))
+        if not parts:
+            return [unit]
         rest = unit.nbytes - sum([part.nbytes for part in parts])
-        return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
+        return parts if rest <= REST_SHARE * unit.nbytes else [unit]
 
 
 def _places(unit: Unit) -> list[Place]:

@@ -266,7 +266,7 @@ class ResidencyPlan:
         experts = min(missing, self.pool.read_bytes * min(num_tokens, self.prefill_step_size))
         return num_passes * (self.streaming.read_bytes + experts)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Predicted peak of the process."""
         tokens = self.reserved_bytes + self.prefix_bytes

@@ -148,14 +148,14 @@ def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> Residen
             f"{in_gb(machine.reached_bytes)} GB. Hint: give {in_gb(minimum)} or more, or 'min'.",
             minimum,
         )
-    tasks = [(replace(t, cache_limit=cache_limit_of(machine, budget)), least) for t, least in options]
-    wanted = replace(tasks[0][0], kv_on_disk=task.kv_on_disk and not like_memory)
+    tasks = [(t.with_(cache_limit=cache_limit_of(machine, budget)), least) for t, least in options]
+    wanted = tasks[0][0].with_(kv_on_disk=task.kv_on_disk and not like_memory)
     tokens = list(reserves(wanted, budget))
     usable = _usable(tasks, budget, tokens[0])
     if not usable:
         raise BudgetError(_too_small(budget, min((p for _, p in options), key=lambda p: p.peak_bytes)), minimum)
     rooms = (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,)
-    with_room = [(replace(task, kv_room=room), least) for task, least in usable for room in rooms]
+    with_room = [(task.with_(kv_room=room), least) for task, least in usable for room in rooms]
     plans = [(task, best(task, budget, tokens) or least) for task, least in with_room]
     task, plan = min(plans, key=lambda entry: entry[1].seconds)
     plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)

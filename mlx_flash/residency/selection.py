@@ -41,7 +41,10 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
     With ``whole_layers`` a layer is streamed whole or not at all; fewer layers are waited for then.
     """
     chosen = [tensors for tensors, _, _ in choose(layers, target, whole_layers)]
-    return [_in_order(unit, tensors) for unit, tensors in zip(layers, chosen, strict=True)]
+    return [
+        tensors if len(tensors) in (0, len(unit.tensors)) else _in_order(unit, tensors)
+        for unit, tensors in zip(layers, chosen, strict=True)
+    ]
 
 
 def choose(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[Chosen]:
@@ -59,8 +62,6 @@ def choose(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
 
 
 def _in_order(unit: UnitSize, tensors: tuple[TensorSize, ...]) -> tuple[TensorSize, ...]:
-    if len(tensors) in (0, len(unit.tensors)):
-        return tensors
     names = {tensor.name for tensor in tensors}
     return tuple([tensor for tensor in unit.tensors if tensor.name in names])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import FlashConfig
@@ -19,8 +19,7 @@ from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, UnitSize
 from mlx_flash.residency.timing import pool_of
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(NamedTuple):
     """Tokens that memory is set aside for, and how many parts of a prompt share a pass over the weights."""
 
     prefill_step_size: int
@@ -57,8 +56,12 @@ class Task:
     @cached_property
     def cuts(self) -> tuple[Task, ...]:
         """The task with whole layers, then with smaller and smaller units in their place."""
-        finer = enumerate(self.sizes.finer, 1)
-        return (self, *(replace(self, sizes=self.sizes.cut(units), cut=i) for i, units in finer))
+        finer = enumerate(self.sizes.cuts[1:], 1)
+        return (self, *[replace(self, sizes=sizes, cut=i) for i, sizes in finer])
+
+    def with_(self, **changes: Any) -> Task:
+        """Return the task with other values; itself, with the results that it keeps, if they are no others."""
+        return self if {name: getattr(self, name) for name in changes} == changes else replace(self, **changes)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -83,24 +86,26 @@ class Task:
 
     def streamed(self, target: int, whole_layers: bool) -> Streamed:
         """Return sums for a number of bytes spread over the layers."""
-        key, kept = (target, whole_layers), self._kept
-        if key not in kept:
-            kept[key] = add_up(choose(self.sizes.layers, target, whole_layers))
-        return cast(Streamed, kept[key])
+        key = target, whole_layers
+        found: Streamed | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = add_up(choose(self.sizes.layers, target, whole_layers))
+        return found
 
     def tiled(self, units: Sequence[UnitSize]) -> Task:
         """Return the task in its finest cut, with some linear layers in row tiles."""
-        key, kept, sizes = tuple([unit.name for unit in units]), self._kept, self.sizes
-        if key not in kept:
-            kept[key] = replace(self, sizes=sizes.tiled(set(key)), cut=len(sizes.finer), is_tiled=True)
-        return cast(Task, kept[key])
+        key, sizes = tuple([unit.name for unit in units]), self.sizes
+        found: Task | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = replace(self, sizes=sizes.tiled(set(key)), cut=len(sizes.finer), is_tiled=True)
+        return found
 
     def bare(self, reserve: Reserve) -> ResidencyPlan:
         """Return the plan for a reserve without weights of layers and heads, and with the smallest pool of experts."""
-        kept = self._kept
-        if reserve not in kept:
-            kept[reserve] = self._bare(reserve)
-        return cast(ResidencyPlan, kept[reserve])
+        found: ResidencyPlan | None = self._kept.get(reserve)
+        if found is None:
+            found = self._kept[reserve] = self._bare(reserve)
+        return found
 
     def _bare(self, reserve: Reserve) -> ResidencyPlan:
         sizes, machine, experts = self.sizes, self.machine, self.sizes.experts

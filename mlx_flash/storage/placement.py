@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -151,7 +152,7 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
 
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
     """Return whether :func:`place_groups` would read any of some parameters through a bounce buffer."""
-    joined = [_joined(group) for group in groups if any(record.nbytes for record in group)]
+    joined = [_joined(group) for group in groups if any(map(attrgetter("nbytes"), group))]
     return any(record is None or not is_aligned(record, alignment) for record in joined)
 
 
@@ -239,7 +240,47 @@ def is_aligned(record: TensorRecord, alignment: int) -> bool:
     return record.extent.offset % max(alignment, record.itemsize) == 0
 
 
-def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> list[Placement]:
+class PlacedRows:
+    """The placements of some rows, with the same places in the buffer. The reads of a row are found once asked for.
+
+    Args:
+        rows: the tensors of each row.
+        nbytes: size of the buffer.
+        offsets: for each tensor where it starts in the buffer.
+        in_place: numbers of the tensors of each block that is read in place, and the place of its pages.
+        copied: numbers of the tensors that are copied, and their places.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[TensorRecord]],
+        nbytes: int,
+        offsets: tuple[int, ...],
+        in_place: Sequence[tuple[list[int], int]],
+        copied: Sequence[tuple[int, int]],
+    ) -> None:
+        self._rows, self._in_place, self._copied = rows, in_place, copied
+        self.nbytes, self.offsets = nbytes, offsets
+        self._found: dict[int, Placement] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Placement:
+        found = self._found.get(row)
+        if found is None:
+            segments = _row_segments(self._rows[row], self._in_place, self._copied)
+            found = self._found[row] = Placement(self.nbytes, segments, self.offsets)
+        return found
+
+    @property
+    def starts(self) -> list[tuple[str, int]]:
+        """For each row a key that sorts rows as their bytes lie on disk."""
+        extents = [[record.extent for record in row if record.extent.nbytes] for row in self._rows]
+        return [min([(str(extent.path), extent.offset) for extent in row]) for row in extents]
+
+
+def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> PlacedRows:
     """Lay the rows of some stacks (experts) out in slots, all in the same way, so that any slot can hold any row.
 
     Tensors that are neighbours in the same way in every row, as in files that store expert after expert, are one read
@@ -271,14 +312,14 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> li
     for j in copied:
         offsets[j] = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         cursor = offsets[j] + first[j].nbytes
-    nbytes, found, placed = round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), [(j, offsets[j]) for j in copied]
-    return [Placement(nbytes, _row_segments(row, in_place, placed), found) for row in rows]
+    nbytes, placed = round_up(cursor, DIRECT_ALIGNMENT), [(j, offsets[j]) for j in copied]
+    return PlacedRows(rows, nbytes, tuple(offsets), in_place, placed)
 
 
 def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
     expected = [(record.nbytes, record.dtype) for record in rows[0]] if rows else []
     for i, row in enumerate(rows):
-        found = [(record.nbytes, record.dtype) for record in row]
+        found = [(record.extent.nbytes, record.dtype) for record in row]
         if found != expected:
             raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
 
@@ -297,8 +338,8 @@ def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]
 
 def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
     """Return whether a block's pages can be read to the same place of a slot for every row."""
-    first, *_ = starts = [row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows]
-    return all(start == first for start in starts) and all(is_aligned(rows[0][j], alignment) for j in block)
+    starts = {row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows}
+    return len(starts) == 1 and all(is_aligned(rows[0][j], alignment) for j in block)
 
 
 def _row_segments(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.lending import Lending
@@ -14,7 +16,7 @@ from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
 from mlx_flash.experts.pooledstacks import make_pooled
 from mlx_flash.layout.experts import trunk_of
-from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, is_embedding
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
 from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.arena import Arena, kernel_alignment
@@ -29,7 +31,6 @@ from mlx_flash.streaming.layers import (
     PinnedLayers,
     StreamedLayer,
     TableState,
-    Tile,
     TiledLinear,
     tile_module,
 )
@@ -180,7 +181,7 @@ class Engine:
         self.units.append(unit)
         self._bound += parameters
         views = bind_views(parameters, placement, arena)
-        self._swap(unit, StreamedLayer, (index, self.stream), parameters)
+        self._swap(unit, StreamedLayer, (index, self.stream, type(unit.module).__call__), parameters)
         places = zip(placement.offsets, views, parameters, strict=True)
         self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
 
@@ -189,9 +190,9 @@ class Engine:
         ranges = [(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
         tiles = [self._stream_tile(unit, start, stop) for start, stop in ranges]
         whole = clone_with(unit.module, {parameter.key: parameter.array for parameter in unit.large})
-        return HeadState(tiles, self.stream, whole)
+        return HeadState(tiles, whole)
 
-    def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
+    def _stream_tile(self, unit: Unit, start: int, stop: int) -> nn.Module:
         records = [parameter.record for parameter in unit.large if parameter.record is not None]
         placement = place([record.rows(start, stop) for record in records], kernel_alignment())
         index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
@@ -201,13 +202,17 @@ class Engine:
             for parameter, offset in zip(unit.large, placement.offsets, strict=True)
         }
         module = tile_module(unit, start, stop, views)
+        kind: Any = type(module)
+        swap_class(
+            module, StreamedLayer, (index, self.stream, kind.as_linear if is_embedding(module) else kind.__call__)
+        )
         places = zip(placement.offsets, views.items(), strict=True)
         self.loans.add(
             module,
             placement,
             [Lendable(index, at, view, partial(dict.__setitem__, module, key)) for at, (key, view) in places],
         )
-        return Tile(index, module)
+        return module
 
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool) -> None:
         poison = self._config.poison_released_slots

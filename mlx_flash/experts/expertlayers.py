@@ -123,24 +123,31 @@ class Experts:
             self._stream.wait_turn(("experts", layer))  # so that experts that several calls need are read once
         next_guess = begun = None
         known = [indices]  # evaluated before anything is computed with them
-        if indices.size < SORTED_SIZE and self._stream.wait_turn is None:  # the last residual may be another call's
+        is_small = indices.size < SORTED_SIZE
+        if is_small and self._stream.wait_turn is None:  # the last residual may be another call's
             # A processor that computes a layer in less time than a guess takes would wait for the guess.
-            guess = self._ahead.late(layer) if self._exact_rows else None
+            guess = self._ahead.guess(layer, is_early=False) if self._exact_rows else None
             if guess is not None:
                 mx.async_eval(guess.indices, guess.scores)
                 mx.async_eval(indices)  # the layer's attention computes while Python looks at the guess
                 self._ahead.read(layer, guess, is_early=False)
-            next_guess = self._ahead.early(layer + 1)
+            next_guess = self._ahead.guess(layer + 1, is_early=True)
             if next_guess is not None:
                 known += [next_guess.indices, *([] if next_guess.scores is None else [next_guess.scores])]
             begun = self._begin(layer, x, known, guess)
         self._evaluate_pending(known)
         routing = np.array(indices)
         counts = self._count(layer, routing)
-        experts = np.flatnonzero(counts)
+        experts = counts.nonzero()[0]
+        needed: list[int] = experts.tolist()
         self.pool.stats.num_calls += 1
-        if self._fits_slots(layer, len(experts), routing.size):
-            late = self._request(layer, routing, experts, counts[experts])
+        # Sorted calls on a GPU need all experts: CUDA's kernel for them ignores the gaps between slots.
+        is_exact = self._pooled.takes_slots[layer] and (self._exact_rows or is_small)
+        if is_exact and len(needed) <= self.pool.slots.num_slots:
+            late = self.pool.request(layer, needed)
+            if is_small:
+                self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
+            self._note(layer, routing, experts, counts[experts])
             if next_guess is not None and not self._exact_rows:  # nothing else happens until all experts are there
                 self._ahead.read(layer + 1, next_guess, is_early=True)
             result = self._compute(layer, x, routing, begun, experts, late)
@@ -149,7 +156,7 @@ class Experts:
             return result
         self.pool.stats.num_full += 1
         self._note(layer, routing, experts, counts[experts])
-        hottest = sorted(experts.tolist(), key=lambda i: -counts[i])
+        hottest = sorted(needed, key=lambda i: -counts[i])
         return self._stage.run(layer, x, indices, hottest, self._quota)
 
     def _begin(self, layer: int, x: mx.array, known: list[mx.array], guess: Guess | None) -> _Begun | None:
@@ -168,7 +175,11 @@ class Experts:
         if not self._pooled.takes_slots[layer] or indices.size > num_slots or not is_whole(x, indices):
             return None
         ready = self.pool.ready(layer)
-        num_rows = indices.size - self._num_late(ready, guess, indices.size)
+        if guess is None or guess.indices.size != indices.size:
+            num_late = int(indices.size * self._late_share)
+        else:
+            num_late = int(np.count_nonzero(~ready[np.array(guess.indices)]))
+        num_rows = indices.size - num_late  # of experts that will probably be there
         if not num_rows or (num_rows < indices.size and not self._exact_rows):
             return None
         table = np.where(ready, self.pool.slot_of[layer], num_slots).astype(np.uint32)
@@ -185,12 +196,6 @@ class Experts:
             rows = self._pooled.run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
         mx.async_eval(rows)
         return _Begun(rows, pairs, ready)
-
-    def _num_late(self, ready: Mask, guess: Guess | None, size: int) -> int:
-        """Return how many of a call's (token, expert) pairs will probably have to wait for their experts."""
-        if guess is None or guess.indices.size != size:
-            return int(size * self._late_share)
-        return int(np.count_nonzero(~ready[np.array(guess.indices)]))
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
         """Return the number of tokens of each expert."""
@@ -209,34 +214,10 @@ class Experts:
         self._ahead.settle(layer, experts)
         self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
 
-    def _fits_slots(self, layer: int, num_experts: int, num_indices: int) -> bool:
-        """Return whether a call can be computed from the slots as exactly as with all experts.
-
-        Sorted calls on a GPU cannot: CUDA's kernel for them ignores the gaps between slots.
-        """
-        is_exact = self._exact_rows or num_indices < SORTED_SIZE
-        return self._pooled.takes_slots[layer] and is_exact and num_experts <= self.pool.slots.num_slots
-
     @property
     def _quota(self) -> int:
         """Number of experts of each layer that a prompt leaves in the pool: twice its share, since layers compete."""
         return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
-
-    def _request(self, layer: int, routing: Routing, experts: Numbers, counts: Numbers) -> list[int]:
-        """Start to read the experts of a call, and return those in flight.
-
-        Args:
-            layer: number of the stack.
-            routing: the experts of each token.
-            experts: those that are needed, each once.
-            counts: number of tokens of each of them.
-        """
-        needed: list[int] = experts.tolist()
-        late = self.pool.request(layer, needed)
-        if routing.size < SORTED_SIZE:
-            self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
-        self._note(layer, routing, experts, counts)
-        return late
 
     def _compute(
         self,

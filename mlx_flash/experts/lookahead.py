@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -130,7 +130,8 @@ class _Norm(SwappedClass):
         state: _Stack = self._flash_state
         is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
         state.before, state.after = x if is_simple else None, None
-        return cast(mx.array, super().__call__(x, *args, **kwargs))  # type: ignore[misc]
+        result: mx.array = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        return result
 
 
 class _Block(SwappedClass):
@@ -139,11 +140,11 @@ class _Block(SwappedClass):
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         state: _Stack = self._flash_state
         before = state.before  # the next guess takes it
-        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        result: mx.array = super().__call__(*args, **kwargs)  # type: ignore[misc]
         is_simple = len(args) == 1 and not kwargs  # else the block may have added the residual itself
         if is_simple and before is not None and isinstance(result, mx.array) and result.shape == before.shape:
             state.after = before + result
-        return cast(mx.array, result)
+        return result
 
 
 class _Gate(SwappedClass):
@@ -197,18 +198,17 @@ class Lookahead:
             if after.gate is not None and not isinstance(after.gate, SwappedClass):
                 swap_class(after.gate, _Gate, self._states[layer + 1])
 
-    def early(self, layer: int) -> Guess | None:
-        """Guess a stack from the residual before the experts of the previous one."""
-        return self._guess(layer, self._states[layer - 1].before)
+    def guess(self, layer: int, *, is_early: bool) -> Guess | None:
+        """Return what a stack's router would choose if the layers in between changed nothing.
 
-    def late(self, layer: int) -> Guess | None:
-        """Guess a stack from the residual after the experts of the previous one."""
-        state = self._states[layer - 1]
-        after, state.after = state.after, None
-        return self._guess(layer, after)
-
-    def _guess(self, layer: int, residual: mx.array | None) -> Guess | None:
-        """Return what a stack's router would choose if the layers in between changed nothing."""
+        Args:
+            layer: number of the stack.
+            is_early: from the residual before the experts of the previous one; otherwise from that after them.
+        """
+        previous = self._states[layer - 1]
+        residual = previous.before if is_early else previous.after
+        if not is_early:
+            previous.after = None
         if residual is None or layer == len(self._stacks):
             return None
         state = self._states[layer]

@@ -244,14 +244,16 @@ class ExpertPool:
             The slot; None when all are spared.
         """
         layer, expert = key
-        if not self._free:
+        if self._free:
+            slot = self._free.pop()
+            self.slots.touch(slot)
+        else:
             least = self._uses.least(spared)
             if least is None:
                 return None
             self.stats.num_evicted += 1
             self.leave(least)
-        slot = self._free.pop()
-        self.slots.touch(slot)
+            slot = self._free.pop()
         for offset, rows in self.layers[layer].kept:
             row = rows[expert]
             np.frombuffer(self.slots.part(slot, offset, len(row)), np.uint8)[:] = row

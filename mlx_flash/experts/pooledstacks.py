@@ -84,7 +84,7 @@ class PooledStacks:
         self, stacks: Sequence[ExpertStack], pool: ExpertPool, takes_slots: Sequence[bool] | None = None
     ) -> None:
         self.pool = pool
-        self._modules = [self._copy(layer, stack) for layer, stack in enumerate(stacks)]
+        self._modules: list[Any] = [self._copy(layer, stack) for layer, stack in enumerate(stacks)]
         self.takes_slots = takes_slots or [
             not stack.is_widened and try_slots(module, stack.unit.large[0].container)
             for module, stack in zip(self._modules, stacks, strict=True)
@@ -101,7 +101,8 @@ class PooledStacks:
 
     def run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
         """Compute tokens with the experts in some slots, ``(..., top_k)``."""
-        return cast(Callable[..., mx.array], self._modules[layer])(x, slots)
+        result: mx.array = self._modules[layer](x, slots)
+        return result
 
     def run_routing(self, layer: int, x: mx.array, routing: Routing) -> mx.array:
         """Compute tokens with their experts, all of which have slots."""

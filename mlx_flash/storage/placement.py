@@ -66,8 +66,9 @@ class Segment:
     @property
     def buffer_end(self) -> int:
         """First byte of the buffer after all that a read writes."""
-        end = max([piece.buffer_offset + piece.nbytes for piece in self.pieces])
-        return end if self.buffer_offset is None else max(end, self.buffer_offset + self.nbytes)
+        if self.buffer_offset is not None:
+            return self.buffer_offset + self.nbytes
+        return max([piece.buffer_offset + piece.nbytes for piece in self.pieces])
 
     @property
     def wanted_end(self) -> int:
@@ -76,7 +77,7 @@ class Segment:
 
     def wanted_bytes(self, start: int, stop: int) -> int:
         """Return the number of bytes of pieces in ``[start, stop)`` of the file."""
-        return sum(max(0, min(stop, piece.end) - max(start, piece.offset)) for piece in self.pieces)
+        return sum([max(0, min(stop, p.offset + p.nbytes) - max(start, p.offset)) for p in self.pieces])
 
     def piece_at(self, offset: int) -> Piece:
         """Return the piece at an offset of the file, or the next one after it."""
@@ -247,7 +248,7 @@ class PlacedRows:
         rows: the tensors of each row.
         nbytes: size of the buffer.
         offsets: for each tensor where it starts in the buffer.
-        in_place: numbers of the tensors of each block that is read in place, and the place of its pages.
+        in_place: numbers of the tensors of each block that is read in place, and its read for the first row.
         copied: numbers of the tensors that are copied, and their places.
     """
 
@@ -256,7 +257,7 @@ class PlacedRows:
         rows: Sequence[Sequence[TensorRecord]],
         nbytes: int,
         offsets: tuple[int, ...],
-        in_place: Sequence[tuple[list[int], int]],
+        in_place: Sequence[tuple[list[int], Segment]],
         copied: Sequence[tuple[int, int]],
     ) -> None:
         self._rows, self._in_place, self._copied = rows, in_place, copied
@@ -297,7 +298,7 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
     _check_alike(rows)
     first = rows[0] if rows else ()
     offsets = [0] * len(first)
-    in_place: list[tuple[list[int], int]] = []
+    in_place: list[tuple[list[int], Segment]] = []
     copied: list[int] = []
     cursor = 0
     for block in _common_blocks(rows):
@@ -305,7 +306,7 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
             segment = read_in_place([first[j] for j in block], cursor)
             for j, piece in zip(block, segment.pieces, strict=True):
                 offsets[j] = piece.buffer_offset
-            in_place.append((block, cursor))
+            in_place.append((block, segment))
             cursor += segment.nbytes
         else:
             copied += block
@@ -342,11 +343,20 @@ def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int],
     return len(starts) == 1 and all(is_aligned(rows[0][j], alignment) for j in block)
 
 
+def _moved(read: Segment, records: Sequence[TensorRecord]) -> Segment:
+    """Return a read of other tensors, which lie to each other and to their pages as those of a read do."""
+    extents = zip([(record.name, record.extent.offset) for record in records], read.pieces, strict=True)
+    pieces = tuple([Piece(name, at, piece.nbytes, piece.buffer_offset) for (name, at), piece in extents])
+    start = read.offset + pieces[0].offset - read.pieces[0].offset
+    return Segment(records[0].extent.path, start, read.nbytes, read.buffer_offset, pieces)
+
+
 def _row_segments(
-    row: Sequence[TensorRecord], in_place: Iterable[tuple[list[int], int]], copied: Iterable[tuple[int, int]]
+    row: Sequence[TensorRecord], in_place: Iterable[tuple[list[int], Segment]], copied: Sequence[tuple[int, int]]
 ) -> tuple[Segment, ...]:
     """Return the reads of one row: of blocks with places for their pages, and of tensors with places of their own."""
-    segments = [read_in_place([row[j] for j in block], at) for block, at in in_place]
-    parts = [(row[j], at) for j, at in copied]
-    segments += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
+    segments = [_moved(read, [row[j] for j in block]) for block, read in in_place]
+    if copied:
+        parts = [(row[j], at) for j, at in copied]
+        segments += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
     return tuple(sorted(segments, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))

@@ -364,7 +364,7 @@ class BackgroundPrefetcher:
         are larger.
         """
         read_size = self.read_size
-        share = min(read_size, -(-sum(segment.nbytes for segment in segments) // self.queue_depth))
+        share = min(read_size, -(-sum([segment.nbytes for segment in segments]) // self.queue_depth))
         task: list[_Part] = []
         nbytes = 0
         for segment in segments:

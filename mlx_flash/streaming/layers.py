@@ -30,18 +30,53 @@ from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.streaming.stream import GuessEndedError, WeightStream
+from mlx_flash.streaming.stream import GuessEndedError
 
 
 class StreamedLayer(SwappedClass):
-    """A layer that runs once its weights have arrived and lets them go when its effects are computed."""
+    """A layer or tile that runs once its weights have arrived and lets them go when its effects are computed.
+
+    The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
+    computed from whatever the slot holds by then. Where the stream computes ahead, a layer's effects are waited for
+    once the next unit has begun.
+
+    Its state is its number in the stream, the stream, and the method of its own class that computes.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not enginethread.check():
             return hand_in(self, *args, **kwargs)
-        index, stream = self._flash_state
-        run = super().__call__  # type: ignore[misc]
-        return run_streamed(stream, index, run, args, kwargs)
+        index, stream, compute_with = self._flash_state
+        if stream.is_guessing:
+            raise GuessEndedError
+        if stream.wait_turn is not None:
+            compute(args, kwargs)  # now, or the pinned layers of all calls would take memory at once
+            stream.wait_turn(index)
+            result = compute_with(self, *args, **kwargs)
+            compute(result, args, kwargs)
+            return result
+        # What comes before is computed while we wait. MLX holds what is evaluated until it is computed, and copies a
+        # cache that it holds when a layer adds to it. So caches are left out.
+        inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)]
+        mx.async_eval(inputs)
+        stream.acquire(index)
+        wait: Callable[[], None] | None = None
+        try:
+            result = compute_with(self, *args, **kwargs)
+            if isinstance(result, mx.array) and len(inputs) == len(args) + len(kwargs):
+                effects = [result, *inputs]  # of a single matrix, for which a search takes too long
+            else:
+                effects = arrays_in(result, args, kwargs)
+            if stream.computes_ahead:
+                mx.async_eval(effects)
+                wait = partial(mx.eval, effects)
+            else:
+                mx.eval(effects)
+                if stream.lets_go_late:
+                    mx.synchronize()
+        finally:
+            stream.release(index, wait)
+        return result
 
 
 def hand_in(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -54,40 +89,6 @@ def hand_in(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return result
 
     return enginethread.run(call)
-
-
-def run_streamed(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Acquire, call, evaluate, release; where the stream computes ahead, the last two once the next unit has begun.
-
-    The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
-    computed from whatever the slot holds by then.
-    """
-    if stream.is_guessing:
-        raise GuessEndedError
-    if stream.wait_turn is not None:
-        compute(args, kwargs)  # now, or the pinned layers of all calls would take memory at once
-        stream.wait_turn(index)
-        result = run(*args, **kwargs)
-        compute(result, args, kwargs)
-        return result
-    # What comes before is computed while we wait. MLX holds what is evaluated until it is computed, and copies a cache
-    # that it holds when a layer adds to it. So caches are left out.
-    mx.async_eval([each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)])
-    stream.acquire(index)
-    wait: Callable[[], None] | None = None
-    try:
-        result = run(*args, **kwargs)
-        effects = arrays_in(result, args, kwargs)
-        if stream.computes_ahead:
-            mx.async_eval(effects)
-            wait = partial(mx.eval, effects)
-        else:
-            mx.eval(effects)
-            if stream.lets_go_late:
-                mx.synchronize()
-    finally:
-        stream.release(index, wait)
-    return result
 
 
 def compute(*roots: Any) -> None:
@@ -138,37 +139,26 @@ class ComputedModule(SwappedClass):
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows of a head: the number of the streamed unit that holds them, and a module that has only them."""
-
-    index: int
-    module: nn.Module
-
-
 @dataclass(slots=True)
 class HeadState:
     """A head that is computed tile by tile.
 
     Attributes:
-        tiles: its rows.
-        stream: what the tiles flow through.
+        tiles: modules that have some of its rows, each a :class:`StreamedLayer`.
         whole: the module with its lazily loaded arrays.
         is_dropped: whether the outputs of the calls to come are not looked at. Then they are not computed: what is
             returned could be, by MLX alone, reading the whole head.
     """
 
-    tiles: Sequence[Tile]
-    stream: WeightStream
+    tiles: Sequence[nn.Module]
     whole: nn.Module
     is_dropped: bool = False
 
     def apply(self, method: Callable[[nn.Module, mx.array], mx.array], x: mx.array) -> mx.array:
-        """Call the module's own method on every tile. Return the outputs side by side, ``(..., rows)``."""
+        """Compute the head with a method of its class. Return the outputs of all tiles, ``(..., rows)``."""
         if self.is_dropped:
             return method(self.whole, x)
-        outputs = [run_streamed(self.stream, t.index, partial(method, t.module), (x,), {}) for t in self.tiles]
-        return mx.concatenate(outputs, axis=-1)
+        return mx.concatenate([cast(Any, tile)(x) for tile in self.tiles], axis=-1)
 
 
 class TiledLinear(SwappedClass):

@@ -23,7 +23,7 @@ from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.storage import ranges
 from mlx_flash.storage.prefetcher import Ticket
 from mlx_flash.storage.source import SourceFile
-from mlx_flash.streaming import layers
+from mlx_flash.streaming.layers import StreamedLayer
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
 from streamed import nbytes_of
@@ -148,13 +148,13 @@ def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], mon
 
 def test_a_computation_that_differs_is_named(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Right weights, wrong result: as of a kernel that chooses by shape or address."""
-    original, count = layers.run_streamed, iter(range(1 << 30))
+    original, count = StreamedLayer.__call__, iter(range(1 << 30))
 
-    def rounded(stream: WeightStream, index: int, *rest: Any) -> Any:
-        result = original(stream, index, *rest)
-        return result * (1 + 2**-20) if index == 2 and next(count) == 1 else result
+    def rounded(layer: StreamedLayer, *args: Any, **kwargs: Any) -> Any:
+        result = original(layer, *args, **kwargs)
+        return result * (1 + 2**-20) if layer._flash_state[0] == 2 and next(count) == 1 else result
 
-    monkeypatch.setattr(layers, "run_streamed", rounded)
+    monkeypatch.setattr(StreamedLayer, "__call__", rounded)
     status, receipt = verified(folder("llama"), "--num-slots", 2)
     assert status == EXIT_DIFFERS and not receipt["wrong_bytes"] and receipt["difference"]
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,15 +20,16 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_flash
 from expert_pools import with_pool
-from mlx_flash import FlashLLM, ReadError
+from mlx_flash import FlashLLM, ReadError, enginethread
 from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.engine import sharing
 from mlx_flash.engine.call import Lane
 from mlx_flash.engine.need import Need, need
+from mlx_flash.layout.swap import swap_class
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import Ticket
-from mlx_flash.streaming.layers import run_streamed
+from mlx_flash.streaming.layers import StreamedLayer
 from mlx_flash.streaming.stream import POISON, unit_states
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from streamed import failing_once, streamed_on_disk, streamed_whole
@@ -143,21 +145,31 @@ def wait_until(moment: float) -> None:
     SlowReads.now = max(SlowReads.now, moment)
 
 
+class Attention(nn.Module):
+    """A layer that adds rows to its cache."""
+
+    def __call__(self, x: mx.array, cache: KVCache) -> mx.array:
+        rows = mx.zeros((1, 2, 4, 8))
+        return cache.update_and_fetch(rows, rows)[0] + x[0, 0]
+
+
 def test_a_unit_adds_to_its_cache_in_place_while_its_input_is_computed() -> None:
+    enginethread.run(add_to_a_cache)
+
+
+def add_to_a_cache() -> None:
     stream, _, _ = make_stream(2, 2)
     stream.computes_ahead = True
     cache, rows = KVCache(), mx.zeros((1, 2, 4, 8))
     cache.update_and_fetch(rows, rows)
     mx.eval(cache.state)
     places = [address_of(memory_of(each)) for each in (cache.keys, cache.values)]
-
-    def attend(x: mx.array, cache: KVCache) -> mx.array:
-        return cache.update_and_fetch(rows, rows)[0] + x[0, 0]
-
+    attention = Attention()
+    swap_class(attention, StreamedLayer, (0, stream, Attention.__call__))
     x = mx.full((1500, 1500), 1e-3)
     for _ in range(10):
         x = x @ x
-    run_streamed(stream, 0, attend, (x, cache), {})
+    attention(x, cache)
     stream.release_computed()
     assert [address_of(memory_of(each)) for each in (cache.keys, cache.values)] == places
     stream.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from functools import lru_cache
 
@@ -124,7 +124,10 @@ def trunk_of(layout: ModelLayout) -> ModelLayout:
     )
 
 
-def _without(unit: Unit, experts: Collection[int], routers: Collection[int]) -> Unit:
+def _without(unit: Unit, experts: Set[int], routers: Set[int]) -> Unit:
+    ids = set(map(id, [*unit.large, *unit.small]))
+    if ids.isdisjoint(experts) and ids.isdisjoint(routers):
+        return unit
     kept = [parameter for parameter in unit.large if id(parameter) not in experts]
     small = [parameter for parameter in unit.small if id(parameter) not in experts]
     return Unit(

@@ -241,11 +241,15 @@ def _unit_sizes(layout: ModelLayout) -> Callable[[Unit], UnitSize]:
         for stack in layout.experts
         for p in stack.unit.large
     }
+    found: dict[tuple[object, ...], UnitSize] = {}  # several cuts have the same units
 
     def unit_size(unit: Unit) -> UnitSize:
-        ids = [id(parameter) for parameter in unit.large]
-        tensors, idle_bytes = tuple(map(sizes.__getitem__, ids)), sum([idle.get(i, 0) for i in ids]) if idle else 0
-        return UnitSize(unit.name, tensors, unit.num_rows, not copied.isdisjoint(ids), idle_bytes)
+        ids = list(map(id, unit.large))
+        key = (unit.name, *ids)
+        if key not in found:
+            tensors, idle_bytes = tuple(map(sizes.__getitem__, ids)), sum([idle.get(i, 0) for i in ids]) if idle else 0
+            found[key] = UnitSize(unit.name, tensors, unit.num_rows, not copied.isdisjoint(ids), idle_bytes)
+        return found[key]
 
     return unit_size
 

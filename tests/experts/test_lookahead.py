@@ -126,7 +126,7 @@ def test_right_predictions_waste_no_reads_and_no_rows(foreseeable: Path, monkeyp
     with with_pool(foreseeable, 24) as model:
         ahead = ahead_of(model)
         guess = ahead.guess
-        ahead.guess = lambda layer, *, is_early: None if is_early else guess(layer, is_early=False)  # type: ignore
+        ahead.guess = lambda layer, *, is_early: None if is_early else guess(layer, is_early=False)  # type: ignore[method-assign]
         run(model, TOKENS[:40])
         assert min(ahead._late._right) >= CAREFUL_ODDS
         stats = replace(pool_of(model).stats)
@@ -141,13 +141,13 @@ def test_right_predictions_waste_no_reads_and_no_rows(foreseeable: Path, monkeyp
 def test_bad_predictions_are_not_read(tiny: Path) -> None:
     with with_pool(tiny, 24) as model:
         ahead = ahead_of(model)
-        real = ahead._guess
+        real = ahead.guess
 
-        def wrong(layer: int, residual: mx.array | None) -> Guess | None:
-            guess = real(layer, residual)
+        def wrong(layer: int, *, is_early: bool) -> Guess | None:
+            guess = real(layer, is_early=is_early)
             return None if guess is None else Guess((guess.indices + 5) % 16, guess.scores)
 
-        ahead._guess = wrong  # type: ignore[method-assign]
+        ahead.guess = wrong  # type: ignore[method-assign]
         assert same_bits(run(model, TOKENS), run(stock(tiny), TOKENS))
         stats = replace(pool_of(model).stats)
         assert stats.num_predicted < 20

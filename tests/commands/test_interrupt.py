@@ -13,6 +13,7 @@ import pytest
 from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 from mlx_flash.commands.run import AnswerStoppedError, stoppable
 from terminals import ROOT, Shell
+from waiting import eventually
 
 TINY = ROOT / "examples" / "pair" / "draft"
 START = """
@@ -112,10 +113,7 @@ def test_a_terminal_that_closes_leaves_no_files(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     shell = Shell("-m", "mlx_flash", "run", TINY, "Hello", "--max-tokens", "-1")
     shell.wait_for("computing the prompt")
-    end = time.monotonic() + 10
-    while not any(path.is_file() for path in tmp_path.rglob("*")):  # the published state, which is renamed when written
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    eventually(lambda: any(path.is_file() for path in tmp_path.rglob("*")))  # the published state
     if is_closed:
         shell.close()
     else:

@@ -6,22 +6,20 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import children
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.commands.run import AnswerStoppedError, loaded
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
+from mlx_flash.modelfile.conversation import Conversation, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
 from mlx_flash.server.catalog import Source, source_of
 from mlx_flash.server.prompts import opened_with
@@ -61,26 +59,25 @@ def expected_answer(described: Modelfile, messages: list[dict[str, str]], max_to
     return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, **sampling(described.parameters))
 
 
+def follow(described: Modelfile, turns: Sequence[str], max_tokens: int) -> None:
+    """Check that each answer is what mlx-lm makes of the conversation before it."""
+    messages = first_messages(described)
+    for turn, answer in zip(turns, say(described, turns), strict=True):
+        messages.append({"role": "user", "content": turn})
+        assert answer == expected_answer(described, messages, max_tokens) != ""
+        messages.append({"role": "assistant", "content": answer})
+
+
 def test_a_conversation_is_what_mlx_lm_makes_of_all_of_it(model_dir: Path) -> None:
     described = modelfile(
         model_dir,
         "SYSTEM You are brief.\nMESSAGE user Hi\nMESSAGE assistant Hello.\nPARAMETER num_predict 12\n"
         "PARAMETER repeat_penalty 1.3\nPARAMETER top_k 20",
     )
+    assert [message["role"] for message in first_messages(described)] == ["system", "user", "assistant"]
     turns = ["Tell me about the sea", "And the sky?", "Go on"]
-    answers = say(described, turns)
-    assert say(replace(described, flash={**described.flash, "enabled": "false"}), turns) == answers
-    messages = first_messages(described)
-    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
-    for turn, answer in zip(turns, answers, strict=True):
-        messages.append({"role": "user", "content": turn})
-        assert answer == expected_answer(described, messages, 12) != ""
-        messages.append({"role": "assistant", "content": answer})
-
-
-def test_flash_false_is_mlx_lm_alone(model_dir: Path) -> None:
-    streamed = say(modelfile(model_dir, "PARAMETER num_predict 8"), ["Hello"])
-    assert say(modelfile(model_dir, "PARAMETER num_predict 8\nFLASH false"), ["Hello"]) == streamed
+    follow(described, turns, 12)
+    follow(replace(described, flash={**described.flash, "enabled": "false"}), turns, 12)
 
 
 def test_a_seed_repeats_and_stop_ends(model_dir: Path) -> None:
@@ -100,33 +97,7 @@ def test_caches_that_cannot_be_trimmed(model_dir: Path, tmp_path: Path, architec
     directory = save(tmp_path / "model", architecture)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((model_dir / name).read_bytes())
-    described = modelfile(directory, "PARAMETER num_predict 10")
-    turns = ["Tell me about the sea", "And the sky?"]
-    answers = say(described, turns)
-    messages = [{"role": "user", "content": turns[0]}]
-    assert answers[0] == expected_answer(described, messages, 10)
-    messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": turns[1]}]
-    assert answers[1] == expected_answer(described, messages, 10)
-
-
-@given(st.text("ab<|", max_size=60), st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=3), st.data())
-def test_text_is_cut_at_the_first_stop(text: str, stop: list[str], data: st.DataObject) -> None:
-    ends = [text.find(word) for word in stop if word in text]
-    expected = text[: min(ends)] if ends else text
-
-    def pieces() -> Iterator[str]:
-        rest = text
-        while rest:
-            size = data.draw(st.integers(1, 4))
-            yield rest[:size]
-            rest = rest[size:]
-
-    # A stop that a later piece completes may begin before one that was seen first; either is a place to end.
-    found = "".join(cut_at(pieces(), stop))
-    assert found == expected or (
-        ends and len(found) in [i for i in range(len(text)) for w in stop if text[i:].startswith(w)]
-    )
-    assert text.startswith(found)
+    follow(modelfile(directory, "PARAMETER num_predict 10"), ["Tell me about the sea", "And the sky?"], 10)
 
 
 @pytest.mark.parametrize("own_system", [False, True])
@@ -144,17 +115,9 @@ def test_a_served_modelfile_sets_defaults(model_dir: Path) -> None:
         "PARAMETER repeat_penalty 1.2\nPARAMETER stop END\nSYSTEM Hi",
     )
     source = source_of(described, "name", Source(config=FlashConfig(), defaults=Defaults(top_k=4)))
-    expected = Defaults(
-        temperature=0.5,
-        min_p=0.1,
-        seed=3,
-        max_tokens=7,
-        top_k=4,
-        repetition_penalty=1.2,
-        repetition_context_size=64,
-        stop=("END",),
-    )
-    assert source.defaults == expected and source.base == str(model_dir)
+    said = {"temperature": 0.5, "min_p": 0.1, "seed": 3, "max_tokens": 7, "top_k": 4, "stop": ("END",)}
+    assert source.defaults == Defaults(**said, repetition_penalty=1.2, repetition_context_size=64)  # type: ignore[arg-type]
+    assert source.base == str(model_dir)
     assert source.first_messages == ({"role": "system", "content": "Hi"},)
 
 

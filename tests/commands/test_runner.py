@@ -25,6 +25,7 @@ from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from models import make_random_model
+from waiting import eventually
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
 
@@ -111,12 +112,7 @@ def test_ps_shows_an_engine_and_stop_ends_it(folder: Path, private: Path, capsys
     files = [Path(os.devnull), private / "out", private / "err"]
     process = children.start("-m", "mlx_flash", *words, files=files, env={"MLX_FLASH_SPECULATION": "false"})
     try:
-        deadline = time.monotonic() + 60
-        found: list[Any] = []
-        while not any(engine["tokens"] > 2 for engine in found) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            found = answer(capsys, "ps")["engines"]
-        (engine,) = found
+        (engine,) = eventually(lambda: [each for each in answer(capsys, "ps")["engines"] if each["tokens"] > 2], 60)
         assert engine["pid"] == process.pid and engine["state"] == "running"
         assert 0 < engine["footprint_bytes"] <= engine["budget_bytes"] == 300_000_000
         assert engine["tokens_per_second"] > 0

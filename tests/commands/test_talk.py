@@ -124,9 +124,7 @@ def conversation(loaded: tuple[Any, Any]) -> Conversation:
     return Conversation(*loaded, parse_modelfile(TEXT, "Modelfile"))
 
 
-def test_slash_commands_change_the_next_answers(
-    conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slash_commands_change_the_next_answers(conversation: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Talk(conversation, 0.0, io.StringIO(), verbose=False)
     first = "".join(conversation.answer("Hello"))
     talk.command("/set parameter num_predict 2")
@@ -172,14 +170,14 @@ def test_slash_commands_change_the_next_answers(
         ("/show everything", "it must be one of info"),
     ],
 )
-def test_wrong_commands_are_refused(conversation: Conversation, loaded: tuple[Any, Any], line: str, words: str) -> None:
+def test_wrong_commands_are_refused(conversation: Conversation, line: str, words: str) -> None:
     with pytest.raises(ConfigError) as found:
         Talk(conversation, 0.0, io.StringIO(), verbose=False).command(line)
     assert words in str(found.value)
 
 
 def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
-    conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+    conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = io.StringIO()
     messages = iter(["/nothing", "", "Hello", " /etc is a folder", "/set quiet", " /bye", "/bye now", "never read"])
@@ -214,7 +212,7 @@ def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
 
 
 def test_more_tokens_to_keep_than_there_are_do_not_end_a_conversation(
-    conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+    conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In mlx-lm's compiled sampler the error took MLX's random state with it."""
     more = ["/set parameter temperature 1", "/set parameter top_k 99999", "Hello", "/set parameter top_k 3", "Hello"]
@@ -233,9 +231,7 @@ def test_a_modelfile_is_shown_in_any_encoding_that_it_may_have(
     assert "SYSTEM Größe" in capsys.readouterr().err
 
 
-def test_an_answer_cannot_control_the_terminal(
-    conversation: Conversation, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_cannot_control_the_terminal(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setattr(conversation, "answer", lambda *_: (piece for piece in ["a\x1b]0;title\x07b", "\tc\n"]))

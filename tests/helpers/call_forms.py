@@ -59,6 +59,10 @@ TEMPLATES = {
 }
 """Templates whose calls mlx-lm does not parse."""
 
+_ONE = "{% if not loop.first %}{{ raise_exception('one call') }}{% endif %}"
+LLAMA = TEMPLATES["llama"].replace('{"name"', _ONE + '{"name"')
+"""Llama 3's, with one call in an answer, as JSON without a mark."""
+
 STOCK = {
     "json_tools": '<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>',
     "mistral": "[TOOL_CALLS]NAME[ARGS]JSON",

@@ -4,8 +4,9 @@ import os
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import children
@@ -14,23 +15,22 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED":
 
 
 @contextmanager
-def served(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """Start a server, and end it afterwards."""
-    process = children.start(*command, files=(Path(os.devnull), log, log))
+def served(command: Sequence[object], port: int, log: Path, *, forks: bool = True) -> Iterator[BaseProcess]:
+    """Start a server, and kill it afterwards."""
+    process = children.start(*command, files=(Path(os.devnull), log, log), forks=forks)
     try:
         while True:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 break
             assert process.is_alive(), log.read_text()
             time.sleep(0.05)
-        yield
+        yield process
     finally:
-        process.terminate()
+        process.kill()
         process.join()
 
 
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+        return int(free.getsockname()[1])

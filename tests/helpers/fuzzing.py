@@ -18,7 +18,7 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,8 +62,8 @@ WORDS = (
 
 # fmt: off
 VALUES: list[Any] = [
-    0, -1, 1, 2**31, 2**63, 10**30, 1.5, 1e308, float("nan"), float("inf"), True, None, "", "x", "\x1b[2J\x07",
-    "../../x", "\ud800", [], {}, [[]], {"": None}, ["a", "b"], "a" * 5000, [0] * 500,
+    0, -1, 1, 2**31, 2**63, 10**30, 10**400, 1.5, 5e-324, 1e308, float("nan"), float("inf"), True, None, "", "x",
+    "\x1b[2J\x07", "../../x", "\ud800", [], {}, [[]], {"": None}, ["a", "b"], "a" * 5000, [0] * 500,
 ]
 # fmt: on
 
@@ -323,57 +323,28 @@ def settings(folder: Path) -> Iterator[Case]:
 
 COMMON: dict[str, Any] = {
     "model": {"name": "m", "bytes": 100},
-    "passes": {
-        "num_passes": 3,
-        "num_failed": 1,
-        "num_tokens": 3,
-        "num_tokens_in": 9,
-        "num_tokens_out": 2,
-        "batch_size": 1,
-        "pass_seconds": 0.5,
-        "decode_seconds": 0.3,
-        "began": 0.1,
-        "last_ended": 0.4,
-    },
+    "passes": {"num_passes": 3, "num_failed": 1, "num_tokens": 3, "num_tokens_in": 9, "num_tokens_out": 2,
+               "batch_size": 1, "pass_seconds": 0.5, "decode_seconds": 0.3, "began": 0.1, "last_ended": 0.4},
     "memory": {"footprint": 10**8, "peak_footprint": 10**8, "active": 10**7, "cache": 10**6},
-}
+}  # fmt: skip
 STATES: list[dict[str, Any]] = [
-    {
-        **COMMON,
-        "units": [{"kind": "layer", "bytes": 5, "streamed_bytes": 4, "state": "done"}, {"kind": "head", "bytes": 7}],
-        "plan": {"budget_bytes": 10**9, "pinned_bytes": 10**7, "slots_bytes": 10**7, "disk_bytes_per_second": 1e9},
-    },
-    {
-        **COMMON,
-        "stream": {"wait_seconds": 0.1, "held_seconds": 0.2},
-        "read": {"nbytes": 10**9, "busy_seconds": 0.3, "cached_bytes": 10**8, "cached_file_bytes": 10**8},
-    },
-    {
-        **COMMON,
-        "budget": {"bytes": 10**9, "changes": [{"at": 1.0, "before": 10**9, "after": 10**8, "reason": "free memory"}]},
-        "writes": {"session_bytes": 1, "day_bytes": 2, "total_bytes": 3, "day_limit_bytes": 4},
-        "kv": {"memory_bytes": 1, "disk_bytes": 2, "read_bytes": 3, "written_bytes": 4},
-        "prefixes": {"num_restored": 256, "num_computed": 3, "restored_bytes": 10**6, "stored": 2},
-    },
-    {
-        **COMMON,
-        "experts": {
-            "num_routed": 16,
-            "num_hits": 9,
-            "num_predicted": 8,
-            "num_predicted_right": 5,
-            "num_resident": 12,
-            "read_bytes": 10**8,
-            "wait_seconds": 0.1,
-            "num_slots": 20,
-            "slot_bytes": 10**6,
-            "num_experts": 64,
-        },
-        "ranks": {
-            "each": [{"layers": [[0, 3], [7, 8]], "tokens_per_second": 2.5, "waiting_share": 0.1}, {"layers": []}]
-        },
-    },
-]
+    {**COMMON,
+     "units": [{"kind": "layer", "bytes": 5, "streamed_bytes": 4, "state": "done"}, {"kind": "head", "bytes": 7}],
+     "plan": {"budget_bytes": 10**9, "pinned_bytes": 10**7, "slots_bytes": 10**7, "disk_bytes_per_second": 1e9}},
+    {**COMMON,
+     "stream": {"wait_seconds": 0.1, "held_seconds": 0.2},
+     "read": {"nbytes": 10**9, "busy_seconds": 0.3, "cached_bytes": 10**8, "cached_file_bytes": 10**8}},
+    {**COMMON,
+     "budget": {"bytes": 10**9, "changes": [{"at": 1.0, "before": 10**9, "after": 10**8, "reason": "free memory"}]},
+     "writes": {"session_bytes": 1, "day_bytes": 2, "total_bytes": 3, "day_limit_bytes": 4},
+     "kv": {"memory_bytes": 1, "disk_bytes": 2, "read_bytes": 3, "written_bytes": 4},
+     "prefixes": {"num_restored": 256, "num_computed": 3, "restored_bytes": 10**6, "stored": 2}},
+    {**COMMON,
+     "experts": {"num_routed": 16, "num_hits": 9, "num_predicted": 8, "num_predicted_right": 5, "num_resident": 12,
+                 "read_bytes": 10**8, "wait_seconds": 0.1, "num_slots": 20, "slot_bytes": 10**6, "num_experts": 64},
+     "ranks": {"each": [{"layers": [[0, 3], [7, 8]], "tokens_per_second": 2.5, "waiting_share": 0.1},
+                        {"layers": []}]}},
+]  # fmt: skip
 """States as engines publish them, each with some of the sections that the monitor shows."""
 
 
@@ -404,7 +375,10 @@ def telemetry_file(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def state(folder: Path) -> Iterator[Case]:
-    """A state, shown by the monitor, half of the time after another one. Control characters count as failure."""
+    """A state, shown by the monitor, half of the time after another one. Control characters count as failure.
+
+    So do shares that are none.
+    """
     seeds, memory = [JsonSeeds(state) for state in STATES], system_memory()
     args, path = parse_arguments(["monitor"]), folder / "0-0.json"
     consoles: list[Any] = [SimpleNamespace(width=width, encoding="utf-8") for width in (20, 80, 200)]
@@ -431,6 +405,13 @@ def state(folder: Path) -> Iterator[Case]:
         if dice.random() < 0.5:
             look(watcher, STATES[number], 0.6)
         look(watcher, damaged, 1.0)
+        for history in watcher.histories:
+            shares, experts = history.rates.shares, history.rates.experts
+            if shares is not None:
+                parts = asdict(shares).values()
+                assert abs(sum(parts) - 1) < 1e-6 and min(parts) >= -1e-9
+            for share in (experts.hit_rate, experts.predicted_right, experts.wait_share) if experts else ():
+                assert share is None or 0 <= share <= 1
         for line in draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60))):
             check(line.plain)
         out = io.StringIO()

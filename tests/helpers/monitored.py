@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 import children
 from mlx_flash.monitor.frames import UNICODE, Canvas, Glyphs, frame
@@ -30,52 +29,23 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state(num_layers: int = 24, **sections: Any) -> Json:
     kinds = ["pinned", "done", "done", "computing", "resident", "reading", "waiting", "waiting"]
-    units = [
-        {
-            "name": f"model.layers.{i}",
-            "kind": "layer",
-            "bytes": 100_000_000,
-            "streamed_bytes": 80_000_000 if kinds[i * 8 // num_layers] != "pinned" else 0,
-            "state": kinds[i * 8 // num_layers],
-        }
-        for i in range(num_layers)
-    ]
+    states = [kinds[i * 8 // num_layers] for i in range(num_layers)]
     told: Json = {
         "model": {"name": "llama-big", "bytes": 2_430_000_000},
-        "units": units,
-        "plan": {
-            "budget_bytes": 1_000_000_000,
-            "pinned_bytes": 300_000_000,
-            "resident_bytes": 1_000_000,
-            "slots_bytes": 200_000_000,
-            "kv_bytes": 90_000_000,
-            "activation_bytes": 10_000_000,
-            "disk_bytes_per_second": 2.2e9,
-        },
-        "passes": {
-            "num_passes": 11,
-            "num_failed": 0,
-            "num_tokens_in": 30,
-            "num_tokens_out": 10,
-            "pass_seconds": 7.0,
-            "decode_seconds": 5.0,
-            "began": 99.5,
-            "last_ended": 99.4,
-            "num_tokens": 1,
-            "batch_size": 1,
-        },
+        "units": [
+            {"name": f"model.layers.{i}", "kind": "layer", "bytes": 100_000_000, "state": kind,
+             "streamed_bytes": 80_000_000 if kind != "pinned" else 0} for i, kind in enumerate(states)
+        ],
+        "plan": {"budget_bytes": 1_000_000_000, "pinned_bytes": 300_000_000, "resident_bytes": 1_000_000,
+                 "slots_bytes": 200_000_000, "kv_bytes": 90_000_000, "activation_bytes": 10_000_000,
+                 "disk_bytes_per_second": 2.2e9},
+        "passes": {"num_passes": 11, "num_failed": 0, "num_tokens_in": 30, "num_tokens_out": 10, "pass_seconds": 7.0,
+                   "decode_seconds": 5.0, "began": 99.5, "last_ended": 99.4, "num_tokens": 1, "batch_size": 1},
         "stream": {"wait_seconds": 2.0, "held_seconds": 4.0},
         "read": {"nbytes": 11_000_000_000, "busy_seconds": 5.5},
-        "memory": {
-            "footprint": 800_000_000,
-            "peak_footprint": 850_000_000,
-            "active": 550_000_000,
-            "cache": 50_000_000,
-            "peak": 600_000_000,
-            "kv_and_activations": 49_000_000,
-            "lent": 20_000_000,
-        },
-    }
+        "memory": {"footprint": 800_000_000, "peak_footprint": 850_000_000, "active": 550_000_000, "cache": 50_000_000,
+                   "peak": 600_000_000, "kv_and_activations": 49_000_000, "lent": 20_000_000},
+    }  # fmt: skip
     for name, changes in sections.items():
         told[name] = {**told.get(name, {}), **changes} if isinstance(changes, dict) else changes
     return told
@@ -86,22 +56,10 @@ SLOT = 5_000_000
 
 
 def pool(**changes: Any) -> Json:
-    told: Json = {
-        "num_calls": 0,
-        "num_full": 0,
-        "num_routed": 0,
-        "num_hits": 0,
-        "num_predicted": 0,
-        "num_predicted_right": 0,
-        "num_evicted": 0,
-        "read_bytes": 0,
-        "wait_seconds": 0.0,
-        "num_slots": 420,
-        "slot_bytes": SLOT,
-        "num_resident": 412,
-        "num_experts": 3072,
-        "expert_bytes": SLOT - 1000,
-    }
+    counters = ["num_calls", "num_full", "num_routed", "num_hits", "num_predicted", "num_predicted_right"]
+    counters += ["num_evicted", "read_bytes"]
+    told: Json = {**dict.fromkeys(counters, 0), "wait_seconds": 0.0, "num_slots": 420}
+    told |= {"slot_bytes": SLOT, "num_resident": 412, "num_experts": 3072, "expert_bytes": SLOT - 1000}
     return {**told, **changes}
 
 
@@ -116,13 +74,6 @@ def canvas(width: int = 80, height: int | None = 24, glyphs: Glyphs = UNICODE) -
 
 def text_of(*histories: History, chosen: int = 0, on: Canvas | None = None) -> list[str]:
     return [line.plain for line in frame(histories, chosen, MACHINE, on or canvas())]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

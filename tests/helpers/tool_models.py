@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher
+
+from mlx_flash.server.calltemplates import CallForm
+from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer
+from mlx_flash.server.request import GenerationRequest
 
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
 END = "{% endfor %}{% if m.tool_calls and not loop.last %}\n{% endif %}{% endfor %}"
@@ -24,3 +31,13 @@ def with_template(path: Path, template: str = QWEN, parser: str | None = "json_t
     file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
     (path / "chat_template.jinja").unlink(missing_ok=True)
     return path
+
+
+def takes(
+    tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str, form: CallForm | None = None
+) -> bool:
+    """Return whether a complete answer of some texts is allowed."""
+    made = grammar_tokenizer(tokenizer, len(tokenizer) + 10)
+    matcher = LLMatcher(made, answer_grammar(request, form, tokenizer, reasoning), log_level=0)
+    tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+    return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())

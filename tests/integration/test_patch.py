@@ -20,14 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 import children
 import mlx_flash
 from adapters import ADAPTERS, save_adapter
-from mlx_flash import (
-    BudgetError,
-    FlashConfig,
-    FlashLLM,
-    StreamedWeightsError,
-    apply_flash_patch,
-    remove_flash_patch,
-)
+from mlx_flash import BudgetError, FlashConfig, FlashLLM, StreamedWeightsError, apply_flash_patch, remove_flash_patch
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
@@ -314,33 +307,18 @@ def test_a_model_and_its_draft_share_the_budget(model_dir: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_dtype_is_set_before_the_first_call(bits: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_dtype_is_set_before_the_first_call(bits: int | None, dtype: mx.Dtype, tmp_path: Path) -> None:
+    """The one that weights have leaves them on disk. A streamed model is an instance of the class of mlx-lm."""
     base = save(tmp_path / "base", LLAMA, mx.bfloat16, bits=bits)
     resident = stock(base)
-    resident.set_dtype(mx.float32)
-    with apply_flash_patch(config(ram_budget_gb=2.0)):
+    resident.set_dtype(dtype)
+    with apply_flash_patch(config(ram_budget_gb="min" if dtype == mx.bfloat16 else 2.0)):
         model = mlx_lm.utils.load_model(base)[0]
-    model.set_dtype(mx.float32)
+    assert isinstance(model, type(resident)) and type(model) is FlashLLM and not isinstance(model, mlx.nn.Linear)
+    model.set_dtype(dtype)
     with model:
         assert same_bits(run(model, PREFILL_AND_DECODE), run(resident, PREFILL_AND_DECODE))
+        assert (model.plan.streaming.read_bytes > 0) == (dtype == mx.bfloat16)
         with pytest.raises(StreamedWeightsError, match="Hint"):
             model.set_dtype(mx.float32)
-
-
-def test_the_dtype_that_weights_have_leaves_them_on_disk(tmp_path: Path) -> None:
-    base = save(tmp_path / "base", LLAMA, mx.bfloat16)
-    with apply_flash_patch(config()):
-        model = mlx_lm.utils.load_model(base)[0]
-    model.set_dtype(mx.bfloat16)
-    with model:
-        assert same_bits(run(model, PREFILL_AND_DECODE), run(stock(base), PREFILL_AND_DECODE))
-        assert model.plan.streaming.read_bytes > 0
-
-
-def test_a_streamed_model_is_an_instance_of_the_class_of_mlx_lm(tmp_path: Path) -> None:
-    base = save(tmp_path / "base", LLAMA)
-    with apply_flash_patch(config()):
-        model = mlx_lm.utils.load_model(base)[0]
-    assert isinstance(model, type(stock(base))) and isinstance(model, FlashLLM) and type(model) is FlashLLM
-    assert not isinstance(model, mlx.nn.Linear)
-    model.close()

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +22,9 @@ from typing import Any
 import pytest
 
 import children
+from example_programs import free_port, served
 from models import make_random_model
+from waiting import eventually
 
 openai: Any = None
 
@@ -39,11 +40,8 @@ SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-hea
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("models")
-    for i in range(2):
-        make_random_model(folder / str(i), *SHAPE.split(), "--seed", str(i))
-    return [str(folder / str(i)) for i in range(2)]
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_random_model(tmp_path_factory.mktemp("models") / "llama", *SHAPE.split()))
 
 
 @dataclass
@@ -56,45 +54,33 @@ class Server:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextlib.contextmanager
 def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
     port = free_port()
     program = command if command[0] == "-c" else ("-m", *command)
-    process = children.start(*program, "--port", port, files=(Path(os.devnull), log, log), forks=forks)
-    try:
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-                break
-            assert process.is_alive(), log.read_text()
-            time.sleep(0.05)
+    with served([*program, "--port", port], port, log, forks=forks) as process:
         yield Server(port, process, log)
-    finally:
-        process.kill()
-        process.join()
 
 
 @pytest.fixture(scope="module")
-def resident(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("logs") / "log", "mlx_lm", "server", "--model", models[0]) as server:
+def resident(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("logs") / "log", "mlx_lm", "server", "--model", model) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def streaming(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    command = ["mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
+def streaming(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    command = ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", "0.4"]
     with running(tmp_path_factory.mktemp("logs") / "log", *command) as server:
         yield server
 
 
-def chat(server: Server, text: str, model: str = "default_model", **options: Any) -> str:
+def chat(server: Server, text: str, **options: Any) -> str:
     responses = server.client().chat.completions.create(
-        model=model, messages=[{"role": "user", "content": text}], stream=True, **{"max_tokens": 16, **options}
+        model="default_model",
+        messages=[{"role": "user", "content": text}],
+        stream=True,
+        **{"max_tokens": 16, **options},
     )
     return "".join(chunk.choices[0].delta.content or "" for chunk in responses if chunk.choices)
 
@@ -121,14 +107,11 @@ def scrape(server: Server) -> dict[str, float]:
 
 def test_metrics_count_tokens(streaming: Server) -> None:
     chat(streaming, "Hello", max_tokens=1)  # loads the model
+    name = "mlx_flash_generated_tokens_total"
     before = scrape(streaming)
     chat(streaming, "Tell me about the sea", max_tokens=12)
-    deadline = time.monotonic() + 10  # the state is published four times a second
-    while (after := scrape(streaming))["mlx_flash_generated_tokens_total"] == before[
-        "mlx_flash_generated_tokens_total"
-    ]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(lambda: scrape(streaming)[name] != before[name])  # the state is published four times a second
+    after = scrape(streaming)
     assert after["mlx_flash_budget_bytes"] == 400_000_000 >= after["mlx_flash_memory_peak_bytes"] > 0
     assert after["mlx_flash_input_tokens_total"] > before["mlx_flash_input_tokens_total"]
     assert "mlx_flash_routed_experts_total" not in after and after["mlx_flash_requests"] == 0
@@ -150,38 +133,8 @@ def test_a_server_that_sleeps(resident: Server, streaming: Server) -> None:
             assert answer.result() == expected
 
 
-def test_two_requests_at_once(resident: Server, streaming: Server) -> None:
-    texts = ["The first of two", "And here is the second one, longer"]
-    expected = [chat(resident, text, max_tokens=24) for text in texts]
-    found = ["", ""]
-
-    def ask(i: int) -> None:
-        found[i] = chat(streaming, texts[i], max_tokens=24)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected
-
-
-def test_a_client_that_leaves_in_the_middle(resident: Server, streaming: Server) -> None:
-    responses = streaming.client().chat.completions.create(
-        model="default_model", messages=[{"role": "user", "content": "Count"}], stream=True, max_tokens=4000
-    )
-    next(iter(responses))
-    responses.close()
-    assert chat(streaming, "Still there?") == chat(resident, "Still there?")
-
-
-def test_another_model_and_back(models: list[str], resident: Server, streaming: Server) -> None:
-    for model in (models[1], models[0]):
-        assert chat(streaming, "Who are you?", model) == chat(resident, "Who are you?", model) != ""
-
-
-def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Server, tmp_path: Path) -> None:
-    flags = ["--model", models[0], "--kv-cache", "stock"]  # nothing goes to disk
+def test_a_prompt_beyond_the_budget_fails_alone(model: str, resident: Server, tmp_path: Path) -> None:
+    flags = ["--model", model, "--kv-cache", "stock"]  # nothing goes to disk
     plan = json.loads(run("mlx_flash", "plan", "--json", *flags, "--ram-budget-gb", "min").stdout)
     budget = f"{plan['minimum_bytes'] / 1e9 + 0.02:.3f}"
     with running(tmp_path / "log", "mlx_flash", "serve", *flags, "--ram-budget-gb", budget) as server:
@@ -195,10 +148,8 @@ def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Ser
         assert "Prompt processing progress" not in server.log.read_text().partition("a request failed")[0]
 
 
-def test_requests_beyond_the_budget_together_wait_and_keep_it(
-    models: list[str], resident: Server, tmp_path: Path
-) -> None:
-    command = ["mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "min"]
+def test_requests_beyond_the_budget_together_wait_and_keep_it(model: str, resident: Server, tmp_path: Path) -> None:
+    command = ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", "min"]
     texts = ["word " * 100, "Hi", "word " * 130, "Who are you?"]
     expected = [chat(resident, text) for text in texts]
     with running(tmp_path / "log", *command, forks=False) as server, ThreadPoolExecutor() as pool:
@@ -206,14 +157,6 @@ def test_requests_beyond_the_budget_together_wait_and_keep_it(
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         budget_bytes = int(server.log.read_text().partition("in a budget of ")[2].split()[0])
         assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= budget_bytes
-
-
-def test_models_without_a_hugging_face_cache(models: list[str], streaming: Server) -> None:
-    assert [model.id for model in streaming.client().models.list()] == [models[0]]
-
-
-def test_a_model_that_is_not_here(models: list[str], streaming: Server) -> None:
-    assert chat(streaming, "Hi", models[0]) == chat(streaming, "Hi") == chat(streaming, "Hi", "gpt-4o")
 
 
 def sent(server: Server, options: dict[str, Any]) -> socket.socket:
@@ -235,13 +178,6 @@ def test_a_refusal_does_not_wait_for_others(streaming: Server) -> None:
                 chat(streaming, "Hi " * 300_000)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) -> None:
-    with sent(streaming, {"seed": 1} if alone else {}):
-        time.sleep(1)
-    assert chat(streaming, "Still there?", seed=1) != ""  # waits until no batch is under way
-
-
 ENDS_SOON = """
 import runpy
 from mlx_flash.server import serving
@@ -251,9 +187,9 @@ runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_server(model: str, tmp_path: Path, number: signal.Signals) -> None:
     """An answer of hours is under way; after SIGTERM it goes on a little."""
-    command = ["-c", ENDS_SOON, "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
+    command = ["-c", ENDS_SOON, "serve", "--model", model, "--ram-budget-gb", "0.4"]
     with running(tmp_path / "log", *command, forks=False) as server:
         request = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000, "stream": True}
         responses = server.client().chat.completions.create(model="default_model", **request)
@@ -280,20 +216,20 @@ runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_server_while_it_loads(models: list[str], number: signal.Signals) -> None:
-    flags = ["--model", models[0], "--ram-budget-gb", "0.4", "--port", str(free_port())]
+def test_a_signal_ends_the_server_while_it_loads(model: str, number: signal.Signals) -> None:
+    flags = ["--model", model, "--ram-budget-gb", "0.4", "--port", str(free_port())]
     command = [sys.executable, "-c", SIGNALLED, str(int(number)), "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 128 + number, done.stderr
     assert "loaded" not in done.stderr and "terminate called" not in done.stderr
 
 
-def test_a_port_in_use_is_reported_before_the_model_is_loaded(models: list[str]) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(model: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = run("mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4", "--port", port)
+        done = run("mlx_flash", "serve", "--model", model, "--ram-budget-gb", "0.4", "--port", port)
     assert done.returncode == 1
     assert f"127.0.0.1:{port}: Address already in use. Hint: " in done.stderr
     assert "of weights" not in done.stderr
@@ -312,21 +248,21 @@ def run(*command: object, stdin: str = "", **variables: str) -> subprocess.Compl
 
 
 @pytest.mark.parametrize("program", [["mlx_lm.generate"], ["mlx_lm", "generate"], ["python", "-m", "mlx_lm.generate"]])
-def test_exec_runs_mlx_lms_commands(models: list[str], program: list[str]) -> None:
-    flags = ["--model", models[0], "--prompt", "The sea", "--max-tokens", "12", "--verbose", "False"]
+def test_exec_runs_mlx_lms_commands(model: str, program: list[str]) -> None:
+    flags = ["--model", model, "--prompt", "The sea", "--max-tokens", "12", "--verbose", "False"]
     expected = run("mlx_lm", "generate", *flags)
     found = run("mlx_flash", "exec", "--ram-budget-gb", "min", "--", *program, *flags)
     assert found.returncode == expected.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1] == expected.stdout.splitlines()[-1] != ""
 
 
-def test_a_prompt_cache_that_was_saved_goes_on(models: list[str], tmp_path: Path) -> None:
+def test_a_prompt_cache_that_was_saved_goes_on(model: str, tmp_path: Path) -> None:
     budget = ["--ram-budget-gb", "min", "--"]
     texts = []
     for name, flash in (("resident", []), ("streamed", ["mlx_flash", "exec", *budget])):
         file = tmp_path / f"{name}.safetensors"
         prefix = ["mlx_lm"] if not flash else [*flash, "mlx_lm"]
-        made = run(*prefix, "cache_prompt", "--model", models[0], "--prompt", "Once upon", "--prompt-cache-file", file)
+        made = run(*prefix, "cache_prompt", "--model", model, "--prompt", "Once upon", "--prompt-cache-file", file)
         assert made.returncode == 0, made.stderr
         flags = ["--prompt-cache-file", file, "--prompt", " a time", "--max-tokens", "12", "--verbose", "False"]
         texts.append(run(*prefix, "generate", *flags))
@@ -334,14 +270,14 @@ def test_a_prompt_cache_that_was_saved_goes_on(models: list[str], tmp_path: Path
     assert texts[0].stdout == texts[1].stdout != ""
 
 
-def test_benchmark(models: list[str]) -> None:
-    flags = ["--model", models[0], "-p", "32", "-g", "4", "-n", "1"]
+def test_benchmark(model: str) -> None:
+    flags = ["--model", model, "-p", "32", "-g", "4", "-n", "1"]
     done = run("mlx_flash", "exec", "--ram-budget-gb", "0.4", "--", "mlx_lm.benchmark", *flags)
     assert done.returncode == 0, done.stderr
     assert "generation_tps" in done.stdout
 
 
-def test_exec_runs_a_file_with_its_arguments_and_status(models: list[str], tmp_path: Path) -> None:
+def test_exec_runs_a_file_with_its_arguments_and_status(model: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, mlx_lm, helper\n"
@@ -350,20 +286,20 @@ def test_exec_runs_a_file_with_its_arguments_and_status(models: list[str], tmp_p
         "sys.exit(7)\n"
     )
     (tmp_path / "helper.py").write_text("NAME = 'beside'\n")
-    done = run("mlx_flash", "exec", "--ram-budget-gb", "min", "--", script, models[0])
+    done = run("mlx_flash", "exec", "--ram-budget-gb", "min", "--", script, model)
     assert (done.returncode, done.stdout) == (7, "FlashLLM beside\n"), done.stderr
 
 
-def test_exec_of_nothing(models: list[str]) -> None:
+def test_exec_of_nothing(model: str) -> None:
     done = run("mlx_flash", "exec", "no-such-program", "--model", "x")
     assert done.returncode == 1 and "no such Python program" in done.stderr
     done = run("mlx_flash", "exec", "--")
     assert done.returncode == 1 and "no program is named" in done.stderr
 
 
-def test_answer_of_chat_is_mlx_lms(models: list[str]) -> None:
+def test_answer_of_chat_is_mlx_lms(model: str) -> None:
     """A later answer may differ: mlx-lm keeps the tokens of its answers, we encode their text again."""
-    flags = ["--model", models[0], "--max-tokens", "8"]
+    flags = ["--model", model, "--max-tokens", "8"]
     expected = run("mlx_lm", "chat", *flags, stdin="Hello there\nq\n")
     found = run("mlx_flash", "chat", *flags, "--ram-budget-gb", "min", stdin="Hello there\n/bye\n")
     assert found.returncode == expected.returncode == 0, found.stderr
@@ -372,15 +308,7 @@ def test_answer_of_chat_is_mlx_lms(models: list[str]) -> None:
     assert answer.strip() and answer in expected.stdout.splitlines()
 
 
-def test_a_budget_too_small_ends_the_server_at_once(models: list[str]) -> None:
-    done = run("mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.01")
+def test_a_budget_too_small_ends_the_server_at_once(model: str) -> None:
+    done = run("mlx_flash", "serve", "--model", model, "--ram-budget-gb", "0.01")
     assert done.returncode == 1
     assert "ram_budget_gb is 0.01" in done.stderr
-
-
-def test_settings_come_from_the_environment(models: list[str]) -> None:
-    command = ["mlx_flash", "plan", "--json", "--model", models[0]]
-    refused = run(*command, MLX_FLASH_RAM_BUDGET_GB="0.01")
-    assert refused.returncode == 1 and "ram_budget_gb is 0.01" in refused.stderr
-    flag = run(*command, "--ram-budget-gb", "0.5", MLX_FLASH_RAM_BUDGET_GB="0.01")
-    assert json.loads(flag.stdout)["budget_bytes"] == 500_000_000

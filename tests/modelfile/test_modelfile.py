@@ -84,21 +84,10 @@ def test_encodings(tmp_path: Path) -> None:
         read_modelfile(tmp_path / "none")
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# FROM a/b", "SYSTEM hello"])
-def test_no_model(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^M: there is no FROM"):
-        parse_modelfile(text, "M")
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("FORM a/b", "there is no instruction 'FORM'. Did you mean 'FROM'?"),
-        ("sistem x", "there is no instruction 'sistem'. Did you mean 'SYSTEM'?"),
-        (
-            "FLASH_CONTEXT_LENGHT 3",
-            "there is no instruction 'FLASH_CONTEXT_LENGHT'. Did you mean 'FLASH_CONTEXT_LENGTH'?",
-        ),
         ("FLASH_RAM_BUDGET_GB 3", "there is no instruction 'FLASH_RAM_BUDGET_GB'. Did you mean 'FLASH_RAM_GB'?"),
         ("You are Mario.", "there is no instruction 'You'"),
         ("FROM c/d", "there is a second FROM; the first is in line 1"),
@@ -108,62 +97,45 @@ def test_no_model(text: str) -> None:
         ("PARAMETER temprature 1", "there is no parameter 'temprature'. Did you mean 'temperature'?"),
         ("PARAMETER stpo x", "there is no parameter 'stpo'. Did you mean 'stop'?"),
         ('PARAMETER stop ""', "PARAMETER stop is empty: every text would end before it begins"),
+        ("PARAMETER top_k 4.5", "PARAMETER top_k is '4.5': it must be a whole number"),
+        ("PARAMETER min_p 2", "PARAMETER min_p is 2: it must be between 0 and 1"),
         ("MESSAGE user", "MESSAGE user has no value"),
-        ("MESSAGE bot hi", "MESSAGE is of 'bot': it must be one of system, user, assistant"),
         ("MESSAGE usr hi", "MESSAGE is of 'usr': it must be one of system, user, assistant. Did you mean 'user'?"),
+        ('ADAPTER ""', "ADAPTER is empty"),
+        ("FLASH maybe", "enabled is 'maybe': it must be true or false"),
+        ("FLASH_QUEUE_DEPTH 65", "queue_depth is 65: it must be between 1 and 64"),
     ],
 )
 def test_what_is_refused(line: str, words: str) -> None:
-    assert wrong(line) == words
-    assert wrong("# a comment", 'SYSTEM """a', '"""', line, line=5) == words
+    assert wrong(line).startswith(words)
+    assert wrong("# a comment", 'SYSTEM """a', '"""', line, line=5).startswith(words)
 
 
 # --- quotes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [
-        ("plain text", "plain text"),
-        ("  spaces  around\t ", "spaces  around"),
-        ('"quoted"', "quoted"),
-        ('" keeps spaces "  ', " keeps spaces "),
-        ('""', ""),
-        ('"he said "hi" to me"', 'he said "hi" to me'),
-        ("'single'", "'single'"),
-        ('an "inner" quote', 'an "inner" quote'),
-        ('"back\\slash\\n"', "back\\slash\\n"),
-        ('"two\nlines"', "two\nlines"),
-        ('"two\n # "lines" .\n"', 'two\n # "lines" .\n'),
-        ('"""three"""', "three"),
-        ('""""""', ""),
-        ('"""\nline\n\n  indented\n"""', "\nline\n\n  indented\n"),
-        ('"""a "quoted" word"""', 'a "quoted" word'),
-        ('"""a""" b\nc"""', 'a""" b\nc'),
-        ('""""a""""', '"a"'),
-        ('""""\n"""', '"\n'),
-        ('"""\nFROM x/y\n# no comment\n"""  ', "\nFROM x/y\n# no comment\n"),
-    ],
-)
-def test_quotes(written: str, text: str) -> None:
-    found = parse(f"SYSTEM {written}", "PARAMETER seed 7")
-    assert found.system == text
-    assert found.parameters.seed == 7  # the next line is read as such
-    assert parse(f"MESSAGE user {written}").messages == (Message("user", text),)
-    assert parse(f"LICENSE {written}", "LICENSE b").licenses == (text, "b")
+QUOTED = [
+    ("plain text", "plain text"), ("  spaces  around\t ", "spaces  around"), ('"quoted"', "quoted"),
+    ('" keeps spaces "  ', " keeps spaces "), ('""', ""), ('"he said "hi" to me"', 'he said "hi" to me'),
+    ("'single'", "'single'"), ('an "inner" quote', 'an "inner" quote'), ('"back\\slash\\n"', "back\\slash\\n"),
+    ('"two\n # "lines" .\n"', 'two\n # "lines" .\n'), ('"""three"""', "three"), ('""""""', ""),
+    ('"""\nline\n\n  indented\n"""', "\nline\n\n  indented\n"), ('"""a "quoted" word"""', 'a "quoted" word'),
+    ('"""a""" b\nc"""', 'a""" b\nc'), ('""""a""""', '"a"'), ('""""\n"""', '"\n'),
+    ('"""\nFROM x/y\n# no comment\n"""  ', "\nFROM x/y\n# no comment\n"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "written", ['"""never ends', '"""', '""""', '"never ends', '"', '"""a"', '"""a\n"', '"""a\n""" b']
-)
-def test_quotes_that_do_not_close(written: str) -> None:
-    quote = '"""' if written.startswith('"""') else '"'
-    assert wrong("", f"SYSTEM {written}", "", line=3) == (
-        f"the text that begins with {quote} has no closing {quote} at the end of a line"
-    )
-
-
-def test_text_after_quotes() -> None:
+def test_quotes() -> None:
+    for written, text in QUOTED:
+        found = parse(f"SYSTEM {written}", "PARAMETER seed 7")
+        assert found.system == text
+        assert found.parameters.seed == 7  # the next line is read as such
+        assert parse(f"MESSAGE user {written}").messages == (Message("user", text),)
+        assert parse(f"LICENSE {written}", "LICENSE b").licenses == (text, "b")
+    for written in ('"""never ends', '"""', '""""', '"never ends', '"', '"""a"', '"""a\n"', '"""a\n""" b'):
+        quote = '"""' if written.startswith('"""') else '"'
+        end = f"the text that begins with {quote} has no closing {quote} at the end of a line"
+        assert wrong("", f"SYSTEM {written}", "", line=3) == end
     assert "text after the closing quote" in wrong('PARAMETER stop "x" # comment', 'SYSTEM "a"')
 
 
@@ -187,24 +159,13 @@ def test_quoting_and_back(text: str) -> None:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("written", "base"),
-    [
-        ("org/model", "org/model"),
-        ('"org/model-1.5_x"', "org/model-1.5_x"),
-        ("gpt2", "gpt2"),
-        ("hf.co/org/model", "org/model"),
-        ("https://huggingface.co/org/model", "org/model"),
-    ],
-)
-def test_repositories(written: str, base: str) -> None:
-    assert parse_modelfile(f"FROM {written}", "M").base == base
-
-
-def test_a_file_beside_a_modelfile_is_no_model(tmp_path: Path) -> None:
-    """A model named ``gpt2`` is a file of this name that begins with ``FROM gpt2``."""
-    (tmp_path / "gpt2").write_text("FROM gpt2")
+def test_repositories(tmp_path: Path) -> None:
+    names = {"org/model": "org/model", '"org/model-1.5_x"': "org/model-1.5_x", "gpt2": "gpt2"}
+    for written, base in (names | {"hf.co/o/m": "o/m", "https://huggingface.co/o/m": "o/m"}).items():
+        assert parse_modelfile(f"FROM {written}", "M").base == base
+    (tmp_path / "gpt2").write_text("FROM gpt2")  # a file beside a Modelfile is no model: this is the Modelfile
     assert read_modelfile(tmp_path / "gpt2").base == "gpt2"
+    assert wrong("ADAPTER org/adapter").startswith("'org/adapter' is not there: looked at org/adapter")
 
 
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,14 +189,11 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("written", "words"),
     [
         ("./nowhere", "'./nowhere' is not there: looked at "),
-        ("/nowhere/at/all", "'/nowhere/at/all' is not there: looked at /nowhere/at/all"),
         ("~/nowhere/at/all", "is not there"),
         ("./file", "'./file' is not a directory"),
         ("llama3.2:3b", "neither a directory nor a Hugging Face repository"),
-        ("hf.co/org/model:Q4_K_M", "neither a directory nor a Hugging Face repository"),
         ("a/b/c", "neither a directory nor a Hugging Face repository"),
         ('""', "FROM is empty"),
-        ("model.gguf", "GGUF files are not read"),
         ("./model-*.GGUF", "GGUF files are not read"),
         ("a\0b", "is not a path|neither a directory"),
         ("~no-such-user/x", "is not a path"),
@@ -246,66 +204,36 @@ def test_models_that_are_none(written: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"Modelfile, line 2: .*({words})"):
         parse_modelfile(f"\nFROM {written}", tmp_path / "Modelfile")
-
-
-def test_an_adapter_that_is_not_there() -> None:
-    assert wrong('ADAPTER ""') == "ADAPTER is empty"
-    assert wrong("ADAPTER org/adapter").startswith("'org/adapter' is not there: looked at org/adapter")
+    with pytest.raises(ConfigError, match=r"^M: there is no FROM"):
+        parse_modelfile("# FROM a/b", "M")
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "values"),
-    [
-        ("num_ctx", ["1", "4096"], [1, 4096]),
-        ("num_predict", ["1", "-1", "-2"], [1, -1, -2]),
-        ("temperature", ["0", "0.7", "2"], [0.0, 0.7, 2.0]),
-        ("top_p", ["1", "0.9", "1e-3"], [1.0, 0.9, 0.001]),
-        ("top_k", ["0", "40"], [0, 40]),
-        ("min_p", ["0", "0.05", "1"], [0.0, 0.05, 1.0]),
-        ("seed", ["0", "42", str(2**64 - 1), "-1"], [0, 42, 2**64 - 1, None]),
-        ("repeat_penalty", ["1.1", "0.5", "2"], [1.1, 0.5, 2.0]),
-        ("repeat_last_n", ["0", "64", "-1"], [0, 64, -1]),
-    ],
-)
-def test_parameters(name: str, texts: list[str], values: list[float]) -> None:
-    for text, value in zip(texts, values, strict=True):
-        for written in (text, f'"{text}"'):
-            found = getattr(parse(f"PARAMETER {name} {written}").parameters, name)
-            assert found == value and type(found) is type(value)
+PARAMETERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "num_ctx": ({"1": 1, "4096": 4096}, ["0", "-1", "1.5", "x"]),
+    "num_predict": ({"1": 1, "-1": -1, "-2": -2}, ["0", "-3", "1.0"]),
+    "temperature": ({"0": 0.0, "0.7": 0.7, "2": 2.0}, ["-0.1", "hot", "nan", "inf", "1e999", "0,7", '""']),
+    "top_p": ({"1": 1.0, "0.9": 0.9, "1e-3": 0.001}, ["0", "1.1", "-1", "nan"]),
+    "top_k": ({"0": 0, "40": 40}, ["-1", "1.5", str(2**31)]),
+    "min_p": ({"0": 0.0, "0.05": 0.05, "1": 1.0}, ["-0.1", "1.01"]),
+    "seed": ({"0": 0, str(2**64 - 1): 2**64 - 1, "-1": None}, ["-2", str(2**64), "random"]),
+    "repeat_penalty": ({"1.1": 1.1, "0.5": 0.5, "2": 2.0}, ["0", "-1", "inf"]),
+    "repeat_last_n": ({"0": 0, "64": 64, "-1": -1}, ["-2", "0.5", str(2**31), "9" * 5000]),
+}
+"""Values of each parameter by their texts, and texts that are refused."""
 
 
-@pytest.mark.parametrize(
-    ("name", "texts"),
-    [
-        ("num_ctx", ["0", "-1", "1.5", "x"]),
-        ("num_predict", ["0", "-3", "1.0"]),
-        ("temperature", ["-0.1", "hot", "nan", "inf", "1e999", "0,7", '""']),
-        ("top_p", ["0", "1.1", "-1", "nan"]),
-        ("top_k", ["-1", "1.5", str(2**31)]),
-        ("min_p", ["-0.1", "1.01"]),
-        ("seed", ["-2", str(2**64), "random"]),
-        ("repeat_penalty", ["0", "-1", "inf"]),
-        ("repeat_last_n", ["-2", "0.5", str(2**31), "9" * 5000]),
-    ],
-)
-def test_parameters_out_of_range(name: str, texts: list[str]) -> None:
-    for text in texts:
-        assert wrong(f"PARAMETER {name} {text}").startswith(f"PARAMETER {name} is ")
-
-
-def test_every_parameter_is_tested_here() -> None:
-    names = {field.name for field in dataclasses.fields(Parameters)}
-    for test in (test_parameters, test_parameters_out_of_range):
-        (mark,) = test.pytestmark  # type: ignore[attr-defined]
-        assert {case[0] for case in mark.args[1]} == names
-
-
-def test_what_a_wrong_number_says() -> None:
-    assert wrong("PARAMETER top_k 4.5") == "PARAMETER top_k is '4.5': it must be a whole number"
-    assert wrong("PARAMETER min_p 2") == "PARAMETER min_p is 2: it must be between 0 and 1"
+def test_parameters() -> None:
+    assert PARAMETERS.keys() == {field.name for field in dataclasses.fields(Parameters)}
+    for name, (values, refused) in PARAMETERS.items():
+        for text, value in values.items():
+            for written in (text, f'"{text}"'):
+                found = getattr(parse(f"PARAMETER {name} {written}").parameters, name)
+                assert found == value and type(found) is type(value)
+        for text in refused:
+            assert wrong(f"PARAMETER {name} {text}").startswith(f"PARAMETER {name} is ")
     message = wrong("PARAMETER temperature 0.7 # warm")
     assert message.endswith("it must be a number. Hint: a comment needs a line of its own")
 
@@ -341,31 +269,16 @@ def test_there_is_an_instruction_for_every_setting() -> None:
         ("FLASH off", "enabled", False),
         ("flash TRUE", "enabled", True),
         ("FLASH_RAM_GB 10", "ram_budget_gb", 10.0),
-        ("FLASH_RAM_GB min", "ram_budget_gb", "min"),
         ('FLASH_RAM_GB "safe"', "ram_budget_gb", "safe"),
         ("FLASH_IO direct", "io", "direct"),
         ("FLASH_CONTEXT_LENGTH 300", "context_length", 300),
         ("FLASH_READ_SIZE_MB 0.5", "read_size_mb", 0.5),
-        ("FLASH_TELEMETRY no", "telemetry", False),
     ],
 )
 def test_streaming(line: str, name: str, value: object) -> None:
     found = parse(line)
     assert found.notes == () and found.flash.keys() == {name}
     assert getattr(FlashConfig.resolve(modelfile=found.flash, environment={}), name) == value
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("FLASH maybe", "enabled is 'maybe': it must be true or false"),
-        ("FLASH_RAM_GB saef", "ram_budget_gb is 'saef': it must be a number of GB"),
-        ("FLASH_RAM_GB 0", "ram_budget_gb is '0': it must be a finite number above 0"),
-        ("FLASH_QUEUE_DEPTH 65", "queue_depth is 65: it must be between 1 and 64"),
-    ],
-)
-def test_streaming_that_is_refused(line: str, words: str) -> None:
-    assert wrong(line).startswith(words)
 
 
 def test_the_context_is_planned_for_unless_told_otherwise() -> None:
@@ -379,24 +292,13 @@ def test_the_context_is_planned_for_unless_told_otherwise() -> None:
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "PARAMETER mirostat 2",
-        "PARAMETER num_gpu 99",
-        "PARAMETER num_thread 8",
-        "PARAMETER num_batch 512",
-        "PARAMETER presence_penalty 1",
-        "REQUIRES 0.14.0",
-        "RENDERER qwen3",
-        "PARSER qwen3",
-        "PARAMETER repeat_last_n 64",
-    ],
-)
-def test_what_has_no_effect_is_noted(line: str) -> None:
-    (note,) = parse("", line).notes
-    assert note.line == 3
-    assert note.text.startswith(f"{line.rpartition(' ')[0]} has no effect: ")
+def test_what_has_no_effect_is_noted() -> None:
+    names = ("mirostat", "num_gpu", "num_thread", "num_batch", "presence_penalty", "repeat_last_n")
+    others = ("REQUIRES 0.14.0", "RENDERER qwen3", "PARSER qwen3")
+    for line in (*(f"PARAMETER {name} 2" for name in names), *others):
+        (note,) = parse("", line).notes
+        assert note.line == 3
+        assert note.text.startswith(f"{line.rpartition(' ')[0]} has no effect: ")
 
 
 @pytest.mark.parametrize("what", ["SYSTEM", "PARAMETER top_k", "FLASH_NUM_SLOTS", "TEMPLATE"])
@@ -423,29 +325,6 @@ def test_templates() -> None:
 
 
 # --- any text --------------------------------------------------------------------------------------------------------
-
-words = st.sampled_from(
-    [
-        *("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "ADAPTER", "LICENSE", "REQUIRES", *FLASH_INSTRUCTIONS),
-        *("stop", "top_k", "num_ctx", "user", "org/model", "1", "-1", "0.5", "true", '"', '"""', "{{ .Prompt }}", "#"),
-    ]
-)
-
-
-@some(400)
-@given(st.lists(words | st.text(max_size=4) | st.sampled_from("\n \t\r")).map(" ".join) | st.text())
-@example("FROM a\0b")
-@example("FROM \ud800")
-@example("FROM ~\ud800/x")
-def test_any_text_is_a_modelfile_or_refused(text: str) -> None:
-    try:
-        found = parse_modelfile(text, "M")
-    except ConfigError as error:
-        assert str(error).startswith("M")
-    else:
-        assert found.base
-        assert all(1 <= note.line <= 1 + text.count("\n") + text.count("\r") for note in found.notes)
-        FlashConfig.resolve(modelfile=found.flash, environment={})
 
 
 @some(100)

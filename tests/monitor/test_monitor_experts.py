@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -138,8 +137,23 @@ def test_tokens_of_prompts_count() -> None:
 
 
 def test_one_look_tells_no_rates() -> None:
-    rates = History(told(100.0, 30, 99.9, pool(num_routed=1000, num_hits=100))).rates.experts
-    assert rates is not None and set(asdict(rates).values()) == {None}
+    looks = [told(100.0, 30, 99.9, None), told(101.0, 34, 100.9, pool(num_routed=1000, num_hits=100))]
+    for history in (History(looks[1]), history_of(*looks)):  # an engine may load its pool later
+        rates = history.rates.experts
+        assert rates is not None and set(asdict(rates).values()) == {None}
+
+
+def test_counters_that_cannot_be_right() -> None:
+    """One goes back, parts moved after the whole was looked at, and less than a token is none."""
+    history = history_of(told(100.0, 30, 99.9, pool(read_bytes=GB)), told(101.0, 34, 100.9, pool(read_bytes=5)))
+    assert "read (-)" in line_of(history, "experts")
+    after = pool(num_routed=32, num_hits=33, num_predicted=4, num_predicted_right=5, wait_seconds=1.1)
+    rates = history_of(told(100.0, 30, 99.9, pool()), told(101.0, 34, 100.9, after)).rates.experts
+    assert rates is not None and rates.read_per_token is None
+    assert rates.hit_rate == rates.predicted_right == rates.wait_share == 1
+    after = pool(num_routed=32, read_bytes=GB)
+    rates = history_of(told(100.0, 0, 99.9, pool()), told(101.0, 1e-300, 100.9, after)).rates.experts
+    assert rates is not None and rates.read_per_token is rates.read_bytes_per_token is None
 
 
 def test_an_idle_engine_keeps_the_last_tokens_and_then_forgets_them() -> None:
@@ -173,27 +187,20 @@ def test_two_lines() -> None:
     assert line_of(history, "pool") == "pool       412 of 3072 experts in 2.10 GB; hits 75%, predicted right 80%"
     words = "experts    per token 14.2 read (71 MB), 19.0 reused; waited 25% of the time"
     assert line_of(history, "experts") == words
-    lines = lines_of(history)
-    assert [line.split(" ")[0] for line in lines if re.match("time|pool|experts|budget", line)] == [
-        "time",
-        "pool",
-        "experts",
-        "budget",
-    ]
+    labels = [line.split(" ")[0] for line in lines_of(history)]
+    assert [label for label in labels if label in ("time", "pool", "experts", "budget")] == [
+        "time", "pool", "experts", "budget"
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [{}, {"experts": None}, {"experts": 3}, {"experts": [pool()]}, {"experts": "412"}])
+@pytest.mark.parametrize("experts", [{}, {"experts": None}, {"experts": [pool()]}])
 def test_nothing_without_a_pool(experts: Json) -> None:
     plain = history_of(published(state(), 100.0), published(state(), 101.0))
-    history = history_of(published(state(**experts), 100.0), published(state(**experts), 101.0))
+    memory = {"memory": {"pool": 0}} if experts else {}
+    history = history_of(*(published(state(**experts, **memory), clock) for clock in (100.0, 101.0)))
     assert history.rates == plain.rates and history.rates.experts is None
     assert lines_of(history) == lines_of(plain)
     assert "experts" not in "\n".join(lines_of(history))
-
-
-def test_an_engine_that_loads_its_pool_later() -> None:
-    rates = history_of(told(100.0, 30, 99.9, None), told(101.0, 34, 100.9, pool(num_routed=9))).rates.experts
-    assert rates is not None and set(asdict(rates).values()) == {None}
 
 
 def test_the_pool_is_a_part_of_the_budget() -> None:
@@ -213,43 +220,27 @@ def test_the_pool_is_a_part_of_the_budget() -> None:
         assert not any(f"{glyph} experts" in line for line in plain)
 
 
-@pytest.mark.parametrize("nothing", [0, None, -5, float("nan"), "many", True, [], {}])
-def test_no_part_without_bytes(nothing: Any) -> None:
-    assert lines_of(History(published(state(memory={"pool": nothing})))) == lines_of(History(published(state())))
+LARGE = [
+    "11032 of 12032 experts in 64.2 GB; hits 53%, predicted right 100%",
+    "per token 1975 read (6.00 GB), 1775 reused; waited 100% of the time",
+    "pinned 12.3 GB", "slots 2.10 GB", "experts 64.2 GB", "MLX cache 1.20 GB", "free 6.00 GB",
+    "KV + activations 1.10 GB of 2.21 GB", "MLX        active 80.0 GB", "q quits",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_layers", [24, 94, 1000])
+@pytest.mark.parametrize("num_layers", [24, 1000])
 def test_large_numbers_are_on_a_screen_of_80_by_24(num_layers: int) -> None:
-    sizes = {
-        "pinned_bytes": 12.3e9,
-        "slots_bytes": 2.1e9,
-        "kv_bytes": 2.2e9,
-        "budget_bytes": 96e9,
-    }
+    sizes = {"pinned_bytes": 12.3e9, "slots_bytes": 2.1e9, "kv_bytes": 2.2e9, "budget_bytes": 96e9}
     memory = {"footprint": 90e9, "active": 80e9, "cache": 1.2e9, "kv_and_activations": 1.1e9, "peak_footprint": 91e9}
     memory["pool"] = 64.2e9
     numbers = {"num_experts": 12_032, "num_resident": 11_032, "num_slots": 12_840}
     before, after = pool(**numbers), pool(**numbers, num_routed=15_000, num_hits=8_000, num_predicted=900)
     after |= {"num_predicted_right": 900, "read_bytes": 24e9, "wait_seconds": 5.0}
-    history = history_of(
-        *(told(*look, plan=sizes, memory=memory) for look in ((100.0, 30, 99.9, before), (101.0, 34, 100.9, after)))
-    )
+    looks = ((100.0, 30, 99.9, before), (101.0, 34, 100.9, after))
+    history = history_of(*(told(*look, plan=sizes, memory=memory) for look in looks))
     history.latest.state["units"] = state(num_layers)["units"]
-    text = "\n".join(lines_of(history))
-    assert len(lines_of(history)) <= 24
-    for words in (
-        "11032 of 12032 experts in 64.2 GB; hits 53%, predicted right 100%",
-        "per token 1975 read (6.00 GB), 1775 reused; waited 100% of the time",
-        "pinned 12.3 GB",
-        "slots 2.10 GB",
-        "experts 64.2 GB",
-        "MLX cache 1.20 GB",
-        "KV + activations 1.10 GB of 2.21 GB",
-        "free 6.00 GB",
-        "MLX        active 80.0 GB",
-        "q quits",
-    ):
-        assert words in text
+    lines = lines_of(history)
+    assert len(lines) <= 24 and not [words for words in LARGE if words not in "\n".join(lines)]
 
 
 # Nothing in the file is trusted
@@ -283,27 +274,6 @@ def test_what_is_not_a_number_is_unknown(key: str, label: str, words: str, value
         history = history_of(told(100.0, 30, 99.9, {**first, "wait_seconds": 3.0}), told(101.0, 34, 100.9, experts))
         assert words in line_of(history, label)
         assert history.rates.shares is not None
-
-
-def test_a_counter_that_goes_back_is_unknown() -> None:
-    history = history_of(told(100.0, 30, 99.9, pool(read_bytes=GB)), told(101.0, 34, 100.9, pool(read_bytes=5)))
-    assert "read (-)" in line_of(history, "experts")
-
-
-def test_shares_are_at_most_1() -> None:
-    """A counter of parts that moved after that of the whole was looked at."""
-    after = pool(num_routed=32, num_hits=33, num_predicted=4, num_predicted_right=5, wait_seconds=1.1)
-    rates = history_of(told(100.0, 30, 99.9, pool()), told(101.0, 34, 100.9, after)).rates.experts
-    assert rates is not None
-    assert rates.hit_rate == rates.predicted_right == rates.wait_share == 1
-    assert rates.read_per_token is None
-
-
-def test_less_than_a_token_is_no_token() -> None:
-    after = pool(num_routed=32, read_bytes=GB)
-    history = history_of(told(100.0, 0, 99.9, pool()), told(101.0, 1e-300, 100.9, after))
-    rates = history.rates.experts
-    assert rates is not None and rates.read_per_token is rates.read_bytes_per_token is None
 
 
 # The command

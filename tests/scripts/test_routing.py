@@ -78,41 +78,19 @@ def test_trace_holds_the_routing(directory: Path, tmp_path: Path, pool_slots: in
         assert sum(count for _, count in chosen) == num_tokens * header["top_k"]
 
 
-def test_one_layer_model_has_a_pass_per_call(directory: Path, tmp_path: Path) -> None:
-    with streamed_whole(directory, pool_slots=0) as model:
-        stacks = experts_of(model).stacks[:1]
-    with RoutingTrace(tmp_path / "trace", "x", stacks) as trace:
-        for _ in range(3):
-            trace(0, np.array([[1, 0]]))
-    assert read(tmp_path / "trace")[1] == [[n, 1, 0, [[0, 1], [1, 1]]] for n in range(3)]
+def test_passes_of_a_trace(directory: Path, tmp_path: Path) -> None:
+    """A call of a layer that was called, or of one before it, begins a pass; also where the pass before it failed.
 
-
-def test_failed_pass_counts_as_a_pass(directory: Path, tmp_path: Path) -> None:
+    An older trace is replaced, and a run that ends with an error has its calls so far.
+    """
     with streamed_whole(directory, pool_slots=0) as model:
         stacks = experts_of(model).stacks
-    with RoutingTrace(tmp_path / "trace", "x", stacks) as trace:
-        for layer in (0, 0, 1, 0, 1):
-            trace(layer, np.array([[1, 0]]))
-    assert [number for number, *_ in read(tmp_path / "trace")[1]] == [0, 1, 1, 2, 2]
-
-
-def test_older_trace_is_replaced(directory: Path, tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text("old\n" * 100)
-    with (
-        streamed_whole(directory, pool_slots=0) as model,
-        RoutingTrace(tmp_path / "trace", "x", experts_of(model).stacks),
-    ):
-        pass
-    assert read(tmp_path / "trace")[1] == []
-
-
-def test_trace_before_an_error_is_written(directory: Path, tmp_path: Path) -> None:
-    with streamed_whole(directory, pool_slots=0) as model:
-        stacks = experts_of(model).stacks
-    with (
-        pytest.raises(KeyboardInterrupt),
-        RoutingTrace(tmp_path / "trace", "x", stacks) as trace,
-    ):
-        trace(0, np.array([[1, 0]]))
-        raise KeyboardInterrupt
-    assert len(read(tmp_path / "trace")[1]) == 1
+    file = tmp_path / "trace"
+    for layers, numbers in (((0, 0, 1, 0, 1), [0, 1, 1, 2, 2]), ((0, 0, 0), [0, 1, 2])):
+        kept = stacks if 1 in layers else stacks[:1]
+        with pytest.raises(KeyboardInterrupt), RoutingTrace(file, "x", kept) as trace:
+            for layer in layers:
+                trace(layer, np.array([[1, 0]]))
+            raise KeyboardInterrupt
+        expected = [[n, 1, layer, [[0, 1], [1, 1]]] for n, layer in zip(numbers, layers, strict=True)]
+        assert read(file)[1] == expected

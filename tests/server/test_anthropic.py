@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from live import Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded
 from mlx_flash.server.access import Access
-from scripted import make_scripted_model, saying, wishing
+from scripted import saying
 
 anthropic: Any = None
 
@@ -31,17 +31,6 @@ TOOL = {
     "description": "The weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_scripted_model(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[Live]:
-    with live(folder) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +102,6 @@ def test_stop_sequences(client: Any, streams: bool) -> None:
     assert (found.content[0].text, found.stop_reason, found.stop_sequence) == ("One. ", "stop_sequence", "Two")
 
 
-def test_answers_follow_a_schema(server: Live, client: Any) -> None:
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
-    form = {"type": "json_schema", "schema": {**schema, "required": ["age"], "additionalProperties": False}}
-    config = {"format": form, "effort": "max"}
-    with wishing(next(iter(server.room.models)).tokenizer, '{"age": 77}'):
-        found = ask(client, HELLO, extra_body={"output_config": config}, max_tokens=200)
-    assert json.loads(found.content[0].text) == {"age": 7}
-
-
 def test_tokens_are_counted_without_an_answer(server: Live, client: Any) -> None:
     passes = server.model.counters.num_passes
     found = client.messages.count_tokens(model="default_model", messages=HELLO, system="Be brief", tools=[TOOL])
@@ -171,8 +151,8 @@ def test_errors_have_anthropics_form(client: Any, monkeypatch: pytest.MonkeyPatc
         ask(client, HELLO)
 
 
-def test_keys_may_come_as_x_api_key(folder: str) -> None:
-    with live(folder, access=Access("secret")) as locked:
+def test_keys_may_come_as_x_api_key(folder: Path) -> None:
+    with live(str(folder), access=Access("secret")) as locked:
         given = {"base_url": locked.url, "max_retries": 0}
         with anthropic.Anthropic(api_key="secret", **given) as client:
             assert ask(client, HELLO, max_tokens=1).usage.output_tokens == 1

@@ -26,7 +26,7 @@ from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.server import batch, loaded
 from mlx_flash.server.batch import BatchOptions, ServedBatch
-from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress
+from mlx_flash.server.events import Answer, Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
 from served import Served, events_of, every, serving, text_of
@@ -110,9 +110,12 @@ def served(model: str) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"logit_bias": ((7, 50.0),)}])
-def test_answers_share_calls(served: Served, sizes: list[int], sampling: dict[str, Any]) -> None:
+def test_answers_share_calls(
+    served: Served, sizes: list[int], prompts: list[list[int]], sampling: dict[str, Any]
+) -> None:
     asked = [request(text, **sampling) for text in TEXTS]
-    expected = expected_of(served, *asked)
+    expected = alone(served, *asked)
+    assert {*sizes} == {1} == {*map(len, prompts)}
     sizes.clear()
     before = served.model.counters.num_passes
     answers = served.events_together(*asked)
@@ -120,10 +123,6 @@ def test_answers_share_calls(served: Served, sizes: list[int], sampling: dict[st
     assert max(sizes) == 4 and served.model.counters.num_passes - before < 2 * NUM_TOKENS + 2 * len(TEXTS)
     ends = [events[-1] for events in answers]
     assert all(isinstance(end, End) and end.num_tokens == NUM_TOKENS for end in ends)
-
-
-def test_one_request(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
-    assert alone(served, request("Hi")) and {*sizes} == {1} and {*map(len, prompts)} == {1}
 
 
 def test_prompts_share_calls(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
@@ -185,41 +184,6 @@ def test_prompts_that_come_later(made: ServedBatch, prompts: list[list[int]]) ->
         answered.update(response.uid for response in made.next()[1])
     assert answered == {0, 1, 2, 3, 4}
     assert prompts == [[20, 20], [9, 9], [100, 100], [9, 9], [30], [9]]
-
-
-def test_metals_wired_limit_is_put_back(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a second generator of mlx-lm's within the first."""
-    limit = 0
-
-    def set_limit(new: int) -> int:
-        nonlocal limit
-        old, limit = limit, new
-        return old
-
-    generate = importlib.import_module("mlx_lm.generate")
-    monkeypatch.setattr(generate, "maybe_set_recommended_wired_limit", lambda: set_limit(1000))
-    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-    with serving(model):
-        assert limit == 1000
-    gc.collect()
-    assert limit == 0
-
-
-def test_a_client_leaves_while_prompts_are_computed(served: Served, prompts: list[list[int]]) -> None:
-    asked = [request(text) for text in ALIKE]
-    expected = expected_of(served, *asked)
-    prompts.clear()
-
-    async def collect() -> list[list[Event]]:
-        first, *others = served.room.submit(*asked)
-        async for event in events_of(first):
-            if isinstance(event, Progress) and event.done:
-                break
-        first.leave()
-        return await asyncio.gather(*map(every, others))
-
-    assert list(map(text_of, served.run(collect()))) == expected[1:] and len(prompts[0]) == 4
-    assert not next(iter(served.room.models))._batch._groups
 
 
 def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,9 +263,7 @@ def test_answers_keep_their_tokens_when_prompts_have_no_room(
     assert list(map(text_of, served.run(collect()))) == expected and {*map(len, prompts)} == {1, 2}
 
 
-def test_a_prompt_without_room_fails_alone(
-    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_without_room_fails_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [request(text) for text in TEXTS]
     expected = expected_of(served, *asked)
     compute = PromptProcessingBatch.prompt
@@ -313,10 +275,8 @@ def test_a_prompt_without_room_fails_alone(
 
     monkeypatch.setattr(PromptProcessingBatch, "prompt", fails)
     answers = served.events_together(*asked)
-    found = [None if isinstance(events[-1], Failed) else text_of(events) for events in answers]
-    assert found == [
-        text if len(asked.messages[-1]["content"]) < 40 else None for text, asked in zip(expected, asked, strict=True)
-    ]
+    for text, events, known in zip(TEXTS, answers, expected, strict=True):
+        assert isinstance(events[-1], Failed) if len(text) >= 40 else text_of(events) == known
 
 
 def test_the_newest_answers_end_when_memory_gets_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,12 +342,17 @@ def test_groups_that_have_joined_leave_their_caches(made: ServedBatch, sizes: li
     assert max(sizes) == 3 and len(alive) == 2 and sum(ref() is not None for ref in alive) <= 1
 
 
+async def until(answer: Answer, kind: type[Event]) -> None:
+    """Leave once an event of a kind has come."""
+    async for event in events_of(answer):
+        if isinstance(event, kind) and (isinstance(event, Piece) or event.done):
+            answer.leave()
+
+
 @pytest.mark.usefixtures("grouping")
 @pytest.mark.parametrize("name", ["sampler_of", "processors_of"])
-def test_one_that_fails_ends_alone(
-    served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """After some tokens, in the array, others go on."""
+def test_each_ends_alone(served: Served, sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In one array: one that fails after some tokens, one whose client leaves, one with a stop text, and others."""
     make, calls = getattr(loaded, name), []
 
     def fail(*given: mx.array) -> Any:
@@ -399,14 +364,23 @@ def test_one_that_fails_ends_alone(
     def failing(sampling: Any, *rest: Any) -> Any:
         return make(sampling, *rest) if sampling.top_k != 77 else fail if name == "sampler_of" else [fail]
 
-    asked = [request(text) for text in TEXTS]
+    asked = [request(text, max_tokens=30) for text in TEXTS]
     expected = expected_of(served, *asked)
+    stop = expected[0][12:16]
     monkeypatch.setattr(loaded, name, failing)
-    wrong, *right = served.events_together(request("wrong", top_k=77, max_tokens=40), *asked)
+
+    async def collect() -> list[list[Event]]:
+        odd = [request("bye", max_tokens=500), request("wrong", top_k=77, max_tokens=40)]
+        leaving, *others = served.room.submit(*odd, replace(asked[0], stop=(stop,)), *asked[1:])
+        _, *found = await asyncio.gather(until(leaving, Piece), *map(every, others))
+        return found
+
+    wrong, stopped, *right = served.run(collect())
     assert isinstance(wrong[-1], Failed) and "ZeroDivisionError: odd" in str(wrong[-1].error)
-    assert len(calls) == 5 and max(sizes) == 5
-    assert list(map(text_of, right)) == expected
-    assert alone(served, asked[1]) == [expected[1]]
+    assert len(calls) == 5 and max(sizes) == 6
+    assert text_of(stopped) == expected[0][: expected[0].index(stop)]
+    assert list(map(text_of, right)) == expected[1:]
+    assert alone(served, asked[1]) == [expected[1]] and not next(iter(served.room.models))._batch._groups
 
 
 @pytest.mark.usefixtures("grouping")
@@ -433,31 +407,29 @@ def test_an_answer_that_is_complete_does_not_fail(served: Served, monkeypatch: p
 
 
 @pytest.mark.usefixtures("grouping")
-def test_a_client_that_leaves(served: Served, sizes: list[int]) -> None:
-    asked = [request(text, max_tokens=30) for text in TEXTS]
+def test_a_client_leaves_while_prompts_are_computed(served: Served) -> None:
+    asked = [request(text) for text in ALIKE]
     expected = expected_of(served, *asked)
 
     async def collect() -> list[list[Event]]:
-        leaving, *others = served.room.submit(request("bye", max_tokens=500), *asked)
-        async for event in events_of(leaving):
-            if isinstance(event, Piece):
-                break
-        leaving.leave()
-        return await asyncio.gather(*map(every, others))
+        first, *others = served.room.submit(*asked)
+        _, *found = await asyncio.gather(until(first, Progress), *map(every, others))
+        return found
 
-    answers = served.run(collect())
-    assert list(map(text_of, answers)) == expected and max(sizes) >= 4
+    assert list(map(text_of, served.run(collect()))) == expected[1:]
+    assert not next(iter(served.room.models))._batch._groups
 
 
-@pytest.mark.usefixtures("grouping")
-def test_a_stop_text_ends_one(served: Served, sizes: list[int]) -> None:
-    asked = [request(text, max_tokens=30) for text in TEXTS]
-    expected = expected_of(served, *asked)
-    stop = expected[0][12:16]
-    answers = served.events_together(replace(asked[0], stop=(stop,)), *asked[1:])
-    assert text_of(answers[0]) == expected[0][: expected[0].index(stop)]
-    assert list(map(text_of, answers[1:])) == expected[1:] and max(sizes) == 4
-    served.prompt_cache.trim_to(n_sequences=0)
+def test_metals_wired_limit_is_put_back(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a second generator of mlx-lm's within the first."""
+    limits = [0]
+    generate = importlib.import_module("mlx_lm.generate")
+    monkeypatch.setattr(mx, "set_wired_limit", lambda new: limits.append(new) or limits[-2])
+    monkeypatch.setattr(generate, "maybe_set_recommended_wired_limit", lambda: mx.set_wired_limit(1000))
+    with serving(model):
+        assert limits[-1] == 1000
+    gc.collect()
+    assert limits[-1] == 0
 
 
 def test_streamed_weights_compute_sequences_apart(model: str, sizes: list[int]) -> None:

@@ -1,6 +1,7 @@
 """Bodies that real programs send, with words of ours in the place of theirs. Each gets an answer, whole and streamed.
 
 ``bodies/PROGRAM/*.json`` are recorded, ``bodies/MANIFEST.json`` says with which version, and to which path they go.
+``bodies/ollama/*.json`` are those of clients of Ollama's API, each with its path and the answer that it gets.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from dialects import events_of, text_of
 from live import Live, live
-from scripted import make_scripted_model, saying
+from mlx_flash import FlashConfig
+from mlx_flash.server.catalog import Source
+from scripted import saying
 
 BODIES = Path(__file__).parent / "bodies"
 PATHS: dict[str, str] = {
@@ -24,28 +27,15 @@ LAST = {
     "/v1/responses": '"status": "completed"',
     "/v1/messages": '"stop_reason": "end_turn"',
 }
+OF_OLLAMA = {path.stem: json.loads(path.read_text()) for path in BODIES.glob("ollama/*.json")}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+SAID = {"text": "Aye.", "thinking": "<think>Hm.</think>Aye.", "json": '{"age": 7}', "call": CALL, "openai call": CALL}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live(str(make_scripted_model(tmp_path_factory.mktemp("models") / "tiny"))) as running:
+def server(folder: Path) -> Iterator[Live]:
+    with live(Source(name="tiny", base=str(folder), config=FlashConfig(ram_budget_gb=2.0, telemetry=False))) as running:
         yield running
-
-
-def answer_of(path: str, reply: Any) -> str:
-    """Return the text of a reply; of a stream, that of its deltas."""
-    events = [json.loads(line[6:]) for line in reply if line.startswith("data: {")] if isinstance(reply, list) else None
-    if path == "/v1/chat/completions":
-        if events is None:
-            return str(reply["choices"][0]["message"]["content"])
-        return "".join(each["choices"][0]["delta"].get("content") or "" for each in events if each["choices"])
-    if path == "/v1/messages":
-        if events is None:
-            return "".join(block.get("text", "") for block in reply["content"])
-        return "".join(each["delta"].get("text", "") for each in events if each["type"] == "content_block_delta")
-    if events is None:
-        return "".join(part["text"] for item in reply["output"] for part in item["content"])
-    return "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta")
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -55,5 +45,33 @@ def test_bodies_of_programs_are_answered(server: Live, name: str) -> None:
         with saying("It rains."):
             status, reply = server.post(path, {**body, "stream": streams})
         assert status == 200, reply
-        assert answer_of(path, reply) == "It rains."
+        assert text_of(reply) == "It rains."
         assert LAST[path] in ("\n".join(reply) if streams else json.dumps(reply))
+
+
+@pytest.mark.parametrize("name", sorted(OF_OLLAMA))
+def test_bodies_of_clients_of_ollama_are_answered(server: Live, name: str) -> None:
+    sent = OF_OLLAMA[name]
+    kind = sent["answer"]
+    with saying(SAID.get(kind, "")):
+        status, reply = server.post(sent["path"], sent["body"])
+    assert status == 200, reply
+    if kind == "facts":  # as VS Code reads them
+        info = reply["model_info"]
+        assert info["general.basename"] == "tiny" and info[f"{info['general.architecture']}.context_length"] == 32768
+        assert {"completion", "tools"} <= set(reply["capabilities"]) and reply["details"]["family"]
+        return
+    if kind == "openai call":
+        choices = [choice for event in events_of(reply) for choice in event["choices"]]
+        found = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        assert found[0]["name"] == "weather"
+        assert json.loads("".join(call.get("arguments", "") for call in found)) == {"city": "Oslo"}
+        return
+    parts = events_of(reply) if isinstance(reply, list) else [reply]
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True] and parts[-1]["eval_count"] > 0
+    assert text_of(parts).strip() == {"call": "", "json": SAID["json"]}.get(kind, "Aye.")
+    messages = [part.get("message", part) for part in parts]
+    reasoning = "".join(message.get("thinking") or "" for message in messages)
+    assert reasoning == ("Hm." if kind == "thinking" else "")
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert [(call["name"], call["arguments"]) for call in calls] == [("weather", {"city": "Oslo"})] * (kind == "call")

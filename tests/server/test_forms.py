@@ -11,18 +11,17 @@ from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher
 
-from call_forms import TEMPLATES
+from call_forms import LLAMA, TEMPLATES
+from dialects import events_of, text_of
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.calltemplates import CallForm, complete, form_of
-from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer, json_grammar
+from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 from scripted import SHAPE, TEMPLATE, make_scripted_model, saying, wishing
-from tool_models import with_template
+from tool_models import takes, with_template
 
 CHAT = "/v1/chat/completions"
 OPENS = "{% if add_generation_prompt and opens %}<think>\n{% endif %}"
@@ -61,13 +60,9 @@ def ask(server: Live, text: str, **more: Any) -> Any:
         assert status == 200, reply
         _, lines = server.post(CHAT, {**BODY, **more, "stream": True})
     message = reply["choices"][0]["message"]
-    deltas = [
-        json.loads(line[6:])["choices"][0]["delta"]
-        for line in lines
-        if line.startswith("data: {") and "choices" in line
-    ]
-    for name in ("content", "reasoning"):
-        assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or "")
+    reasons = [event["choices"][0]["delta"].get("reasoning") or "" for event in events_of(lines) if event["choices"]]
+    assert text_of(lines) == (message.get("content") or "")
+    assert "".join(reasons) == (message.get("reasoning") or "")
     return {**message, "reason": reply["choices"][0]["finish_reason"]}
 
 
@@ -177,8 +172,7 @@ def test_completions_have_the_marks_of_reasoning_and_calls_as_text(server: Live)
             _, lines = server.post("/v1/completions", {**body, "max_tokens": 200, "stream": True})
             raw = {"model": "default_model", "raw": True, "stream": False, "options": {"stop": ["", "never"]}, **body}
             _, ollama = server.post("/api/generate", raw)
-        parts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
-        assert whole["choices"][0]["text"] == "".join(parts) == ollama["response"] == text
+        assert text_of(whole) == text_of(lines) == text_of(ollama) == text
         assert whole["choices"][0]["finish_reason"] == "stop"
 
 
@@ -208,16 +202,6 @@ def with_special(model: Path, folder: Path, special: tuple[str, ...]) -> Any:
             fields["added_tokens"].append({**fields["added_tokens"][0], "id": number, "content": content})
     path.write_text(json.dumps(fields))
     return load_tokenizer(folder)
-
-
-def takes(
-    tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str, form: CallForm | None = None
-) -> bool:
-    """Return whether a complete answer of some texts is allowed."""
-    made = grammar_tokenizer(tokenizer, len(tokenizer) + 10)
-    matcher = LLMatcher(made, answer_grammar(request, form, tokenizer, reasoning), log_level=0)
-    tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
-    return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
 
 
 @pytest.mark.parametrize("name", MARKS)
@@ -276,23 +260,6 @@ HARMONY_CALL = f"<|channel|>commentary to=functions.go <|constrain|>json<|messag
 PREAMBLE = f"{ANALYSIS}Call to=functions.go?{AGAIN}"
 
 
-def test_calls_of_harmony_are_bound(model: Path, tmp_path: Path) -> None:
-    special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
-    tokenizer = with_special(model, tmp_path, special)
-    tokenizer.chat_template = HARMONY
-    tokenizer._tool_call_start = tokenizer._tool_call_end = tokenizer._tool_parser = None
-    complete(tokenizer)
-    call = HARMONY_CALL
-    strict = GenerationRequest(model="m", messages=[], tools=[TOOL], strict_tools=["go"])
-    forced = replace(strict, strict_tools=[], must_call=["go"])
-    for request in (strict, forced):
-        fits = partial(takes, tokenizer, request, "headers", form=form_of(tokenizer, "tools"))
-        for thoughts in ("", f"{ANALYSIS}Hm.{AGAIN}", PREAMBLE):
-            assert fits(thoughts + call) and fits(f"{thoughts}{FINAL}Well. {JSON}") == (request is strict)
-            assert not fits(thoughts + call.replace("3", '"x"')) and not fits(thoughts + call.replace(".go", ".gone"))
-            assert not fits(thoughts + call + AGAIN + call)
-
-
 def test_a_call_of_harmony_is_forced(tmp_path: Path) -> None:
     folder = make_random_model(tmp_path / "harmony", *SHAPE.split())
     path = folder / "tokenizer.json"
@@ -309,16 +276,20 @@ def test_a_call_of_harmony_is_forced(tmp_path: Path) -> None:
                 assert call["function"]["name"] == "go" and found["reason"] == "tool_calls"
                 jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
                 assert (found["content"], found["reasoning"]) == (None, "Call to=functions.go?")
+        strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+        for thoughts in ("", f"{ANALYSIS}Hm.{AGAIN}"):
+            for wrong in (HARMONY_CALL.replace("3", '"x"'), HARMONY_CALL.replace(".go", ".gone")):
+                (call,) = ask(server, thoughts + wrong, tools=[strict])["tool_calls"]
+                jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+            assert ask(server, f"{thoughts}{FINAL}Well. {JSON}", tools=[strict])["content"] == f"Well. {JSON}"
         found = ask(server, f"{FINAL}Well.", tools=[TOOL], response_format=FORM)
         jsonschema.validate(json.loads(found["content"]), SCHEMA)
 
 
 def test_a_call_without_a_mark_or_a_schema(tmp_path: Path) -> None:
-    """Llama 3 writes calls as JSON without a mark, one in an answer."""
     folder = make_random_model(tmp_path / "llama", *SHAPE.split())
     call = '{"name": "go", "parameters": ' + JSON + "}"
-    one = "{% if not loop.first %}{{ raise_exception('one call') }}{% endif %}" + '{"name"'
-    with live(str(with_template(folder, TEMPLATES["llama"].replace('{"name"', one), None))) as server:
+    with live(str(with_template(folder, LLAMA, None))) as server:
         both = {"tools": [TOOL], "response_format": FORM}
         for more in (both, {**both, "tool_choice": "required"}, {"tools": [TOOL], "tool_choice": "required"}):
             for text in (call, call.replace("3", '"x"')):

@@ -18,8 +18,8 @@ from mlx_flash import FlashConfig
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama import seconds_of
 from mlx_flash.storage.safetensors import read_checkpoint
-from models import make_random_model
-from scripted import make_scripted_model, saying
+from scripted import saying
+from waiting import eventually
 
 ollama: Any = None
 
@@ -31,20 +31,14 @@ def _library() -> None:
     ollama = pytest.importorskip("ollama")
 
 
-SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_random_model(tmp_path_factory.mktemp("models") / "tiny", *SHAPE.split()))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Live]:
+def server(plain: str) -> Iterator[Live]:
     config = FlashConfig(ram_budget_gb=2.0, telemetry=False)
-    with live(Source(name="sea", base=str(folder), config=config)) as running:
+    with live(Source(name="sea", base=plain, config=config)) as running:
         yield running
 
 
@@ -72,32 +66,11 @@ def test_chats_equal_openais(server: Live, client: Any, name: str) -> None:
 
 
 def test_options_are_mapped(server: Live, client: Any) -> None:
-    options = {
-        "temperature": 0.9,
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "seed": 7,
-        "num_predict": 12,
-        "repeat_penalty": 1.3,
-        "repeat_last_n": 5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-    }
-    same = {
-        "temperature": 0.9,
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "seed": 7,
-        "max_tokens": 12,
-        "repetition_penalty": 1.3,
-        "repetition_context_size": 5,
-        "presence_penalty": 0.5,
-        "presence_context_size": 5,
-        "frequency_penalty": 0.25,
-        "frequency_context_size": 5,
-    }
+    shared = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "presence_penalty": 0.5}
+    shared |= {"frequency_penalty": 0.25}
+    options = {**shared, "num_predict": 12, "repeat_penalty": 1.3, "repeat_last_n": 5}
+    contexts = ("repetition_context_size", "presence_context_size", "frequency_context_size")
+    same = {**shared, "max_tokens": 12, "repetition_penalty": 1.3, **dict.fromkeys(contexts, 5)}
     found = client.chat("sea", HELLO, options=options).message.content
     assert found == reference(server, **same) != reference(server, max_tokens=12)
     whole = client.chat("sea", HELLO, options={"num_predict": 12}).message.content
@@ -112,6 +85,7 @@ def test_generate(server: Live, client: Any) -> None:
     raw = server.post("/v1/completions", {"prompt": text, "max_tokens": 6})[1]["choices"][0]["text"]
     parts = list(client.generate("sea", text, raw=True, options={"num_predict": 6}, stream=True))
     assert "".join(part.response for part in parts) == raw
+    assert client.generate("sea", "x", format="json", options={"num_predict": 4}).response.lstrip().startswith("{")
     system = [{"role": "system", "content": "Be brief"}, *HELLO]
     found = client.generate("sea", text, system="Be brief", options={"num_predict": 6}).response
     assert found == client.chat("sea", system, options={"num_predict": 6}).message.content
@@ -129,28 +103,20 @@ def test_generate_goes_on_from_a_context(server: Live, client: Any) -> None:
     assert client.generate("sea", "Hello", raw=True, options={"num_predict": 1}).context is None
 
 
-def test_answers_follow_a_schema(client: Any) -> None:
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
-    schema |= {"required": ["age"], "additionalProperties": False}
-    reply = client.chat("sea", HELLO, format=schema, options={"temperature": 1, "seed": 3, "num_predict": 200})
-    assert 0 <= json.loads(reply.message.content)["age"] <= 9
-    assert client.generate("sea", "x", format="json", options={"num_predict": 4}).response.lstrip().startswith("{")
-
-
 def test_logprobs(client: Any) -> None:
     reply = client.chat("sea", HELLO, options={"num_predict": 3}, logprobs=True, top_logprobs=2)
     assert len(reply.logprobs) == 3
     assert all(token.logprob == token.top_logprobs[0].logprob for token in reply.logprobs)
 
 
-def test_models_are_listed_shown_and_running(server: Live, client: Any, folder: Path) -> None:
+def test_models_are_listed_shown_and_running(server: Live, client: Any, plain: str) -> None:
     (model,) = client.list().models
     assert model.model == "sea:latest" and model.details.family == "llama" and len(model.digest) == 64
-    assert model.size == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert model.size == sum(path.stat().st_size for path in Path(plain).glob("*.safetensors"))
     shown = client.show("sea:latest")
     assert shown.details.family == "llama" and shown.capabilities[0] == "completion"
     assert shown.modelinfo["general.parameter_count"] == sum(
-        math.prod(tensor.shape) for tensor in read_checkpoint(folder).tensors.values()
+        math.prod(tensor.shape) for tensor in read_checkpoint(Path(plain)).tensors.values()
     )
     assert shown.details.parameter_size == model.details.parameter_size == "0.24M"
     assert (shown.modelinfo["general.basename"], shown.modelinfo["llama.context_length"]) == ("sea", 32768)
@@ -171,19 +137,10 @@ def test_models_are_listed_shown_and_running(server: Live, client: Any, folder: 
 
 
 def test_models_are_loaded_and_unloaded(server: Live, client: Any) -> None:
-    def has_model() -> bool:
-        return len(client.ps().models) == 1
-
-    def wait_until_empty() -> None:
-        deadline = time.monotonic() + 10
-        while has_model():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    assert client.generate("sea").done_reason == "load" and has_model()
+    assert client.generate("sea").done_reason == "load" and len(client.ps().models) == 1
     assert client.generate("sea", keep_alive=0).done_reason == "unload"
-    wait_until_empty()
-    assert client.chat("sea", keep_alive=0).done_reason == "unload" and not has_model()
+    eventually(lambda: not client.ps().models)
+    assert client.chat("sea", keep_alive=0).done_reason == "unload" and not client.ps().models
     parts = list(client.chat("sea", HELLO, options={"num_predict": 2}, stream=True, keep_alive="1h30m"))
     assert parts[0].message.content == "" and parts[-1].load_duration > 0
     (running,) = client.ps().models
@@ -192,7 +149,7 @@ def test_models_are_loaded_and_unloaded(server: Live, client: Any) -> None:
     assert json.loads(lines[-1])["done"] is True
     assert client.ps().models[0].expires_at.timestamp() - time.time() > 1e9
     client.chat("sea", HELLO, options={"num_predict": 2}, keep_alive=0)
-    wait_until_empty()
+    eventually(lambda: not client.ps().models)
 
 
 @pytest.mark.parametrize("keep_alive", [1e308, 10**18, "999999999999999h", threading.TIMEOUT_MAX])
@@ -207,18 +164,13 @@ def test_keep_alive_begins_at_the_end_of_the_answer(client: Any) -> None:
     began = time.time()
     reply = client.chat("sea", HELLO, options={"num_predict": 400}, keep_alive="100s")
     seconds = 100 + (reply.prompt_eval_duration + reply.eval_duration) / 1e9
-    while client.ps().models[0].expires_at.timestamp() - began < seconds:
-        assert time.time() - began < 60
-        time.sleep(0.01)
+    eventually(lambda: client.ps().models[0].expires_at.timestamp() - began >= seconds, 60)
     client.generate("sea", keep_alive=-1)
 
 
 def test_loading_is_shown_by_status_lines(server: Live, client: Any) -> None:
     client.generate("sea", keep_alive=0)
-    deadline = time.monotonic() + 10
-    while client.ps().models:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: not client.ps().models)
     _, lines = server.post("/api/chat", {"model": "sea", "messages": HELLO, "options": {"num_predict": 2}})
     parts = [json.loads(line) for line in lines]
     assert parts[0]["status"] == "loading" and parts[0]["message"]["content"] == "" and not parts[0]["done"]
@@ -265,7 +217,7 @@ def test_unknown_paths_have_ollamas_errors(server: Live, client: Any) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_tools_and_thinking(tmp_path: Path, streams: bool) -> None:
+def test_tools_and_thinking(folder: Path, streams: bool) -> None:
     def weather(city: str) -> str:
         """Return the weather.
 
@@ -274,13 +226,12 @@ def test_tools_and_thinking(tmp_path: Path, streams: bool) -> None:
         """
         return city
 
-    folder = str(make_scripted_model(tmp_path / "model"))
     prompts: list[str] = []
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Seoul"}}</tool_call>'
-    with live(folder) as server, closing(ollama.Client(server.url)) as client:
+    with live(str(folder)) as server, closing(ollama.Client(server.url)) as client:
 
         def ask(messages: list[Any], think: bool | None = None) -> Any:
-            found = client.chat(folder, messages, tools=[weather], think=think, stream=streams)
+            found = client.chat(str(folder), messages, tools=[weather], think=think, stream=streams)
             parts = list(found) if streams else [found]
             assert parts[-1].done_reason == "stop"
             calls = [call for part in parts for call in part.message.tool_calls or []]

@@ -18,7 +18,7 @@ from mlx_flash import FlashConfig
 from mlx_flash.modelfile.parse import models_folder, named_models, read_modelfile
 from mlx_flash.server.access import Access
 from mlx_flash.server.catalog import Source
-from scripted import make_scripted_model, saying
+from scripted import saying
 
 ollama: Any = None
 
@@ -30,11 +30,6 @@ def _library() -> None:
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_scripted_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

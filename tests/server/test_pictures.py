@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dialects import text_of
 from live import Live, live
 from mlx_flash import ConfigError, FlashConfig, RefusedError
 from mlx_flash.commands.arguments import parse_arguments
@@ -23,15 +24,7 @@ from mlx_flash.server import requestpictures
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama import shown
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.requestpictures import (
-    MAX_NAME,
-    content_of,
-    data_url,
-    decoded,
-    picture_part,
-    with_pictures,
-)
-from models import make_random_model
+from mlx_flash.server.requestpictures import MAX_NAME, content_of, data_url, decoded, picture_part, with_pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
 
@@ -63,8 +56,6 @@ def test_pictures_leave_messages_and_their_places_stay() -> None:
         ("file:///cat.png", r"this server reads no files.*--image-folder"),
         ("cat.png", r"this server reads no files"),
         ("http://[x", r"this server fetches nothing: http:"),
-        ("http://\u2100.com/", r"this server fetches nothing: http:"),
-        ("file://[x", r"this server reads no files"),
         ("//\u2100.com/", r"this server reads no files"),
         ("x" * 4097, r"the name of the picture has 4097 characters, 4096 are allowed.*data URL"),
         ("https://" + "x" * 4096, r"the name of the picture has 4104 characters"),
@@ -114,17 +105,10 @@ def test_refused_pictures_take_no_memory() -> None:
         tracemalloc.stop()
 
 
-def counted(function: Any, calls: list[Any]) -> Any:
-    def call(*args: Any, **options: Any) -> Any:
-        calls.append(args)
-        return function(*args, **options)
-
-    return call
-
-
 def test_files_are_counted_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
-    monkeypatch.setattr(Path, "read_bytes", counted(Path.read_bytes, calls := []))
+    read_bytes, calls = Path.read_bytes, list[Path]()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: calls.append(path) or read_bytes(path))
     with pytest.raises(RefusedError, match="17 pictures, 16 are allowed"):
         with_pictures(asked(*["a.png"] * 17), tmp_path)
     assert not calls
@@ -175,9 +159,8 @@ def test_pictures_are_no_text_of_a_body(blind: Live) -> None:
 
 
 @pytest.fixture(scope="module")
-def blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    shape = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
-    with live(str(make_random_model(tmp_path_factory.mktemp("models") / "tiny", *shape.split()))) as server:
+def blind(plain: str) -> Iterator[Live]:
+    with live(plain) as server:
         yield server
 
 
@@ -188,25 +171,14 @@ def bodies(data: str, text: str = "What is it?", kind: str = "image/png") -> dic
     item = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]
     source = {"type": "base64", "media_type": kind, "data": data}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
-    options = {"num_predict": 8, "temperature": 0}
     limits = {"temperature": 0, "model": "default_model"}
+    ollama = {"model": "default_model", "options": {"num_predict": 8, "temperature": 0}, "stream": False}
     return {
         CHAT: {"messages": [{"role": "user", "content": message}], "max_tokens": 8, **limits},
         "/v1/responses": {"input": [{"role": "user", "content": item}], "max_output_tokens": 8, **limits},
         "/v1/messages": {"messages": [{"role": "user", "content": blocks}], "max_tokens": 8, **limits},
-        "/api/chat": {
-            "messages": [{"role": "user", "content": text, "images": [data]}],
-            "model": "default_model",
-            "options": options,
-            "stream": False,
-        },
-        "/api/generate": {
-            "prompt": text,
-            "images": [data],
-            "model": "default_model",
-            "options": options,
-            "stream": False,
-        },
+        "/api/chat": {"messages": [{"role": "user", "content": text, "images": [data]}], **ollama},
+        "/api/generate": {"prompt": text, "images": [data], **ollama},
     }
 
 
@@ -215,17 +187,6 @@ def test_a_model_of_text_refuses_pictures(blind: Live, path: str) -> None:
     status, reply = blind.post(path, bodies(TEXT)[path])
     assert status == 400 and "takes no pictures here" in json.dumps(reply) and "--vision" in json.dumps(reply)
     assert blind.say("hello")
-
-
-def text_of(path: str, reply: dict[str, Any]) -> str:
-    found: dict[str, Any] = {
-        CHAT: lambda: reply["choices"][0]["message"]["content"],
-        "/v1/responses": lambda: reply["output"][0]["content"][0]["text"],
-        "/v1/messages": lambda: reply["content"][0]["text"],
-        "/api/chat": lambda: reply["message"]["content"],
-        "/api/generate": lambda: reply["response"],
-    }
-    return known(found[path]())
 
 
 def known(text: str) -> str:
@@ -273,7 +234,7 @@ def test_answers_equal_those_of_mlx_vlm_in_all_dialects(
     for path, body in bodies(base64.b64encode(file.read_bytes()).decode()).items():
         status, reply = server.post(path, body)
         assert status == 200, reply
-        assert text_of(path, reply) == wanted, path
+        assert known(text_of(reply)) == wanted, path
 
 
 @pytest.mark.parametrize(
@@ -297,11 +258,8 @@ def test_text_alone_streams_and_several_pictures_work_too(server: Live, folder: 
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [*parts, {"type": "text", "text": "What is it?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
-    assert text_of(CHAT, server.post(CHAT, body)[1]) == expected(folder, files)
-    lines = server.post(CHAT, {**body, "stream": True})[1]
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-    assert known(text) == expected(folder, files)
+    assert known(text_of(server.post(CHAT, body)[1])) == expected(folder, files)
+    assert known(text_of(server.post(CHAT, {**body, "stream": True})[1])) == expected(folder, files)
     assert known(server.say("What is it?", temperature=0)) == expected(folder, [])
 
 
@@ -315,7 +273,7 @@ def test_a_file_of_the_servers_folder_is_a_picture(
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
     assert server.post(CHAT, body)[0] == 400
     monkeypatch.setattr(server.room.catalog, "image_folder", tmp_path)
-    assert text_of(CHAT, server.post(CHAT, body)[1]) == expected(folder, [file])
+    assert known(text_of(server.post(CHAT, body)[1])) == expected(folder, [file])
 
 
 def test_broken_and_huge_pictures_are_refused_and_the_server_goes_on(

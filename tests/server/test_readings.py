@@ -31,10 +31,7 @@ __all__ = ["model"]
 STEP = 32
 RANDOM = random.Random(1)
 PROMPTS = [[RANDOM.randrange(990) for _ in range(length)] for length in (1, 2, 7, 33, 64, 100, 20, 5)]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "streamed": {"ram_budget_gb": "min", "lend_reserves": False},
-    "in memory": {},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"streamed": {"ram_budget_gb": "min", "lend_reserves": False}, "in memory": {}}
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
@@ -112,7 +109,7 @@ def test_vectors_are_the_last_hidden_states_of_mlx_lm(model: str, served: Live) 
         found = np.frombuffer(base64.b64decode(each["embedding"]), "<f4")
         assert np.array_equal(found, expected / np.linalg.norm(expected))
     text = "a sentence"
-    tokens = list(served.room.models.__iter__().__next__().tokenizer.encode(text))
+    tokens = list(next(iter(served.room.models)).tokenizer.encode(text))
     expected = states_of(model, tokens)[-1][0, -1].astype(mx.float32)
     assert served.post("/api/embeddings", {"model": model, "prompt": text}) == (200, {"embedding": expected.tolist()})
     status, reply = served.post("/api/embed", {"model": model, "input": [text, "b"], "dimensions": 8})
@@ -220,19 +217,13 @@ def test_a_gap_is_filled_between_the_tokens_of_the_model(model: str, tmp_path: P
     shutil.copytree(model, path)
     write_tokenizer(path, 996, QWEN)
     with live(str(path)) as served:
-        tokenizer = next(iter(served.room.models)).tokenizer if served.say("x") is not None else None
+        assert served.say("x") is not None
+        tokenizer = next(iter(served.room.models)).tokenizer
         before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(", "): pass"))
         plain = completed(served, prompt=[997, *before, 998, *after, 999], max_tokens=4)
         assert completed(served, prompt="def f(", suffix="): pass", max_tokens=4) == plain
-        status, lines = served.post(
-            "/api/generate",
-            {
-                "model": str(path),
-                "prompt": "def f(",
-                "suffix": "): pass",
-                "options": {"num_predict": 4, "temperature": 0},
-            },
-        )
+        asked = {"model": str(path), "prompt": "def f(", "suffix": "): pass"}
+        status, lines = served.post("/api/generate", asked | {"options": {"num_predict": 4, "temperature": 0}})
         assert status == 200 and "".join(json.loads(line)["response"] for line in lines) == plain[0]["text"]
     with live(model) as served:
         status, reply = served.post("/v1/completions", {"prompt": "a", "suffix": "b"})

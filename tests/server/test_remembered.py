@@ -15,16 +15,9 @@ from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.folder import list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.server import models
-from models import make_random_model
 
-SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 SYSTEM = " ".join(f"Rule {number}: read the file before you change it." for number in range(40))
 LATER = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And who wrote it?"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_random_model(tmp_path_factory.mktemp("models") / "tiny", *SHAPE.split()))
 
 
 @pytest.fixture(autouse=True)
@@ -49,29 +42,29 @@ def asks(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("budget", [2.0, "min"])
-def test_another_conversation_after_a_restart_computes_its_own_words(folder: str, budget: Any) -> None:
+def test_another_conversation_after_a_restart_computes_its_own_words(plain: str, budget: Any) -> None:
     """The system prompt comes from disk, and the answers are those of a server without a prefix cache."""
     conversation = [asks("Is the sea deep?"), *LATER]
-    with live(folder, kv_prefixes="off", ram_budget_gb=budget) as plain:
-        expected = [chat(plain, asks("Why?"))[0]]
-    with live(folder, kv_prefixes="off", ram_budget_gb=budget) as plain:
-        expected.append(chat(plain, *conversation)[0])
-    with live(folder, ram_budget_gb=budget) as server:
+    with live(plain, kv_prefixes="off", ram_budget_gb=budget) as server:
+        expected = [chat(server, asks("Why?"))[0]]
+    with live(plain, kv_prefixes="off", ram_budget_gb=budget) as server:
+        expected.append(chat(server, *conversation)[0])
+    with live(plain, ram_budget_gb=budget) as server:
         assert server.model.is_in_memory is (budget == 2.0)
         answer, num_prompt, cached = chat(server, asks("Why?"))
         assert (answer, cached) == (expected[0], 0) and num_prompt > 600
-    with live(folder, ram_budget_gb=budget) as server:
+    with live(plain, ram_budget_gb=budget) as server:
         answer, num_prompt, cached = chat(server, *conversation)
         assert answer == expected[1] and 0 < num_prompt - cached < 150
-    with live(folder, ram_budget_gb=budget) as server:  # the same prompt: all but the token whose logits are needed
+    with live(plain, ram_budget_gb=budget) as server:  # the same prompt: all but the token whose logits are needed
         assert chat(server, asks("Why?"))[0] == expected[0]
 
 
-def test_a_long_message_after_a_short_system_prompt_is_remembered(folder: str) -> None:
+def test_a_long_message_after_a_short_system_prompt_is_remembered(plain: str) -> None:
     for budget in (2.0, "min"):
         found = []
         for _ in range(2):
-            with live(folder, ram_budget_gb=budget) as server:
+            with live(plain, ram_budget_gb=budget) as server:
                 found.append(chat(server, asks(SYSTEM), system="Be kind."))
         (first, num_prompt, none), (again, _, cached) = found
         num_alone = 20 if budget == 2.0 else 1  # mlx-lm's batch computes the system prompt first, which has no page
@@ -79,8 +72,8 @@ def test_a_long_message_after_a_short_system_prompt_is_remembered(folder: str) -
         shutil.rmtree(prefix_directory())
 
 
-def test_prompts_below_a_page_are_not_written(folder: str) -> None:
-    with live(folder) as server:
+def test_prompts_below_a_page_are_not_written(plain: str) -> None:
+    with live(plain) as server:
         for number in range(5):
             assert chat(server, asks(f"Say {number}"), system="Be kind.")[1] < 256
         assert server.model.prefixes is not None and server.model.prefixes.store.flush()
@@ -88,7 +81,7 @@ def test_prompts_below_a_page_are_not_written(folder: str) -> None:
     assert list_prefixes(prefix_directory()) == []
 
 
-def test_every_dialect_reports_what_came_from_disk(folder: str) -> None:
+def test_every_dialect_reports_what_came_from_disk(plain: str) -> None:
     messages = [{"role": "system", "content": SYSTEM}, asks("Why?")]
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": messages, "max_tokens": 4},
@@ -102,16 +95,16 @@ def test_every_dialect_reports_what_came_from_disk(folder: str) -> None:
         "/v1/messages": lambda reply: reply["usage"]["cache_read_input_tokens"],
         "/api/chat": lambda reply: reply["prompt_eval_cached_count"],
     }
-    with live(folder) as server:
+    with live(plain) as server:
         num_prompt = chat(server, asks("Why?"))[1]
     for path, body in bodies.items():
-        with live(folder) as server:
+        with live(plain) as server:
             status, reply = server.post(path, {"model": "default_model", **body})
             assert status == 200 and counts[path](reply) == num_prompt - 1, reply
 
 
 def test_a_budget_without_room_for_pages_serves_without_them(
-    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plain: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepare = models.prepare
 
@@ -121,15 +114,15 @@ def test_a_budget_without_room_for_pages_serves_without_them(
         return prepare(path, config, **given)
 
     monkeypatch.setattr(models, "prepare", tight)
-    with live(folder) as server:
+    with live(plain) as server:
         assert server.model.prefixes is None and chat(server, asks("Why?"))[2] == 0
-    with pytest.raises(BudgetError), live(folder, kv_prefixes="exact"):
+    with pytest.raises(BudgetError), live(plain, kv_prefixes="exact"):
         pass
 
 
-def test_they_take_a_tenth_of_the_free_disk_at_most(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_take_a_tenth_of_the_free_disk_at_most(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixcache, "free_bytes", lambda path: 10_000_000)
-    with live(folder) as server:
+    with live(plain) as server:
         for number in range(4):
             chat(server, asks("Why?"), system=f"{number}. {SYSTEM}")
     assert 0 < sum(found.nbytes for found in list_prefixes(prefix_directory())) <= 1_000_000

@@ -1,4 +1,4 @@
-"""Every request that its JSON schema allows gets an answer or a 4xx, and the next one is answered.
+"""Requests that their JSON schema allows, and those with a wrong field, get an answer or a 4xx; so does the next one.
 
 ``SCHEMA_EXAMPLES=1000 pytest tests/server/test_schemas.py`` looks for longer.
 """
@@ -21,7 +21,7 @@ from mlx_flash.server.openai import ChatRequest, CompletionRequest
 from mlx_flash.server.responses import ResponseRequest
 from mlx_flash.server.sampling import Defaults
 from models import make_random_model
-from schemas import bodies
+from schemas import JSON, bodies
 from tool_models import with_template
 
 SHAPE = "--layers 1 --hidden-size 64 --intermediate-size 64 --heads 4 --kv-heads 2 --vocab-size 300"
@@ -54,6 +54,8 @@ FIXED: dict[str, Any] = {
 }
 """Few tokens, and names that fit together now and then."""
 
+WRONG = st.sampled_from([2**70, -(2**70), -1, 1e300, 0.5, [], [[]], [-1], {}, {"-1": 1e300}, "", "x", True])
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
@@ -64,14 +66,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.mark.parametrize("path", KINDS)
 @settings(
-    max_examples=int(os.environ.get("SCHEMA_EXAMPLES", "10")),
+    max_examples=int(os.environ.get("SCHEMA_EXAMPLES", "15")),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     deadline=None,
 )
 @given(data=st.data())
-def test_schema_valid_requests_get_an_answer_or_a_4xx(server: Live, path: str, data: st.DataObject) -> None:
+def test_requests_get_an_answer_or_a_4xx(server: Live, path: str, data: st.DataObject) -> None:
     fixed = {name: strategy for name, strategy in FIXED.items() if (path, name) != ("/v1/responses", "format")}
     body = data.draw(bodies(KINDS[path], fixed))
+    if data.draw(st.booleans()):  # a field that is wrong
+        body[data.draw(st.sampled_from(sorted({*KINDS[path].model_fields} - {*FIXED})))] = data.draw(JSON | WRONG)
     status, reply = server.post(path, body)
     assert status == 200 or 400 <= status < 500, reply
     assert status != 200 or '"error": {' not in json.dumps(reply), reply

@@ -24,6 +24,7 @@ from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 from served import serving
+from waiting import eventually
 from zoo import configuration
 
 SHAPE = "--layers 6 --hidden-size 512 --intermediate-size 1536 --heads 8 --kv-heads 4 --vocab-size 1000 --dtype float32"
@@ -105,10 +106,7 @@ def test_requests_for_two_models_wait_for_each_other(models: list[str]) -> None:
 def test_idle_models_leave_after_a_time(models: list[str]) -> None:
     with live(models[0], keep_alive=0.2, context_length=512) as server:
         server.say("Hi")
-        deadline = time.monotonic() + 10
-        while list(server.room.models):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: not list(server.room.models))
         assert server.say("Hi")
 
 
@@ -122,22 +120,9 @@ def test_a_model_that_cannot_be_closed_ends_alone(models: list[str], monkeypatch
     with live(models[0], keep_alive=0.2, context_length=512) as server:
         monkeypatch.setattr(LoadedModel, "close", fail)
         server.say("Hi")
-        deadline = time.monotonic() + 10
-        while not failed:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: failed)
         assert server.say("Hi")
         monkeypatch.undo()
-
-
-def test_loading_is_told_to_those_who_wait(models: list[str]) -> None:
-    with serving(*models, ram_budget_gb=2.0) as served:
-        request = GenerationRequest(model=models[1], messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
-        events = served.events(request)
-        assert isinstance(events[0], Progress) and events[0].stage == "loading"
-        assert isinstance(events[-1], End) and events[-1].load_seconds > 0
-        again = served.events(request)
-        assert not isinstance(again[0], Progress) and isinstance(again[-1], End) and again[-1].load_seconds == 0
 
 
 def test_loading_is_told_to_those_who_come_meanwhile(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +195,3 @@ def test_requests_one_after_another(small_models: list[str], kind: str) -> None:
             assert found[:2] == expected
         assert server.say("Hi") == found[0]  # from a kept cache
         assert server.say("Hi", stop=[found[0][1:3]]) == found[0][:1]
-
-
-def test_a_request_that_leaves_while_it_waits_is_forgotten(models: list[str]) -> None:
-    with serving(models[0], ram_budget_gb=2.0) as served:
-        assert served.ask({"role": "user", "content": "Hi"})
-        request = GenerationRequest(model="nowhere", prompt="x")
-        (event,) = served.events(request)
-        assert isinstance(event, Failed) and event.error.status == 404

@@ -1,131 +1,61 @@
-"""Tool calls and reasoning, with a model whose words are written down."""
+"""Tool calls as OpenAI's clients get them, and the texts that end an answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from live import Live, live
+from live import Live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.modelfile.conversation import StopTexts
-from mlx_flash.server import loaded
 from mlx_flash.server.events import Piece, ToolCall
 from mlx_flash.server.text import TextStream
-from models import make_random_model
+from scripted import saying
 
-SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for tool_call in m.tool_calls or [] %}<tool_call>{{ tool_call.name }}{{ tool_call.function.arguments.city }}"
-    "{% endfor %}{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-)
 WEATHER: Any = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
+CALLS = "".join(
+    f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': {'city': city}})}\n</tool_call>"
+    for city in ("Paris", "Rome")
+)
 
 
-def call(city: str) -> str:
-    return "<tool_call>\n" + json.dumps({"name": "weather", "arguments": {"city": city}}) + "\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_random_model(tmp_path_factory.mktemp("models") / "tools", *SHAPE.split())
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
-    (path / "chat_template.jinja").unlink(missing_ok=True)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Live]:
-    with live(str(model)) as running:
-        yield running
-
-
-@pytest.fixture
-def says(server: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes the model say a text."""
-
-    def say(text: str) -> None:
-        tokenizer = next(iter(server.room.models)).tokenizer
-        tokens = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_token_ids)]
-
-        def scripted(*_: Any) -> Any:
-            left = iter(tokens)
-            return lambda logprobs: mx.array([next(left)])
-
-        monkeypatch.setattr(loaded, "sampler_of", scripted)
-
-    return say
-
-
-def test_tool_calls(server: Live, says: Any) -> None:
-    says("Let me see. " + call("Paris") + call("Rome"))
-    client = server.client()
+def test_tool_calls(server: Live) -> None:
+    create = server.client().chat.completions.create
     messages: Any = [{"role": "user", "content": "Weather?"}]
     options: Any = {"model": "default_model", "messages": messages, "max_tokens": 300, "tools": [WEATHER]}
-    whole = client.chat.completions.create(**options)
+    with saying(f"Let me see. {CALLS}"):
+        whole = create(**options)
+        chunks = list(create(stream=True, **options))
+        one = create(parallel_tool_calls=False, **options)
     message = whole.choices[0].message
     assert whole.choices[0].finish_reason == "tool_calls" and message.content == "Let me see. "
     found: Any = message.tool_calls
     assert [json.loads(each.function.arguments) for each in found] == [{"city": "Paris"}, {"city": "Rome"}]
     assert {each.function.name for each in found} == {"weather"} and len({each.id for each in found}) == 2
     calls: dict[int, str] = {}
-    text, reasons = "", []
-    for chunk in client.chat.completions.create(stream=True, **options):
-        delta: Any = chunk.choices[0].delta
-        text += delta.content or ""
-        for each in delta.tool_calls or []:
+    for chunk in chunks:
+        for each in chunk.choices[0].delta.tool_calls or []:
             calls[each.index] = calls.get(each.index, "") + each.function.arguments
-        reasons.append(chunk.choices[0].finish_reason)
     assert {number: json.loads(each) for number, each in calls.items()} == {0: {"city": "Paris"}, 1: {"city": "Rome"}}
-    assert (text, reasons[-1]) == ("Let me see. ", "tool_calls")
-    one = client.chat.completions.create(parallel_tool_calls=False, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me see. "
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert len(one.choices[0].message.tool_calls or []) == 1
-    result = {"role": "tool", "tool_call_id": found[0].id, "content": "sunny"}
-    says("Sunny.")
-    answer = client.chat.completions.create(
-        model="default_model", messages=[*messages, message, result], tools=[WEATHER], max_tokens=20
-    )
+    prompts: list[str] = []
+    with saying("Sunny.", prompts):
+        result = {"role": "tool", "tool_call_id": found[0].id, "content": "sunny"}
+        answer = create(**{**options, "messages": [*messages, message, result]})
+        create(tool_choice="none", **options)
     assert answer.choices[0].message.content == "Sunny." and answer.choices[0].finish_reason == "stop"
-
-
-def test_calls_in_responses(server: Live, says: Any) -> None:
-    says(call("Paris"))
-    client = server.client()
-    tools: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
-    options: Any = {"model": "default_model", "input": "Weather?", "tools": tools}
-    (item,) = client.responses.create(**options).output
-    assert item.type == "function_call" and json.loads(item.arguments) == {"city": "Paris"}
-    kinds = [event.type for event in client.responses.create(stream=True, **options)]
-    assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.completed"
-
-
-def test_tools_can_be_switched_off(server: Live, says: Any) -> None:
-    says("No.")
-    _, with_tools = server.post("/v1/chat/completions", {"messages": MESSAGES, "tools": [WEATHER], "max_tokens": 5})
-    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 5}
-    _, without = server.post("/v1/chat/completions", body)
-    assert with_tools["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
-
-
-MESSAGES = [{"role": "user", "content": "Weather?"}]
-
-
-def test_a_call_that_is_cut_off_stays_text(server: Live, says: Any) -> None:
-    says('<tool_call>\n{"name": "wea')
-    _, reply = server.post("/v1/chat/completions", {"messages": MESSAGES, "tools": [WEATHER], "max_tokens": 300})
-    assert '{"name": "wea' in reply["choices"][0]["message"]["content"]
-    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert ["weather" in prompt for prompt in prompts] == [True, False]
 
 
 # --- without a server -------------------------------------------------------------------------------------------------
@@ -134,7 +64,7 @@ def test_a_call_that_is_cut_off_stays_text(server: Live, says: Any) -> None:
 def stream(tokenizer: Any, text: str, stop: Sequence[str] = ()) -> tuple[str, list[ToolCall], str | None]:
     """Return what is left of a text after its way through the tokens."""
     made = TextStream(tokenizer, stop, "normal", [WEATHER])
-    found: list[Piece | ToolCall] = []
+    found: list[Any] = []
     for token in tokenizer.encode(text, add_special_tokens=False):
         found += made.add(token)
         if made.stop is not None:
@@ -146,8 +76,8 @@ def stream(tokenizer: Any, text: str, stop: Sequence[str] = ()) -> tuple[str, li
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return load_tokenizer(model)
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder)
 
 
 @given(text=st.text(alphabet="ab<tool_call>é🦊 ", max_size=30), stop=st.lists(st.text("abt<", min_size=1, max_size=3)))

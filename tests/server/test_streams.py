@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from call_forms import TEMPLATES
+from dialects import text_of
 from live import TIMEOUT, Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import anthropic, loaded, replies
@@ -29,12 +29,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HELLO, "max_tokens": 300},
     "/api/chat": {"messages": HELLO, "options": {"num_predict": 300}},
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live(str(make_scripted_model(tmp_path_factory.mktemp("models") / "tiny"))) as running:
-        yield running
 
 
 def events(server: Live, path: str, body: dict[str, Any] | None = None, limit: float = TIMEOUT) -> list[dict[str, Any]]:
@@ -53,19 +47,6 @@ def events(server: Live, path: str, body: dict[str, Any] | None = None, limit: f
             found.append(json.loads(data))
     connection.close()
     return found
-
-
-def text_of(found: list[dict[str, Any]]) -> str:
-    """Return the text of an answer in any dialect."""
-    text = ""
-    for event in found:
-        choice = (event.get("choices") or [{}])[0]
-        delta = event.get("delta", "") if event.get("type") == "response.output_text.delta" else ""
-        block = event.get("delta", {}) if event.get("type") == "content_block_delta" else {}
-        message = event.get("message", {}) if "type" not in event else {}
-        text += choice.get("text", "") or choice.get("delta", {}).get("content", "") or delta
-        text += block.get("text", "") or message.get("content", "")
-    return text
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -10,19 +10,17 @@ from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher
 
+from call_forms import LLAMA
 from live import Live, live
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.calltemplates import complete, form_of
-from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
-from scripted import wishing
-from tool_models import END, QWEN, TOOLS, with_template
+from scripted import SHAPE, wishing
+from tool_models import END, QWEN, TOOLS, takes, with_template
 
-SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 CALL = "{% set f = c.function %}"
 MISTRAL = (
     TOOLS
@@ -42,13 +40,6 @@ XML = (
     + CALL
     + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
     + "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}{% endfor %}"
-)
-LLAMA = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    + "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
-    + "{% set f = m.tool_calls[0].function %}"
-    + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}<|eos|>{% endfor %}'
-    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PARSERS = {QWEN: "json_tools", MISTRAL: "mistral", HEADERS: "mistral", XML: "qwen3_coder", LLAMA: None}
 CITY = {
@@ -88,28 +79,16 @@ def check(name: str, arguments: Any) -> None:
     jsonschema.validate(arguments if isinstance(arguments, dict) else json.loads(arguments), FUNCTIONS[name])
 
 
-def test_a_call_is_forced_in_chat(server: Live) -> None:
-    client = server.client()
-    options: Any = {"model": "default_model", "messages": MESSAGES, "max_tokens": 400, "seed": 3, "temperature": 1.0}
-    tools: Any = [tool("weather"), tool("now")]
-    for choice, names in (
-        ("required", {"weather", "now"}),
-        ({"function": {"name": "now"}, "type": "function"}, {"now"}),
-    ):
-        whole: Any = client.chat.completions.create(
-            tools=tools, tool_choice=choice, parallel_tool_calls=False, **options
-        )
-        (found,) = whole.choices[0].message.tool_calls
-        assert whole.choices[0].finish_reason == "tool_calls" and whole.choices[0].message.content is None
-        assert found.function.name in names
-        check(found.function.name, found.function.arguments)
-    streamed: Any = client.chat.completions.create(
-        tools=tools, tool_choice="required", parallel_tool_calls=False, stream=True, **options
-    )
-    assert [c.function.name for chunk in streamed for c in chunk.choices[0].delta.tool_calls or []]
-
-
-def test_a_call_is_forced_in_the_other_dialects(server: Live) -> None:
+def test_a_call_is_forced_in_every_dialect(server: Live) -> None:
+    body = {"model": "default_model", "messages": MESSAGES, "max_tokens": 400, "seed": 3, "temperature": 1.0}
+    body |= {"tools": [tool("weather"), tool("now")], "parallel_tool_calls": False}
+    choice: Any
+    for choice, names in (("required", {*FUNCTIONS}), ({"function": {"name": "now"}, "type": "function"}, {"now"})):
+        _, reply = server.post("/v1/chat/completions", {**body, "tool_choice": choice})
+        (found,) = reply["choices"][0]["message"]["tool_calls"]
+        assert reply["choices"][0]["finish_reason"] == "tool_calls"
+        assert reply["choices"][0]["message"]["content"] is None and found["function"]["name"] in names
+        check(found["function"]["name"], found["function"]["arguments"])
     tools = [{"type": "function", "name": name, "parameters": schema} for name, schema in FUNCTIONS.items()]
     body = {"input": "Weather?", "tools": tools, "temperature": 0.0, "parallel_tool_calls": False}
     choice = {"type": "function", "name": "weather"}
@@ -120,7 +99,7 @@ def test_a_call_is_forced_in_the_other_dialects(server: Live) -> None:
     tools = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS.items()]
     body = {"model": "default_model", "messages": MESSAGES, "max_tokens": 400, "tools": tools}
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
-        choice = {**choice, "disable_parallel_tool_use": True}  # type: ignore[dict-item]
+        choice["disable_parallel_tool_use"] = True
         status, reply = server.post("/v1/messages", {**body, "tool_choice": choice})
         assert (status, reply["stop_reason"]) == (200, "tool_use"), reply
         (block,) = reply["content"]
@@ -143,23 +122,20 @@ def test_arguments_of_strict_functions_follow_their_schema(server: Live, wants: 
     assert num_prompt - {reply["usage"]["prompt_tokens"]} == set()  # chat templates do not see ``strict``
 
 
+NAMED = {"type": "function", "function": {"name": "x"}}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (
-            "chat/completions",
-            {"tools": [tool("now")], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        ),
-        ("chat/completions", {"tool_choice": "required"}),
+        ("chat/completions", {"tools": [tool("now")], "tool_choice": NAMED}),
         ("chat/completions", {"tools": [tool("now")], "tool_choice": "some"}),
-        ("messages", {"tool_choice": {"type": "any"}}),
         ("messages", {"tools": [{"name": "now", "input_schema": EMPTY}], "tool_choice": {"type": "tool"}}),
     ],
 )
 def test_a_call_that_cannot_be_forced_is_refused(server: Live, path: str, body: dict[str, Any]) -> None:
-    status, reply = server.post(
-        f"/v1/{path}", {"model": "default_model", "messages": MESSAGES, "max_tokens": 5, **body}
-    )
+    body = {"model": "default_model", "messages": MESSAGES, "max_tokens": 5, **body}
+    status, reply = server.post(f"/v1/{path}", body)
     assert status == 400 and "tool_choice" in json.dumps(reply)
 
 
@@ -194,10 +170,7 @@ def tokenizer_with(model: Path, folder: Path, template: str) -> Any:
 
 
 def matches(tokenizer: Any, request: GenerationRequest, text: str) -> bool:
-    grammar = answer_grammar(request, form_of(tokenizer, "tools"), tokenizer, "none")
-    matcher = LLMatcher(grammar_tokenizer(tokenizer, len(tokenizer)), grammar, log_level=0)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
+    return takes(tokenizer, request, "none", text, form=form_of(tokenizer, "tools"))
 
 
 @pytest.mark.parametrize("template", TEXTS)

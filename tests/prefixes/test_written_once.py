@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes import folder as page_folder
+from mlx_flash.prefixes import store as pagewriter
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.prefixes.store import PrefixStore
@@ -111,11 +113,20 @@ class Machine:
 
 
 @pytest.mark.parametrize("kind", ["on disk", "offloaded later"])
-def test_a_prompt_is_written_once(kind: str, tmp_path: Path) -> None:
+def test_a_prompt_is_written_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not its pages still wait to be written when a layer goes to disk."""
+
+    def slow(*args: Any) -> str:
+        time.sleep(0.3)
+        return add(*args)
+
+    add = pagewriter.add_page
     machine = Machine(tmp_path, always_on_disk=kind == "on disk")
-    talk = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
-    if kind != "on disk":
-        for entry in talk.cache:
+    talk = machine.talk().feed(LONG[:96])
+    with monkeypatch.context() as patch:
+        patch.setattr(pagewriter, "add_page", slow)
+        talk.feed(LONG[96:160])
+        for entry in talk.cache if kind != "on disk" else ():
             entry.rows.offload(())
     talk.feed(LONG[160:])
     num_pages = len(LONG) // PAGE

@@ -152,13 +152,13 @@ class RowGenerator(BatchGenerator):
                 waiting = waiting._replace(cache=copy.deepcopy(waiting.cache))
             self._running.append(self._begin(waiting))
 
-    def _begin(self, waiting: Waiting, reading: Reading | None = None) -> GeneratedSequence:
-        """Return a sequence that begins.
+    def _reading(self, uid: int) -> Reading | None:
+        """Return the hidden states of a sequence's prompt that are wanted."""
+        return None
 
-        Args:
-            waiting: the sequence as it was inserted.
-            reading: of the prompt's hidden states; None for none.
-        """
+    def _begin(self, waiting: Waiting) -> GeneratedSequence:
+        """Return a sequence that begins."""
+        reading = self._reading(waiting.uid)
         prompt = [*waiting.tokens, *(token for segment in waiting.segments for token in segment)]
         step, segments, max_tokens = self.prefill_step_size, waiting.segments, int(waiting.max_tokens)
         if reading is not None:

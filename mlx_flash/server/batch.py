@@ -262,8 +262,8 @@ class ServedBatch(RowGenerator):
         if total == len(job.prompt.tokens) - job.num_cached:
             job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
 
-    def _reading(self, number: int) -> Reading | None:
-        return self._jobs[number].reading if number in self._jobs else None
+    def _reading(self, uid: int) -> Reading | None:
+        return self._jobs[uid].reading if uid in self._jobs else None
 
     def _is_apart(self, number: int) -> bool:
         return number in self._jobs and self._jobs[number].is_apart and not self._is_shared
@@ -337,8 +337,8 @@ class ServedBatch(RowGenerator):
         if self._is_shared and not isinstance(error, BudgetError):
             self._fatal = error
 
-    def _begin(self, waiting: Waiting, reading: Reading | None = None) -> GeneratedSequence:
-        return super()._begin(self._guarded(waiting), self._reading(waiting.uid))
+    def _begin(self, waiting: Waiting) -> GeneratedSequence:
+        return super()._begin(self._guarded(waiting))
 
     def _choose(self, sequence: GeneratedSequence, prompts: list[Any]) -> None:
         super()._choose(sequence, prompts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import zoo
 from expert_pools import pool_of, with_pool
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate
-from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
@@ -153,33 +151,6 @@ def test_bad_predictions_are_not_read(tiny: Path) -> None:
         assert stats.num_predicted < 20
         run(model, TOKENS)
         assert pool_of(model).stats.num_predicted == stats.num_predicted
-
-
-@pytest.mark.parametrize("exact_rows", [True, False])
-def test_next_experts_are_read_while_a_call_waits(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
-) -> None:
-    events: list[tuple[str, int, bool]] = []
-    read, wait = Lookahead.read, ExpertPool.wait
-
-    def note_read(self: Lookahead, layer: int, guess: Guess, *, is_early: bool) -> None:
-        events.append(("guess", layer, is_early))
-        read(self, layer, guess, is_early=is_early)
-
-    def note_wait(self: ExpertPool, layer: int, experts: Sequence[int]) -> None:
-        events.append(("wait", layer, False))
-        wait(self, layer, experts)
-
-    monkeypatch.setattr(Lookahead, "read", note_read)
-    monkeypatch.setattr(ExpertPool, "wait", note_wait)
-    with with_pool(tiny, 24, exact_rows=exact_rows) as model:
-        assert same_bits(run(model, TOKENS), run(stock(tiny), TOKENS))
-        assert pool_of(model).stats.num_predicted_right > 20
-    early = [index for index, (what, _, is_early) in enumerate(events) if what == "guess" and is_early]
-    assert early and any(what == "guess" and not is_early for what, _, is_early in events) == exact_rows
-    for index in early:  # of the layer after the one that waits
-        beside = events[index - 1 if exact_rows else index + 1]
-        assert beside == ("wait", events[index][1] - 1, False)
 
 
 def test_full_shape_calls_are_not_predicted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -16,17 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import switch_layers
 
-from disks import Disk
-from expert_pools import CALLS, check_slots, pool_of, with_pool
-from mlx_flash import FlashLLM, ReadError
+from expert_pools import check_slots, pool_of, with_pool
+from mlx_flash import FlashLLM
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.experts.stage import rows_in_place
-from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import Segment, place_groups
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 from models import QWEN3_MOE, same_bits, save, stock
-from zoo.compare import find_difference, trace
 
 NUM_EXPERTS, TOP_K = 16, 2
 
@@ -86,11 +82,6 @@ def test_rows_are_placed_as_in_the_whole_stack(
         for k in wanted:
             at = offset + k * records[k].nbytes
             assert bytes(buffer[at : at + records[k].nbytes]) == whole[records[k].extent.offset : records[k].extent.end]
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
 
 
 def spy_on(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Segment]]:
@@ -157,49 +148,6 @@ def test_prompt_leaves_its_hottest_experts_in_the_pool(
             mx.eval(stack.unit.module(mx.random.normal((2, 64)), mx.array(experts.reshape(2, 2))))
         assert not asked
         assert pool_of(model).stats.num_hits - hits == 3 * 4
-
-
-def test_failed_stack_returns_its_slots(directory: Path, stacks: list[Any], disk: Disk) -> None:
-    """After a prompt that failed, the pool has room for as many experts as ever."""
-    x, indices = mx.random.normal((50, 64)), routing(50)
-    with with_pool(directory, 16, exact_rows=False) as model:
-        pool = pool_of(model)
-        module = model.layout.experts[0].unit.module
-        disk.is_broken = True
-        pool.read_ahead(0, [0, 1], 2)
-        for ticket in list(pool._in_flight[0].values()):
-            with pytest.raises(ReadError):
-                ticket.wait()
-        with pytest.raises(ReadError, match=r"layers\.0\.mlp\.switch_mlp\..*_proj\.weight"):
-            module(x, indices)
-        disk.is_broken = False
-        check_slots(pool)
-        everyone = mx.arange(16).reshape(8, 2)
-        assert same_bits([module(x[:8], everyone)], [stacks[0](x[:8], everyone)])
-        assert same_bits([module(x, indices)], [stacks[0](x, indices)])
-        check_slots(pool)
-
-
-def test_experts_in_flight_get_no_second_slot(directory: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
-    """A prompt comes while predicted experts are still being read."""
-
-    def slowly(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if not threading.current_thread().name.startswith("mlx-flash-reader-urgent"):
-            disk.gate.wait(0.2)
-        return disk.real(fd, buffers, offset)
-
-    expected = trace(stock(directory), CALLS[:1])
-    with with_pool(directory, 30, exact_rows=False) as model:
-        pool = pool_of(model)
-        monkeypatch.setattr(ranges_module.os, "preadv", slowly)
-        disk.gate.clear()
-        for layer in range(3):
-            pool.read_ahead(layer, list(range(10)), 30)
-        found = trace(model, CALLS[:1])
-        disk.gate.set()
-        assert not find_difference(expected, found)
-        check_slots(pool)
-        assert pool.num_resident == sum(np.count_nonzero(table != ABSENT) for table in pool.slot_of)
 
 
 def test_matrices_called_in_another_order_and_twice(

@@ -282,17 +282,6 @@ def test_without_room_for_two_layers_units_are_computed_one_by_one(tmp_path: Pat
             assert ("ahead" in events) == (not missing)
 
 
-def test_a_layer_that_is_called_between_passes_keeps_no_slot(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", LLAMA | LITTLE, mx.float32)
-    with streamed_whole(folder, speculation=False) as model, recorded(model, is_quick=True) as events:
-        steps = mlx_flash.generate_step(PROMPT, model, max_tokens=3)
-        next(steps), next(steps)
-        assert "ahead" in events or has_own_memory()
-        x = mx.ones((1, 1, 128))
-        assert mx.array_equal(model.layers[0](x, None, None), stock(folder).layers[0](x, None, None))
-        assert not model.engine.stream.holds_units  # type: ignore[union-attr]
-
-
 def test_an_interrupted_pass_waits_for_what_it_has_begun(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", LLAMA | LITTLE, mx.float32)
     model, cache = streamed_whole(folder), make_prompt_cache(reference := stock(folder))

@@ -15,6 +15,7 @@ import psutil
 
 from mlx_flash.commands.common import emit, labelled
 from mlx_flash.errors import ConfigError
+from mlx_flash.layout.names import repository_of
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.words import counted, duration, filled, model_name, printable
 from mlx_flash.telemetry import Json, Published, budget_of, find
@@ -44,7 +45,7 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
     Raises:
         ConfigError: not exactly one running process is meant, or it does not end in time.
     """
-    engine = choose(args.model, find())
+    engine = choose(repository_of(args.model), find())
     name = _describe(engine)
     os.kill(engine.pid, signal.SIGTERM)
     deadline = time.monotonic() + args.timeout

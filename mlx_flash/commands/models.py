@@ -483,10 +483,10 @@ def _find(name: str) -> tuple[str, Callable[[], object]]:
         return f"{name} (Modelfile)", path.unlink
     if Path(name).exists():
         raise ConfigError(f"rm {name}: it is a path. Hint: rm removes Modelfiles with names, and what pull downloaded.")
-    repository = next((found for found in repositories() if found.repo_id == name), None)
+    repository = next((found for found in repositories() if found.repo_id == repository_of(name)), None)
     if repository is not None:
         hashes = [revision.commit_hash for revision in repository.revisions]
-        words = f"{name} ({size(repository.size_on_disk)})"
+        words = f"{repository.repo_id} ({size(repository.size_on_disk)})"
         return words, lambda: scan_cache_dir().delete_revisions(*hashes).execute()
     hub.check_name(name)
     raise CheckpointNotFoundError(f"rm {name}: no model of this name is on this machine. Hint: mlx-flash list")

@@ -46,7 +46,7 @@ def missing_bytes(name: str, revision: str | None = None) -> int:
     cache = Path(constants.HF_HUB_CACHE)
     if nbytes > (free := free_bytes(cache)):
         raise ConfigError(
-            f"pull {name}: {nbytes / 1e6:.0f} MB do not fit the disk of {cache}, which has {free / 1e6:.0f} MB free. "
+            f"{name}: {nbytes / 1e6:.0f} MB do not fit the disk of {cache}, which has {free / 1e6:.0f} MB free. "
             "Hint: set HF_HUB_CACHE to a folder on another disk, or remove models with `mlx-flash rm`."
         )
     return nbytes

@@ -32,7 +32,7 @@ from mlx_flash.kv.diskcache import arrays_of, make_caches
 from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.residency.admission import room_bytes, rows_bytes
+from mlx_flash.residency.admission import rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan, step_in_words
 from mlx_flash.speculation.worth import Times
 
@@ -231,7 +231,7 @@ class FlashLLM(ModelFacade):
 
     def logits_step(self, step: int) -> int:
         """Return the most tokens, a step or a half, a quarter ... of it, whose logits the plan has room for at once."""
-        most = room_bytes(self.plan) // (4 * self.plan.activations.logits_per_token)
+        most = self.plan.room_bytes // (4 * self.plan.activations.logits_per_token)
         step = min(step, self.plan.prefill_step_size)
         while step > max(1, most):
             step = -(-step // 2)
@@ -277,7 +277,7 @@ class FlashLLM(ModelFacade):
             lengths: the most tokens of each, prompt and answer.
         """
         chain = self._life.prepared.chain
-        has_room = rows_bytes(self.plan, lengths, may_offload=True) <= room_bytes(self.plan)
+        has_room = rows_bytes(self.plan, lengths, may_offload=True) <= self.plan.room_bytes
         return has_room if chain is None else bool(chain.least(has_room))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:

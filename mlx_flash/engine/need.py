@@ -85,11 +85,10 @@ class Need:
         Raises:
             WriteError: keys and values would have to go to disk, which has no room.
         """
-        missing = self.missing - lent
-        if missing + (self.kv_growth_on_disk() if offloads else self.kv_growth) > 0:
+        if self.missing - lent + (self.kv_growth_on_disk() if offloads else self.kv_growth) > 0:
             return False
         try:
-            return self.kv_room(missing)[1].missing <= 0
+            return self.kv_way(lent)[1].missing <= 0
         except BudgetError:
             return False
 
@@ -116,11 +115,11 @@ class Need:
         """Return whether layers go to disk for the tokens, or stay there."""
         if self.pool is None or self.pool.options.budget_bytes is None:
             return False
-        way = self.kv.way(self._rooms(self.missing - lent, 0)[-1])
+        way = self.kv.way(self._kv_limits(lent)[-1])
         return bool(way.num_slots) and not way.missing
 
-    def kv_room(self, missing: int, held: int = 0) -> tuple[int, Way]:
-        """Return a limit for the caches of the pool if so many bytes are missing, and how they stay within it.
+    def kv_way(self, lent: int = 0, held: int = 0) -> tuple[int, Way]:
+        """Return a limit for the caches of the pool once ``lent`` bytes are given back, and how they stay within it.
 
         Slots that calls hold while others compute take ``held`` bytes.
 
@@ -129,19 +128,19 @@ class Need:
             WriteError: they would have to go to disk, which has no room.
         """
         if self.pool is None:
-            return 0, Way(missing)
+            return 0, Way(self.missing - lent)
         plan = self.plan
-        for room in self._rooms(missing, held):
-            way = self.pool.way(self.kv, room)
+        for limit in self._kv_limits(lent, held):
+            way = self.pool.way(self.kv, limit)
             if not way.missing:
                 break
-        if way.missing and plan.kv.is_fixed and room == plan.kv.limit:
-            raise no_room_for_kv(plan, self.lanes, room + way.missing)
-        return room, way
+        if way.missing and plan.kv.is_fixed and limit == plan.kv.limit:
+            raise no_room_for_kv(plan, self.lanes, limit + way.missing)
+        return limit, way
 
-    def _rooms(self, missing: int, held: int) -> list[int]:
+    def _kv_limits(self, lent: int, held: int = 0) -> list[int]:
         """Return limits for keys and values: the plan's, and then all that is free."""
-        kv, free = self.plan.kv, self.kv.now - missing - held
+        kv, free = self.plan.kv, self.kv.now - self.missing + lent - held
         if kv.limit is None:
             return [free]
         return [min(free, kv.limit - held), *(() if kv.is_fixed else (free,))]
@@ -159,7 +158,7 @@ class Need:
             return held
         # one slot serves all, with room for the longest and for tokens to come, and MLX replaces it as a whole
         longest = max(together, key=lambda new: new.context * new.batch_size)
-        slot = ledger.slot_held(self.pool.options.slot_tokens(longest.context), longest.batch_size)
+        slot = ledger.slot_held(longest, is_tight=False)
         return max(slot, *[each.nbytes for each in self.pool.ring.slots]) * (len(together) - 1)
 
 
@@ -190,12 +189,12 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
     return Need(
         plan,
         lanes,
-        process=ledger.process,
+        process=plan.process_bytes,
         in_use=in_use,
         activations=ledger.computed(new),
         waiting=waiting,
         growth=_growth_of_others(plan, lanes),
-        states=plan.cache.call_bytes * max([each.num_at_once for each in new]),
+        states=ledger.states(max([each.num_at_once for each in new])),
         pool=pool,
         adding=adding,
         kv=kv,
@@ -256,12 +255,12 @@ def admit_in_memory(need: Need) -> bool:
     if need.kv.is_on_disk or _changed_batches([entry for lane in need.lanes for entry in lane.others]):
         return False
     try:
-        room, way = need.kv_room(need.missing)
+        limit, way = need.kv_way()
     except FlashError:
         return False  # a pass is tried next, and raises the error
     if way.missing > 0 or way.num_slots:
         return False
-    return need.pool is None or need.pool.admit(need.adding, room, way) == 0
+    return need.pool is None or need.pool.admit(need.adding, limit, way) == 0
 
 
 def _make_room_for_kv(need: Need) -> int:
@@ -270,9 +269,9 @@ def _make_room_for_kv(need: Need) -> int:
         return need.missing
     while True:
         held = need.slots_held
-        room, way = need.kv_room(need.missing, held)
+        limit, way = need.kv_way(held=held)
         if not way.missing:
-            pool.admit(need.adding, room, way)
+            pool.admit(need.adding, limit, way)
         if way.missing or held or not way.num_slots:  # with each layer where it is
             return way.missing
         need.kv = pool.ledger(need.adding)  # layers have moved
@@ -283,7 +282,7 @@ def _make_room_for_kv(need: Need) -> int:
 def check_least(plan: ResidencyPlan, lane: Lane, lending: Lending | None = None) -> None:
     """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing."""
     least = need(plan, [Lane(*lane.calls, step=1, num_kept=lane.num_kept)])
-    way = least.kv_room(least.missing - (lending.recallable if lending is not None else 0))[1]
+    way = least.kv_way(0 if lending is None else lending.recallable)[1]
     if way.missing > 0:
         raise too_large(least, way.missing)
 
@@ -316,7 +315,7 @@ def _growth_of_others(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
             states += 0 if any(map(arrays_in, entries)) else new.batch_size * plan.cache.constant_bytes
             token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if lane.own else 0)
             per_layer = new.batch_size * token_bytes // len(entries)
-            growths.append(update_growth(entries, lane.length, [per_layer] * len(entries), lane.step))
+            growths.append(update_growth(entries, lane.length, per_layer, lane.step))
     if len(growths) == 1:  # no lane has such caches
         return 0
     return states + sum([each.added for each in growths]) + max([each.peak - each.added for each in growths])
@@ -376,7 +375,7 @@ def too_large(need: Need, missing: int) -> BudgetError:
 def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> BudgetError:
     """Return the error for a call that fits the budget, but not the share of it that the user gave the KV cache."""
     (num_tokens, context), limit = _sizes(lanes), plan.kv.limit or 0
-    held = plan.ledger.held(context, max(lane.length for lane in lanes))
+    held = plan.ledger.held_tokens(context, max(lane.length for lane in lanes))
     return BudgetError(
         f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} needs "
         f"{needed / MB:.1f} MB for the keys and values of {held} tokens; kv_ram_gb "

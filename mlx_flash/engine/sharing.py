@@ -14,7 +14,7 @@ import gc
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import inf
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.residency.ledger import shares_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
 _log = logging.getLogger("mlx_flash")
@@ -171,7 +170,7 @@ class Sharing:
 
     def _offloads(self, asked: _Asked) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
-        if self._session.chain is not None or not shares_on_disk(asked.plan.ledger):
+        if self._session.chain is not None or not asked.plan.ledger.shares_on_disk:
             return False
         whole = need(asked.plan, [row.lane(len(row.left)) for row in asked.rows])
         return whole.goes_to_disk(0 if asked.lending is None else asked.lending.recallable)
@@ -200,25 +199,18 @@ def waiting_bytes(
     row use one slot, which counts with the layers on disk.
     """
     found, waiting, cost = list[int](), 0, 0
-    per_token = 0 if on_disk else plan.kv_bytes_per_token
-    for parts in rows:
-        for part, nbytes in _waiting(plan, parts, on_disk=on_disk):
-            waiting, cost = waiting + nbytes, cost + max(1, nbytes + part.num_tokens * per_token)
+    ledger, per_token = plan.ledger, 0 if on_disk else plan.kv_bytes_per_token
+    for before, *others in rows:
+        cache, end = list(entries_of(before.cache or ())), Lane(before).tokens.context
+        for number, part in enumerate(others):
+            kept = plan.cache.states_bytes(before.num_tokens, end) if plan.keeps_states else 0
+            if part.checkpoints is not None:  # guesses are taken back to what was before
+                kept += sum(map(kept_bytes, cache))
+            new, batch_size, before = part.num_tokens, part.batch_size, part
+            end += new // batch_size
+            nbytes = ledger.part_waiting(new, batch_size, end, is_first=not number, on_disk=on_disk, kept=kept)
+            waiting, cost = waiting + nbytes, cost + max(1, nbytes + new * per_token)
             if cost > most:
                 return found
             found.append(waiting)
     return found
-
-
-def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool) -> Iterator[tuple[ForwardCall, int]]:
-    """Yield each part after the first, and its bytes while it waits and another one computes."""
-    first, *others = parts
-    ledger, cache = plan.ledger, list(entries_of(first.cache or ()))
-    before, end = first, Lane(first).tokens.context
-    for number, part in enumerate(others):
-        guessed = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
-        kept = plan.cache.states_bytes(before.num_tokens, end) if plan.keeps_states else 0
-        new, batch_size, before = part.num_tokens, part.batch_size, part
-        end += new // batch_size
-        each = ledger.part_waiting(new, batch_size, end, is_first=not number, on_disk=on_disk, kept=kept)
-        yield part, sum(guessed) + each

@@ -32,7 +32,7 @@ from mlx_flash.compat.randomkeys import random_key
 from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.model import FlashLLM, Reads
-from mlx_flash.residency.admission import room_bytes, together_bytes
+from mlx_flash.residency.admission import together_bytes
 from mlx_flash.speculation.guesses import Guesses
 from mlx_flash.speculation.lookup import Lookup
 
@@ -293,7 +293,7 @@ def shares_passes(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list
     """
     if not may_batch(model, caches):
         return True
-    return model.batching != "stock" and together_bytes(model.plan, lengths, "stock") > room_bytes(model.plan)
+    return model.batching != "stock" and together_bytes(model.plan, lengths, "stock") > model.plan.room_bytes
 
 
 def may_batch(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:

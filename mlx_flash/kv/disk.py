@@ -56,7 +56,7 @@ class DiskRows(Opaque):
     @property
     def in_numbers(self) -> Layer:
         """The layer as the ledger sees it."""
-        return Layer(self.layout.widths, self.length, is_on_disk=True)
+        return Layer(self.layout.token_bytes, self.length, is_on_disk=True)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens may take more memory: they begin another page."""

@@ -50,9 +50,7 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
     return True
 
 
-def update_growth(
-    cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int] = (), step: int | None = None
-) -> Growth:
+def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: int = 0, step: int | None = None) -> Growth:
     """Return the memory that an update of every entry of a prompt cache takes. Evaluate nothing, change no entry.
 
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
@@ -60,17 +58,13 @@ def update_growth(
     as much as the old ones. One without ``keys`` keeps tokens in another form, and counts as if it kept all of them.
     Entries of a :class:`KVPool` add nothing here: its ledger counts them.
 
-    ``row_bytes`` are the bytes of one token of all sequences in each entry. They are read only for entries that are
-    empty; without them, what an empty entry will take does not count.
+    ``row_bytes`` are the bytes of one token of all sequences in an entry. They count for entries that are empty or keep
+    tokens in another form.
 
     The tokens come in parts of ``step``, each of which moves older ones out of a window; None for all at once.
     """
     known: dict[Any, Growth] = {}
-    sizes = row_bytes or [0] * len(cache)
-    step = step or num_tokens
-    return _one_after_another(
-        _growth(entry, num_tokens, step, size, known) for entry, size in zip(cache, sizes, strict=True)
-    )
+    return _one_after_another(_growth(entry, num_tokens, step or num_tokens, row_bytes, known) for entry in cache)
 
 
 def _one_after_another(growths: Iterable[Growth]) -> Growth:

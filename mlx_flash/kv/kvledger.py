@@ -12,28 +12,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mlx_flash.errors import BudgetError
-from mlx_flash.kv.options import NUM_SLOTS, KVOptions, slot_memory
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 
 
 class Layer(NamedTuple):
     """One layer of one prompt cache."""
 
-    widths: tuple[int, ...] = ()  # bytes of a token in each array; none before the first token
+    token_bytes: int = 0  # 0 before the first token
     length: int = 0  # number of tokens
     capacity: int = 0  # tokens that its buffers have room for; 0 while it has none
     pages: tuple[tuple[int, int], ...] = ()  # (identity, bytes) of the rows that it is parked in
     is_on_disk: bool = False  # all but its last tokens
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token; 0 before the first one."""
-        return sum(self.widths)
-
-    @property
-    def held(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of its buffers."""
-        return self.capacity * sum(self.widths)
+        return self.capacity * self.token_bytes
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory."""
@@ -43,9 +37,9 @@ class Layer(NamedTuple):
 class Coming(NamedTuple):
     """Tokens that a call adds to a layer."""
 
-    nbytes: int  # of a token
+    token_bytes: int
     num_new: int
-    held: int  # the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped
+    num_held: int  # the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped
 
 
 class Kind(NamedTuple):
@@ -58,13 +52,13 @@ class Kind(NamedTuple):
     @property
     def longer(self) -> int:
         """Tokens by which each layer gets longer."""
-        return 0 if self.coming is None else max(0, self.coming.held - self.layer.length)
+        return 0 if self.coming is None else max(0, self.coming.num_held - self.layer.length)
 
     @property
     def after(self) -> tuple[int, int]:
         """The bytes of a token in each layer, and its number of tokens, after those that come."""
         layer, coming = self.layer, self.coming
-        return (layer.token_bytes, layer.length) if coming is None else (coming.nbytes, coming.held)
+        return (layer.token_bytes, layer.length) if coming is None else (coming.token_bytes, coming.num_held)
 
 
 class Way(NamedTuple):
@@ -96,23 +90,41 @@ class KVLedger:
     @cached_property
     def arrays(self) -> int:
         """Bytes of caches that MLX counts as active: without slots, and without layers on disk."""
-        held = sum([number * layer.capacity * sum(layer.widths) for layer, _, number in self.kinds])
+        held = sum([number * layer.capacity * layer.token_bytes for layer, _, number in self.kinds])
         parked = [layer for layer, _, _ in self.kinds if layer.pages]
         return held + _shared(parked) if parked else held
 
     @cached_property
     def peak(self) -> int:
         """The most bytes while the tokens come to one layer after another, with layers where they are."""
-        needed = self._grown
-        for layer, coming, _ in self.kinds:
-            if coming is not None and coming.held < layer.length + coming.num_new:  # one that drops tokens is copied
-                needed = max(needed, self.now + layer.held)
-        return needed
+        nbytes, moved, dropping, parked = 0, 0, 0, list[Layer]()
+        holders = Counter([page for layer, _, _ in self.kinds for page, _ in layer.pages])
+        for kind in self.kinds:
+            layer, coming, number = kind
+            if coming is None or layer.is_on_disk:
+                nbytes += number * layer.nbytes
+            else:
+                capacity = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
+                if self._grows_several_times(kind):  # by which it may get more room, and is copied when it is long
+                    capacity = max(capacity, self.options.most_capacity(coming.num_held))
+                    moved = max(moved, coming.token_bytes * coming.num_held)
+                nbytes += number * coming.token_bytes * capacity
+            if coming is not None and coming.num_held < layer.length + coming.num_new:
+                dropping = max(dropping, layer.nbytes)  # it is copied
+            if self._grows(kind):
+                # its old buffers, or the pages that nobody else holds, are there besides
+                own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
+                moved = max(moved, layer.nbytes + own)
+            elif layer.pages:
+                parked.append(layer)
+        nbytes += moved + (_shared(parked) if parked else 0)
+        nbytes += self._on_disk(more=True) if self.is_on_disk else self.slots_held
+        return max(nbytes, self.now + dropping)
 
     @property
     def growth(self) -> int:
         """Bytes that the call adds if no layer is offloaded."""
-        return max(0, self.peak + self.under_way_bytes * self.is_on_disk - self.now)
+        return self.peak + self.under_way_bytes * self.is_on_disk - self.now
 
     @cached_property
     def is_on_disk(self) -> bool:
@@ -122,34 +134,11 @@ class KVLedger:
     @cached_property
     def replaced(self) -> int:
         """The most bytes of buffers of a layer in memory that have no room for its tokens."""
-        growing = [kind.layer.held for kind in self.kinds if self._grows(kind)]
+        growing = [kind.layer.nbytes for kind in self.kinds if self._grows(kind)]
         return max(growing, default=0)
 
     def _grows(self, kind: Kind) -> bool:
         return kind.coming is not None and not kind.layer.is_on_disk and kind.layer.takes_more(kind.longer)
-
-    @cached_property
-    def _grown(self) -> int:
-        nbytes, moved, parked = 0, 0, list[Layer]()
-        holders = Counter([page for layer, _, _ in self.kinds for page, _ in layer.pages])
-        for kind in self.kinds:
-            layer, coming, number = kind
-            if coming is None or layer.is_on_disk:
-                nbytes += number * layer.held
-            else:
-                room = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
-                if self._grows_several_times(kind):  # by which it may get more room, and is copied when it is long
-                    room = max(room, self.options.most_capacity(coming.held))
-                    moved = max(moved, coming.nbytes * coming.held)
-                nbytes += number * coming.nbytes * room
-            if coming is not None and self._grows(kind):
-                # its old buffers, or the pages that nobody else holds, are there besides
-                own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
-                moved = max(moved, layer.held + own)
-            elif layer.pages:
-                parked.append(layer)
-        nbytes += moved + (_shared(parked) if parked else 0)
-        return nbytes + (self._on_disk(more=True) if self.is_on_disk else self.slots_held)
 
     def _on_disk(self, *, more: bool) -> int:
         """Return the memory of layers on disk, with or without more tokens: slots for the largest, all last tokens."""
@@ -158,42 +147,41 @@ class KVLedger:
 
     def slots_needed(self, *, more: bool) -> int:
         """Return the bytes of all slots, for the largest layer on disk, with or without the tokens that come."""
-        on_disk = [(kind.layer, kind.longer if more else 0) for kind in self.kinds if kind.layer.is_on_disk]
-        return self.num_slots * max([self._slot_bytes(layer, layer.length + new) for layer, new in on_disk], default=0)
-
-    def _slot_bytes(self, layer: Layer, tokens: int) -> int:
-        """Return the memory of a slot that holds so many tokens."""
-        is_tight = self.commits_lazily or self.num_slots == 1
-        capacity = round_up(tokens, self.options.step) if is_tight else self.options.slot_tokens(tokens)
-        nbytes = sum([round_up(capacity * width, DIRECT_ALIGNMENT) for width in layer.widths])
-        return slot_memory(nbytes) if is_tight else nbytes
+        kinds, is_tight = (
+            [kind for kind in self.kinds if kind.layer.is_on_disk],
+            self.commits_lazily or self.num_slots == 1,
+        )
+        sizes = {(kind.layer.token_bytes, kind.layer.length + (kind.longer if more else 0)) for kind in kinds}
+        return self.num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
 
     def way(self, limit: int) -> Way:
         """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""
-        options, needed = self.options, self.peak
+        options, peak = self.options, self.peak
         if options.budget_bytes is None:
-            return Way(max(0, needed - limit))
+            return Way(max(0, peak - limit))
         offload = options.offload_bytes(self._new_sizes)
-        if not self.is_on_disk and needed + offload <= limit:
+        if not self.is_on_disk and peak + offload <= limit:
             return Way(0, offload)
         for num_slots in (NUM_SLOTS, 1):
             least = self.least_with(num_slots)
             under_way = least - self.least(num_slots)
             if least <= limit:
                 on_disk = [kind for kind in self.kinds if kind.coming is not None and kind.layer.is_on_disk]
-                fresh = sum([number * coming.num_new * coming.nbytes for _, coming, number in on_disk if coming])
-                return Way(0, under_way, num_slots, fresh + max(0, needed + under_way - limit))
-        return Way(max(0, min(least, needed + under_way * self.is_on_disk) - limit))  # nothing can be offloaded
+                fresh = sum([number * coming.num_new * coming.token_bytes for _, coming, number in on_disk if coming])
+                return Way(0, under_way, num_slots, fresh + max(0, peak + under_way - limit))
+        return Way(max(0, min(least, peak + under_way * self.is_on_disk) - limit))  # nothing can be offloaded
 
     def least_with(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came, and what is under way then."""
-        tokens = max([coming.held for _, coming, _ in self.kinds if coming is not None], default=0)
+        tokens = max([coming.num_held for _, coming, _ in self.kinds if coming is not None], default=0)
         return self.least(num_slots) + self.options.under_way_bytes(self._new_sizes, tokens, self.step, num_slots)
 
     @cached_property
     def _new_sizes(self) -> list[int]:
         """Bytes of a token in each layer that gets some."""
-        return [size for _, coming, number in self.kinds if coming is not None for size in [coming.nbytes] * number]
+        return [
+            size for _, coming, number in self.kinds if coming is not None for size in [coming.token_bytes] * number
+        ]
 
     def _grows_several_times(self, kind: Kind) -> bool:
         """Return whether the tokens come in parts that do not all fit into the buffers of the first one."""

@@ -347,13 +347,13 @@ class KVPool(Opaque):
                 continue
             store, new = rows.store, tokens_of(rows)
             if isinstance(store, MemoryRows) and not store.pages:
-                widths = () if store.layout is None else store.layout.widths
-                alike[widths, store.num_rows, store.capacity, new] += 1
+                token_bytes = 0 if store.layout is None else store.layout.token_bytes
+                alike[token_bytes, store.num_rows, store.capacity, new] += 1
             else:
                 layer = store.in_numbers
                 kinds.append(Kind(layer, new and _coming(layer, new, options, step)))
-        for (widths, length, capacity, new), number in alike.items():
-            layer = Layer(widths, length, capacity)
+        for (token_bytes, length, capacity, new), number in alike.items():
+            layer = Layer(token_bytes, length, capacity)
             kinds.append(Kind(layer, new and _coming(layer, new, options, step), number))
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
         return KVLedger(options, kinds, step, *slots)

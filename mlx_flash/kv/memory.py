@@ -56,7 +56,7 @@ class MemoryRows:
     def in_numbers(self) -> Layer:
         """The layer as the ledger sees it."""
         pages = tuple([(id(page.where), page.where.nbytes) for page in self.pages])
-        return Layer(self.layout.widths if self.layout is not None else (), self.length, self.capacity, pages)
+        return Layer(self.layout.token_bytes if self.layout is not None else 0, self.length, self.capacity, pages)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""

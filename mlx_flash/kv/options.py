@@ -85,10 +85,10 @@ class KVOptions:
 
     def most_capacity(self, tokens: int) -> int:
         """Return the most tokens that the buffers of a cache in memory have room for while it holds so many at most."""
-        if tokens <= self.reserved_tokens:
-            return self.reserved_tokens
         if self.form == "step":
             return self.step if tokens <= self.step else tokens + self.step - 1
+        if tokens <= self.reserved_tokens:
+            return self.reserved_tokens
         return round_up(tokens + tokens // GROWTH, self.step)
 
     def capacity_after(self, length: int, capacity: int, num_new: int) -> int:
@@ -108,19 +108,20 @@ class KVOptions:
             return round_up(self.reserved_tokens, self.step)
         return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
 
+    def slot_bytes(self, token_bytes: int, tokens: int, *, is_tight: bool) -> int:
+        """Return the most memory of a slot for a layer; if ``is_tight``, it takes none for tokens to come."""
+        capacity = round_up(tokens, self.step) if is_tight else self.slot_tokens(tokens)
+        return slot_memory(capacity * token_bytes + SLOT_PADDING)
+
     def least_bytes(
-        self,
-        token_bytes: Sequence[int],  # of each layer
-        tokens: int | Sequence[int],  # of all layers, or of each
-        num_slots: int = NUM_SLOTS,
-        *,
-        is_tight: bool = False,  # slots take no memory for tokens to come; one slot never does
+        self, token_bytes: Sequence[int], lengths: Sequence[int], num_slots: int = NUM_SLOTS, *, is_tight: bool = False
     ) -> int:
-        """Return the smallest ``budget_bytes`` for some layers: with every one of them on disk."""
-        lengths = [tokens] * len(token_bytes) if isinstance(tokens, int) else tokens
-        rooms = {n: round_up(n, self.step) if is_tight or num_slots == 1 else self.slot_tokens(n) for n in {*lengths}}
-        largest = max([rooms[n] * nbytes for n, nbytes in zip(lengths, token_bytes, strict=True)], default=0)
-        return num_slots * slot_memory(largest + SLOT_PADDING) + self.step * sum(token_bytes)
+        """Return the smallest ``budget_bytes`` for layers of such lengths: with every one of them on disk."""
+        is_tight = is_tight or num_slots == 1
+        slots = [
+            self.slot_bytes(*each, is_tight=is_tight) for each in {(0, 0), *zip(token_bytes, lengths, strict=True)}
+        ]
+        return num_slots * max(slots) + self.step * sum(token_bytes)
 
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the additional memory while layers are written and read: rows queued for writing, read buffers.

@@ -66,7 +66,9 @@ class CacheSizes:
         """Return the size of the caches that are in no :attr:`rows`, while one token after another comes."""
         windows = [row * min(num_tokens, length + CACHE_STEP) for row, length in self.windows]
         growing = self.token_bytes - sum(self.rows) - sum(row for row, _ in self.windows)
-        return self.constant_bytes + growing * num_tokens + sum(windows) + max(windows, default=0) + self.call_bytes
+        room = num_tokens + CACHE_STEP
+        copied = max([*windows, self.largest_row * room if growing else 0])
+        return self.constant_bytes + growing * room + sum(windows) + copied + self.call_bytes
 
 
 def add_sizes(sizes: Sequence[CacheSizes]) -> CacheSizes:

@@ -9,26 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.errors import RefusedError
-from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.ledger import Ledger, NewTokens, stock_capacity
 from mlx_flash.residency.plan import ResidencyPlan, in_gb, in_mb
 
 Decision = Literal["batch", "alone", "wait"]
-
-
-def room_bytes(plan: ResidencyPlan) -> int:
-    """Return the memory that the budget leaves for requests: what the plan reserves, and what it leaves over."""
-    return plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes
 
 
 def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
     """Return the most memory of a batch. Lengths are tokens of each request, prompt and answer."""
     if not lengths:
         return 0
-    ledger, num_rows, longest = plan.ledger, len(lengths), _capacity(max(lengths))
+    ledger, num_rows, longest = plan.ledger, len(lengths), stock_capacity(max(lengths))
     copies = (num_rows - 1) * ledger.cache.largest_row * longest
-    return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(plan, num_rows, max(lengths))
+    return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(ledger, num_rows, max(lengths))
 
 
 def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_offload: bool) -> int:
@@ -38,28 +32,20 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_offload: bool
     """
     if not lengths:
         return 0
-    ledger, options, num_others = plan.ledger, plan.kv.options, len(lengths) - 1
-    held = [ledger.held(length) for length in lengths]
-    room = _capacity if options is None else options.most_capacity
-    nbytes = ledger.in_memory([room(tokens) for tokens in held])
-    if may_offload and options is not None and ledger.may_offload:
-        last_pages = num_others * options.step * sum(ledger.cache.rows)
+    ledger, num_others = plan.ledger, len(lengths) - 1
+    held = [ledger.held_tokens(length) for length in lengths]
+    nbytes = ledger.in_memory([*map(ledger.capacity, held)])
+    if may_offload and ledger.may_offload:
         others = sum([ledger.others.nbytes(tokens) for tokens in held])
-        nbytes = min(nbytes, ledger.on_disk(max(held), ledger.step) + last_pages + others)
-    waiting = ledger.activations.waiting_bytes(1) + 2 * ledger.activations.logits_per_token
-    return nbytes + _call_bytes(plan, 1, max(held)) + num_others * waiting
+        nbytes = min(nbytes, ledger.on_disk(held, ledger.step) + others)
+    return nbytes + _call_bytes(ledger, 1, max(held)) + num_others * ledger.waiting(NewTokens(1, 1, 1))
 
 
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
     """Return the least memory of a request that is in no batch: token by token, with keys and values on disk."""
     ledger = plan.ledger
-    if ledger.options is None:
-        return batch_bytes(plan, [length])
-    held = ledger.held(length, 1)
-    rows = (ledger.cache.largest_row + sum(ledger.cache.rows)) * _capacity(held)
-    if ledger.may_offload:
-        rows = min(rows, ledger.on_disk(held, 1, num_slots=1))
-    return rows + ledger.one_by_one(held, held)
+    held = ledger.held_tokens(length, 1)
+    return batch_bytes(plan, [length]) if ledger.options is None else ledger.one_by_one(held, held)
 
 
 def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:
@@ -69,13 +55,8 @@ def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -
     return rows_bytes(plan, lengths, may_offload=bool(plan.kv.num_on_disk))
 
 
-def _capacity(length: int) -> int:
-    return round_up(length, CACHE_STEP) + CACHE_STEP
-
-
-def _call_bytes(plan: ResidencyPlan, num_rows: int, context: int) -> int:
-    ledger = plan.ledger
-    return ledger.computing(max(ledger.step, num_rows), num_rows, context) + ledger.states(ledger.step)
+def _call_bytes(ledger: Ledger, num_rows: int, context: int) -> int:
+    return ledger.computing(num_rows, context) + ledger.states(ledger.step)
 
 
 def decide(
@@ -94,7 +75,7 @@ def decide(
     Raises:
         RefusedError: the budget has no room for it, even when nothing else runs.
     """
-    room, length = room_bytes(plan), num_prompt + num_answer
+    room, length = plan.room_bytes, num_prompt + num_answer
     if may_batch and together_bytes(plan, [length], batching) <= room:
         return "batch" if together_bytes(plan, [*running, length], batching) <= room else "wait"
     needed = alone_bytes(plan, length)

@@ -12,7 +12,7 @@ from mlx_flash.residency.plan import ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, spread
 from mlx_flash.residency.sizes import UnitSize
 from mlx_flash.residency.task import Reserve, Task
-from mlx_flash.residency.timing import pool_of, with_times
+from mlx_flash.residency.timing import num_tiles, pool_of, with_times
 
 MAX_TILES = 60
 """Each tile is waited for."""
@@ -115,8 +115,8 @@ class Candidate:
         is_exact = self.task.machine.exact_tiles
         slot_bytes = _slot_bytes(largest_layer, heads, self.tile_bytes or 0, is_exact=is_exact)
         rows = [tile_rows(head.num_rows or 0, head.row_bytes, slot_bytes) for head in heads]
-        num_tiles = sum([-(-(head.num_rows or 0) // each) for head, each in zip(heads, rows, strict=True)])
-        return heads, rows, num_tiles, slot_bytes
+        in_heads = sum([num_tiles(head.num_rows or 0, each) for head, each in zip(heads, rows, strict=True)])
+        return heads, rows, in_heads, slot_bytes
 
     @property
     def _layers(self) -> Streamed:
@@ -128,6 +128,15 @@ class Candidate:
         sizes = self.task.sizes
         tables = [table for table in sizes.tables if self.pins_tables and not table.is_tied]
         return tables if self.tile_bytes is not None else [*sizes.all_heads, *tables]
+
+
+def all_streamed(task: Task, reserve: Reserve, num_slots: int) -> list[Candidate]:
+    """Return the candidates with no layer in memory: of each cut, with heads in tiles or pinned."""
+    return [
+        Candidate(cut, reserve, num_slots, True, tile_bytes, cut.sizes.layer_bytes)
+        for cut in task.cuts
+        for tile_bytes in (0, None)
+    ]
 
 
 def _slot_bytes(largest_layer: int, heads: Sequence[UnitSize], tile_bytes: int, *, is_exact: bool) -> int:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, KVOptions
+from mlx_flash.kv.options import PAGE_TOKENS, QUEUED_PAGES, KVOptions
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import ModelSizes
 
@@ -95,51 +93,61 @@ def refuse_all_but(config: FlashConfig, where: str, **allowed: object) -> None:
             raise ConfigError(f"{name}={found!r} is not available {where}. Hint: leave {name} unset.")
 
 
-def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:
-    """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk."""
-    rows = sizes.cache.rows
-    if not rows or config.kv_cache == "stock":
-        ledger = Ledger(sizes.cache, sizes.activations)
-        tokens = context_length + CACHE_STEP  # mlx-lm's caches grow by a step at any length
-        return KVShare(None, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size))
-    options = _options(config, 0, context_length)
-    ledger = Ledger(sizes.cache, sizes.activations, options, prefill_step_size)
-    tokens, growth = ledger.held(context_length), max(CACHE_STEP, options.step)
-    tokens = round_up(tokens, growth) if tokens == context_length else tokens + growth
-    offload = options.offload_bytes(rows) if ledger.may_offload else 0
-    return KVShare(options, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size) + offload)
-
-
-def on_disk(
+def ledger_of(
     sizes: ModelSizes,
     config: FlashConfig,
     context_length: int,
-    prefill_step_size: int,
-    room_bytes: int,
-) -> KVShare:
+    prefill_step_size: int = 1,
+    *,
+    cut: int = 0,
+    is_tiled: bool = False,
+) -> Ledger:
+    """Return the memory of tokens in a plan."""
+    options = None
+    if sizes.cache.rows and config.kv_cache != "stock":
+        options = KVOptions(
+            form="preallocated" if config.kv_cache == "preallocated" else "step",
+            step=config.kv_step,
+            max_context_length=context_length or None if config.kv_cache is not None else None,
+            budget_bytes=0 if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
+            max_tokens=config.kv_max_tokens,
+            keep=config.kv_keep,
+            directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
+            direct=config.io != "buffered",
+        )
+    keeps = config.caches_prefixes
+    return Ledger(sizes.cache, sizes.activations, options, prefill_step_size, cut, is_tiled, keeps)
+
+
+def in_memory(ledger: Ledger, context_length: int) -> KVShare:
+    """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk."""
+    nbytes = ledger.of_a_sequence(context_length) + ledger.states(ledger.step)
+    return KVShare(ledger.options, ledger.cache.rows, nbytes)
+
+
+def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | None = None) -> KVShare:
     """Return the share with as much of it in memory as there is room for, the rest on disk.
 
     Raises:
         ConfigError: ``kv_ram_gb`` is below what is needed at least.
     """
-    rows, ledger = sizes.cache.rows, _ledger(sizes, config, context_length, prefill_step_size)
-    tokens = ledger.held(context_length)
-    whole = _whole(ledger, tokens)
-    least = least_bytes(sizes, config, context_length, prefill_step_size)
-    limit = max(least, min(room_bytes, whole)) if config.kv_ram_gb is None else round(config.kv_ram_gb * GB)
+    assert ledger.options is not None
+    rows, tokens = ledger.cache.rows, ledger.held_tokens(context_length)
+    whole, least = ledger.rows_in_memory(tokens), ledger.least_rows(tokens, ledger.step)
+    limit = max(least, min(room, whole)) if kv_ram_gb is None else round(kv_ram_gb * GB)
     if limit < least:
         raise ConfigError(
-            f"kv_ram_gb is {config.kv_ram_gb:g}, but a context of {context_length} tokens needs at least "
+            f"kv_ram_gb is {kv_ram_gb:g}, but a context of {context_length} tokens needs at least "
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
     offloaded = _offloaded(rows, tokens, limit - least) if limit < whole else []
     return KVShare(
-        options=_options(config, limit, context_length),
+        options=replace(ledger.options, budget_bytes=limit),
         rows=rows,
-        nbytes=limit + ledger.others.nbytes(tokens) + ledger.states(prefill_step_size),
+        nbytes=limit + ledger.others.nbytes(tokens) + ledger.states(ledger.step),
         limit=limit,
-        is_fixed=config.kv_ram_gb is not None,
+        is_fixed=kv_ram_gb is not None,
         disk_bytes=sum(offloaded) * tokens,
         num_on_disk=len(offloaded),
     )
@@ -175,22 +183,6 @@ def largest_page(cache: CacheSizes, context_length: int) -> int:
     return sum(cache.rows) * PAGE_TOKENS + cache.states_bytes(0, context_length)
 
 
-def least_bytes(
-    sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int, num_slots: int = NUM_SLOTS
-) -> int:
-    """Return the smallest share for a context, in bytes: on disk, or in memory if it is short."""
-    ledger = _ledger(sizes, config, context_length, prefill_step_size)
-    tokens = ledger.held(context_length)
-    return min(_whole(ledger, tokens), ledger.on_disk(tokens, prefill_step_size, num_slots))
-
-
-def _whole(ledger: Ledger, tokens: int) -> int:
-    """Return the most that caches of so many tokens take in memory. They grow by a step at any length."""
-    rows, options = ledger.cache.rows, ledger.options
-    growth = CACHE_STEP if options is None else max(CACHE_STEP, options.step)
-    return (sum(rows) + max(rows, default=0)) * (tokens + growth)
-
-
 def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     """Return the memory in which a context of :data:`PROMISED_CONTEXT` is computed, token by token if need be.
 
@@ -200,14 +192,12 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     is_limited = config.context_length is not None or config.kv_ram_gb is not None or config.writes_nothing
     if is_limited or config.kv_cache in ("stock", "preallocated") or sizes.cache.grows_in_memory:
         return 0
-    logits = PROMISED_LOGITS * sizes.activations.returned_per_token
-    return max(_one_by_one(sizes, config, PROMISED_CONTEXT), _one_by_one(sizes, config, PROMISED_LOGITS) + logits)
-
-
-def _one_by_one(sizes: ModelSizes, config: FlashConfig, context: int) -> int:
-    """Return the memory in which a context is computed token by token."""
-    rows = least_bytes(sizes, config, context, 1, num_slots=1) if sizes.cache.rows else 0
-    return rows + context * PROMPT_TOKEN_BYTES + Ledger(sizes.cache, sizes.activations).one_by_one(context, context)
+    ledger, logits = ledger_of(sizes, config, 0), PROMISED_LOGITS * sizes.activations.returned_per_token
+    long, short = (
+        ledger.one_by_one(ledger.held_tokens(context), context) + context * PROMPT_TOKEN_BYTES
+        for context in (PROMISED_CONTEXT, PROMISED_LOGITS)
+    )
+    return max(long, short + logits)
 
 
 def for_context(sizes: ModelSizes, config: FlashConfig, num_tokens: int | None) -> FlashConfig:
@@ -221,24 +211,7 @@ def for_context(sizes: ModelSizes, config: FlashConfig, num_tokens: int | None) 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
     """Return the most that keys and values of a context may take on disk, in bytes."""
-    return sum(sizes.cache.rows) * _ledger(sizes, config, context_length).held(context_length)
-
-
-def _ledger(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int = 1) -> Ledger:
-    return Ledger(sizes.cache, sizes.activations, _options(config, 0, context_length), prefill_step_size)
-
-
-def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:
-    return KVOptions(
-        form="preallocated" if config.kv_cache == "preallocated" else "step",
-        step=config.kv_step,
-        max_context_length=context_length or None if config.kv_cache is not None else None,
-        budget_bytes=budget if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
-        max_tokens=config.kv_max_tokens,
-        keep=config.kv_keep,
-        directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
-        direct=config.io != "buffered",
-    )
+    return sum(sizes.cache.rows) * ledger_of(sizes, config, context_length).held_tokens(context_length)
 
 
 def _offloaded(rows: Sequence[int], tokens: int, room: int) -> list[int]:

@@ -7,12 +7,14 @@ check before a pass for new tokens of caches as they are. The ledger of keys and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
+from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
+from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.activations import ActivationSizes
@@ -50,7 +52,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The prices of tokens with one model and its settings.
+    """The memory of tokens with one model and its settings.
 
     Attributes:
         cache: sizes of the caches of a sequence.
@@ -59,7 +61,6 @@ class Ledger:
         step: new tokens of a call at most, as planned.
         cut: the way the layers are cut, as in ``Streaming.cut``.
         is_tiled: whether linear layers pass through the slots in tiles of rows, or experts one by one.
-        process: the process itself without arrays, and buffers; in bytes.
         keeps_states: whether the prefix cache keeps windows and states after each call of a prompt.
     """
 
@@ -69,30 +70,58 @@ class Ledger:
     step: int = 1
     cut: int = 0
     is_tiled: bool = False
-    process: int = 0
     keeps_states: bool = False
 
     # Keys and values
 
-    def held(self, length: int, num_new: int | None = None) -> int:
+    def held_tokens(self, length: int, num_new: int | None = None) -> int:
         """Return the most tokens that a cache holds up to a length, if so many come in a call."""
         return length if self.options is None else self.options.held_tokens(length, num_new or self.step)
+
+    @property
+    def _growth(self) -> int:
+        """Tokens by which a cache in memory grows at most, as plans count it."""
+        return CACHE_STEP if self.options is None else max(CACHE_STEP, self.options.step)
+
+    def capacity(self, tokens: int) -> int:
+        """Return the most tokens that a cache in memory has room for while it holds so many."""
+        return stock_capacity(tokens) if self.options is None else self.options.most_capacity(tokens)
 
     def in_memory(self, capacities: Sequence[int]) -> int:
         """Return the memory of caches with room for so many tokens each, and of a copy of the largest layer."""
         return sum([self.cache.nbytes(room) for room in capacities]) + self.cache.largest_row * max(capacities)
+
+    def of_a_sequence(self, length: int) -> int:
+        """Return the memory of the caches of a sequence up to a length, and to offload a layer.
+
+        A cache of mlx-lm's, or one that drops tokens, grows at any length.
+        """
+        tokens = self.held_tokens(length)
+        grows_in_steps = self.options is not None and tokens == length
+        capacity = round_up(tokens, self._growth) if grows_in_steps else tokens + self._growth
+        offload = self.options.offload_bytes(self.cache.rows) if self.options is not None and self.may_offload else 0
+        return self.in_memory([capacity]) + offload
 
     @property
     def may_offload(self) -> bool:
         """True if keys and values may go to disk."""
         return self.options is not None and self.options.budget_bytes is not None
 
-    def on_disk(self, tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
-        """Return the memory of keys and values with every layer on disk, of the longest sequence."""
-        assert self.options is not None
-        rows = self.cache.rows
-        under_way = self.options.under_way_bytes(rows, tokens, num_new, num_slots)
-        return self.options.least_bytes(rows, tokens, num_slots) + under_way
+    def on_disk(self, lengths: Sequence[int], num_new: int, num_slots: int = NUM_SLOTS) -> int:
+        """Return the memory of keys and values of sequences with every layer on disk, if so many come in a call."""
+        rows, options = Counter(self.cache.rows).items(), self.options or KVOptions()
+        kinds = [Kind(Layer(), Coming(row, n, n), number) for n in lengths for row, number in rows]
+        return KVLedger(options, kinds, num_new, commits_lazily=False).least_with(num_slots)
+
+    def rows_in_memory(self, tokens: int) -> int:
+        """Return the most memory of keys and values that may go to disk, while they are in memory."""
+        rows, capacity = self.cache.rows, max(tokens + self._growth, self.capacity(tokens))
+        return (sum(rows) + max(rows, default=0)) * capacity
+
+    def least_rows(self, tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
+        """Return their least memory: on disk if they may go there, or in memory if they are short."""
+        in_memory = self.rows_in_memory(tokens)
+        return min(in_memory, self.on_disk([tokens], num_new, num_slots)) if self.may_offload else in_memory
 
     @property
     def others(self) -> CacheSizes:
@@ -106,17 +135,19 @@ class Ledger:
         """Return the memory that recurrent states keep of a call."""
         return self.cache.call_bytes * num_new
 
-    def computing(self, num_prompt: int, num_answer: int, context: int) -> int:
+    def computing(self, num_answer: int, context: int) -> int:
         """Return the memory of the larger of a part of a prompt without logits, and a call with those of all tokens."""
-        prompt = self.activations.nbytes(num_prompt, context, all_logits=False)
-        return max(prompt, self.activations.nbytes(num_answer, context, all_logits=True))
+        num_prompt = max(self.step, num_answer)
+        prompt = self.active(NewTokens(num_prompt, num_prompt, context, all_logits=False))
+        return max(prompt, self.active(NewTokens(num_answer, num_answer, context)))
 
-    def one_by_one(self, context: int, held: int) -> int:
-        """Return the memory of a sequence that is computed token by token, without keys and values that may go to disk.
+    def one_by_one(self, held: int, context: int) -> int:
+        """Return the least memory of a sequence: token by token, with keys and values on disk if they may go there.
 
-        Its last token attends to ``context`` tokens, its caches hold ``held``.
+        These hold ``held`` tokens. The last token attends to ``context``.
         """
-        return self.cache.others_bytes(held) + self.activations.nbytes(1, context, all_logits=True)
+        rows = self.least_rows(held, 1, num_slots=1) + self.cache.others_bytes(context)
+        return rows + self.active(NewTokens(1, 1, context))
 
     def active(self, new: NewTokens) -> int:
         """Return the memory of intermediate results while new tokens compute."""
@@ -145,15 +176,14 @@ class Ledger:
         Where units are smaller than layers, a sequence waits inside its attention. It holds the slot, which the pool
         replaces.
         """
-        sizes = [self.slot_held(new.context, new.batch_size) for new in together]
+        sizes = [self.slot_held(new) for new in together]
         return sum(sizes) - min(sizes)
 
-    def slot_held(self, context: int, batch_size: int) -> int:
+    def slot_held(self, new: NewTokens, *, is_tight: bool = True) -> int:
         """Return the bytes of such a slot; 0 where units are whole layers."""
         if not self.cut or self.options is None:
             return 0
-        tokens = batch_size * round_up(context, self.options.step)
-        return slot_memory(self.cache.largest_row * tokens + SLOT_PADDING)
+        return self.options.slot_bytes(self.cache.largest_row * new.batch_size, new.context, is_tight=is_tight)
 
     def part_waiting(
         self,
@@ -197,24 +227,29 @@ class Ledger:
         kept = new.num_kept * sizes.returned_per_token + new.quantized_row * new.context
         return kept + sizes.layer_bytes(new.num_at_once, new.context, per_pair)
 
+    @property
+    def shares_on_disk(self) -> bool:
+        """True if parts of a prompt may share a pass with layers on disk: none holds the slots of all layers."""
+        return self.may_offload and not self.activations.held.has_keys
 
-def shares_on_disk(ledger: Ledger) -> bool:
-    """Return whether parts of a prompt may share a pass with layers on disk: none holds the slots of all layers."""
-    return ledger.may_offload and not ledger.activations.held.has_keys
+    def parts_waiting(self, number: int, context: int, *, on_disk: bool = False) -> int:
+        """Return the memory of some whole parts of one prompt that wait, with its keys and values on disk or not."""
+        if number <= 0:
+            return 0
+        first = self.part_waiting(self.step, 1, context, is_first=True, on_disk=on_disk)
+        return first + (number - 1) * self.part_waiting(self.step, 1, context, on_disk=on_disk)
+
+    def parts_together(self, room: int, context: int, *, on_disk: bool = False) -> int:
+        """Return how many whole parts of one prompt share a pass, if so many bytes are left for those that wait."""
+        if self.options is not None and self.options.max_tokens is not None:
+            return 1  # a cache that drops tokens takes them in order
+        first, two = (self.parts_waiting(number, context, on_disk=on_disk) for number in (1, 2))
+        return 1 if room < first else 2 + (room - first) // max(1, two - first)
 
 
-def parts_waiting(ledger: Ledger, number: int, step: int, context: int, *, on_disk: bool = False) -> int:
-    """Return the memory of some equal parts of one prompt that wait, with its keys and values on disk or not."""
-    if number <= 0:
-        return 0
-    first = ledger.part_waiting(step, 1, context, is_first=True, on_disk=on_disk)
-    return first + (number - 1) * ledger.part_waiting(step, 1, context, on_disk=on_disk)
-
-
-def parts_together(ledger: Ledger, room: int, step: int, context: int, *, on_disk: bool = False) -> int:
-    """Return how many equal parts of one prompt share a pass, if so many bytes are left for those that wait."""
-    first, two = (parts_waiting(ledger, number, step, context, on_disk=on_disk) for number in (1, 2))
-    return 1 if room < first else 2 + (room - first) // max(1, two - first)
+def stock_capacity(tokens: int) -> int:
+    """Return the most tokens that a cache of mlx-lm's has room for while it holds so many."""
+    return round_up(tokens, CACHE_STEP) + CACHE_STEP
 
 
 def reader_bytes(disk: DiskProfile, *, bounces: bool, decodes: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.residency.admission import room_bytes
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.task import Reserve, Task
@@ -33,7 +32,7 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     """
     machine, streaming, experts = task.machine, plan.streaming, task.sizes.experts
     first = task.bare(Reserve(1, CACHE_STEP))
-    unused = room_bytes(plan) - first.kv_bytes - first.activation_bytes
+    unused = plan.room_bytes - first.kv_bytes - first.activation_bytes
     lent = max(0, unused - unlent_bytes(plan))
     of_weights = min(lent, streaming.read_bytes)
     read_bytes = streaming.read_bytes - of_weights

@@ -11,7 +11,7 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.kv import KVShare
-from mlx_flash.residency.ledger import Ledger, parts_together, shares_on_disk
+from mlx_flash.residency.ledger import Ledger
 from mlx_flash.storage.blocks import Compression
 
 MB = 1_000_000
@@ -171,9 +171,7 @@ class ResidencyPlan:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The prices of tokens."""
-        buffers = self.bounce_bytes + self.prefix_bytes + self.cache_limit
-        process = self.base_bytes - self.active_bytes + buffers
+        """The memory of tokens."""
         return Ledger(
             self.cache,
             self.activations,
@@ -181,9 +179,23 @@ class ResidencyPlan:
             self.prefill_step_size,
             self.streaming.cut,
             self.streaming.is_tiled or self.pool is not None,
-            process,
-            keeps_states=self.keeps_states,
+            self.keeps_states,
         )
+
+    @property
+    def shares_parts(self) -> bool:
+        """True if a plan leaves room for parts of a prompt. A pool on a GPU could not grow into it again."""
+        return self.pool is None and (not self.kv.num_on_disk or self.ledger.shares_on_disk)
+
+    @property
+    def process_bytes(self) -> int:
+        """Memory of the process itself, without arrays, and buffers."""
+        return self.base_bytes - self.active_bytes + self.bounce_bytes + self.prefix_bytes + self.cache_limit
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory that the budget has for tokens: reserved for them, or left over."""
+        return self.budget_bytes - self.peak_bytes + self.reserved_bytes
 
     @property
     def slots_bytes(self) -> int:
@@ -231,16 +243,22 @@ class ResidencyPlan:
         beside the prompt's own keys and values, which go to disk if they do not fit. Where units are smaller than
         layers, each takes a copy of a layer's keys and values, except on disk.
         """
-        step, ledger = self.prefill_step_size, self.ledger
-        num_parts = -(-num_tokens // step)
+        ledger = self.ledger
+        num_parts = -(-num_tokens // ledger.step)
         if not self.read_bytes:
             return num_parts
-        free = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes
-        together = parts_together(ledger, free - self.cache.nbytes(num_tokens), step, num_tokens)
-        if _goes_to_disk(ledger, num_tokens, free, self.kv.limit if self.kv.is_fixed else None):
-            room = free - ledger.on_disk(num_tokens, step, num_slots=1) - ledger.others.nbytes(num_tokens)
-            together = max(together, parts_together(ledger, room, step, num_tokens, on_disk=True))
+        free = self.room_bytes - self.activation_bytes
+        together = ledger.parts_together(free - self.cache.nbytes(num_tokens), num_tokens)
+        if ledger.shares_on_disk and self._goes_to_disk(num_tokens, free):
+            room = free - ledger.on_disk([num_tokens], ledger.step, num_slots=1) - ledger.others.nbytes(num_tokens)
+            together = max(together, ledger.parts_together(room, num_tokens, on_disk=True))
         return -(-num_parts // together)
+
+    def _goes_to_disk(self, num_tokens: int, free: int) -> bool:
+        """Return whether keys and values of a prompt go to disk, with ``free`` bytes for them in memory."""
+        in_memory, limit = self.ledger.of_a_sequence(num_tokens), self.kv.limit
+        is_over = limit is not None and in_memory - self.ledger.others.nbytes(num_tokens) > limit
+        return in_memory > free or (self.kv.is_fixed and is_over)
 
     def tokens_per_second(self, num_sequences: int) -> float | None:
         """Return the predicted tokens a second of sequences that share passes; None where nothing is known.
@@ -269,9 +287,8 @@ class ResidencyPlan:
     @cached_property
     def peak_bytes(self) -> int:
         """Predicted peak of the process."""
-        tokens = self.reserved_bytes + self.prefix_bytes
         weights = self.resident_bytes + self.pinned_bytes + self.slots_bytes + self.pool_bytes
-        return self.base_bytes + weights + tokens + self.bounce_bytes + self.cache_limit
+        return self.process_bytes + self.active_bytes + weights + self.reserved_bytes
 
     def parts(self) -> list[tuple[str, int]]:
         """Return the parts of the predicted peak: (words for people, bytes)."""
@@ -320,20 +337,3 @@ def step_in_words(step: int, config: FlashConfig) -> str:
     """Return the limit that cuts prompts into parts, and the mlx-lm run that has the same output."""
     limit = "prefill_step_size is" if config.prefill_step_size == step else "the budget has room for"
     return f"{limit} {step} prompt tokens at a time: output is mlx-lm's own for --prefill-step-size {step}"
-
-
-def shares_parts(plan: ResidencyPlan) -> bool:
-    """Return whether parts of a prompt may share a pass."""
-    return not plan.kv.num_on_disk or shares_on_disk(plan.ledger)
-
-
-def _goes_to_disk(ledger: Ledger, num_tokens: int, free: int, limit: int | None) -> bool:
-    """Return whether parts of a prompt share passes with its keys and values on disk.
-
-    ``free`` bytes are left for these in memory, and ``limit`` is their fixed share.
-    """
-    options = ledger.options
-    if not shares_on_disk(ledger) or options is None:
-        return False
-    in_memory = ledger.in_memory([round_up(num_tokens, options.step)]) + options.offload_bytes(ledger.cache.rows)
-    return in_memory > free or (limit is not None and in_memory - ledger.others.nbytes(num_tokens) > limit)

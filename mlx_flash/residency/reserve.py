@@ -13,10 +13,9 @@ from operator import attrgetter
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.candidate import Candidate
-from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
-from mlx_flash.residency.ledger import parts_together
-from mlx_flash.residency.plan import PREFILL_STEPS, shares_parts
+from mlx_flash.residency.candidate import all_streamed
+from mlx_flash.residency.kv import KV_SHARE, ledger_of, most_on_disk
+from mlx_flash.residency.plan import PREFILL_STEPS
 from mlx_flash.residency.task import Reserve, Task
 
 ACTIVATION_SHARE = 0.2
@@ -81,21 +80,19 @@ def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
     num_parts = -(-context // step)
     if step < LEAST_STEP:
         return math.inf
-    if not shares_parts(bare) or bare.pool is not None or not task.config.lend_reserves:
+    if not bare.shares_parts or not task.config.lend_reserves:
         return num_parts
     machine, process = task.machine, PROCESS_BYTES
     if machine.arrival == "copied by the driver":
         process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
     room = _room(task, budget, reserve, process)
     room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
-    return -(-num_parts // parts_together(task.ledger, room, step, context, on_disk=task.parts_on_disk))
+    return -(-num_parts // task.ledger(reserve).parts_together(room, context))
 
 
 def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:
     """Return the least memory that weights take beside so many slots: what is pinned, and the slots."""
-    tried = [
-        Candidate(cut, reserve, num_slots, True, tile, cut.sizes.layer_bytes) for cut in task.cuts for tile in (0, None)
-    ]
+    tried = all_streamed(task, reserve, num_slots)
     return min([each.pinned_bytes + num_slots * each.streaming.slot_bytes for each in tried])
 
 
@@ -125,7 +122,8 @@ def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
     if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
         return False
     room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
-    return least_bytes(sizes, config, context, PREFILL_STEPS[0]) <= room
+    ledger = ledger_of(sizes, config, context, PREFILL_STEPS[0])
+    return ledger.least_rows(ledger.held_tokens(context), ledger.step) <= room
 
 
 def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:

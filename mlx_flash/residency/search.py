@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate
-from mlx_flash.residency.plan import ResidencyPlan, shares_parts
+from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate, all_streamed
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.selection import spread
 from mlx_flash.residency.task import Reserve, Task
 from mlx_flash.residency.timing import pool_of
@@ -33,11 +33,7 @@ PARTS_SHARE = 0.75
 
 def smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
     """Return the smallest plan: the fewest slots and no pinned layer, or a tiny model in memory."""
-    candidates = [
-        Candidate(cut, reserve, task.config.num_slots or 1, True, tile_bytes, cut.sizes.layer_bytes)
-        for cut in task.cuts
-        for tile_bytes in (0, None)
-    ]
+    candidates = all_streamed(task, reserve, task.config.num_slots or 1)
     if _can_be_tiled(task):  # two slots, so that reading and computing overlap, cost little here
         candidates.append(_tiled(task, reserve, task.config.num_slots or 2))
     return min([*candidates, everything(task, reserve)], key=lambda candidate: candidate.peak_bytes).plan()
@@ -166,19 +162,17 @@ def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     """Return a plan with the room in which a prompt of the planned length reads least, for parts that share a pass.
 
     Pinned weights leave that room. It holds weights between prompts, so the predicted time of a token stays. A prompt
-    reads a little more in each of its passes, and takes fewer of them. A pool of experts leaves no room, since a GPU's
-    cannot grow into it again.
+    reads a little more in each of its passes, and takes fewer of them.
     """
     step, context, streaming = plan.prefill_step_size, plan.context_length, plan.streaming
-    is_apart = not shares_parts(plan) or plan.pool is not None
     is_tight = not streaming.num_units or not plan.pinned_bytes or streaming.is_tiled
-    if is_apart or is_tight or not task.config.lend_reserves:
+    if is_tight or not plan.shares_parts or not task.config.lend_reserves:
         return plan
     num_slots = task.config.num_slots or streaming.num_slots
     same_cut = task.cuts[streaming.cut]
     like = replace(same_cut, config=replace(task.config, num_slots=num_slots))
     num_parts = -(-context // step)
-    free = plan.budget_bytes - plan.peak_bytes + plan.spare_bytes
+    free = plan.room_bytes - plan.kv_bytes - plan.activation_bytes
     choices = []
     for num_together in {-(-num_parts // num_passes) for num_passes in range(1, plan.prompt_passes(context))}:
         reserve = Reserve(step, context, num_together)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_bytes
-from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes, shares_on_disk
+from mlx_flash.residency.kv import in_memory, ledger_of, on_disk, prefix_bytes, promised_bytes
+from mlx_flash.residency.ledger import Ledger, reader_bytes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, add_up, choose
@@ -63,16 +63,10 @@ class Task:
         """Return the task with other values; itself, with the results that it keeps, if they are no others."""
         return self if {name: getattr(self, name) for name in changes} == changes else replace(self, **changes)
 
-    @cached_property
-    def ledger(self) -> Ledger:
-        """The prices of tokens."""
-        return Ledger(
-            self.sizes.cache,
-            self.sizes.activations,
-            cut=self.cut,
-            is_tiled=self.is_tiled,
-            keeps_states=self.config.caches_prefixes,
-        )
+    def ledger(self, reserve: Reserve) -> Ledger:
+        """Return the memory of tokens."""
+        context, step = reserve.context_length, reserve.prefill_step_size
+        return ledger_of(self.sizes, self.config, context, step, cut=self.cut, is_tiled=self.is_tiled)
 
     @cached_property
     def promised_bytes(self) -> int:
@@ -109,11 +103,11 @@ class Task:
 
     def _bare(self, reserve: Reserve) -> ResidencyPlan:
         sizes, machine, experts = self.sizes, self.machine, self.sizes.experts
-        step, context = reserve.prefill_step_size, reserve.context_length
+        context, ledger = reserve.context_length, self.ledger(reserve)
         if self.kv_on_disk:
-            kv = on_disk(sizes, self.config, context, step, self.kv_room)
+            kv = on_disk(ledger, context, self.kv_room, self.config.kv_ram_gb)
         else:
-            kv = in_memory(sizes, self.config, context, step)
+            kv = in_memory(ledger, context)
         activations = self.activation_bytes(reserve)
         copies = sizes.copies or machine.arrival != "in place" or (experts is not None and experts.copies)
         bounces = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
@@ -139,29 +133,23 @@ class Task:
             queue_depth=machine.disk.queue_depth,
             disk_bytes_per_second=machine.disk.bytes_per_second,
             cache_limit=self.cache_limit,
-            prefill_step_size=step,
+            prefill_step_size=ledger.step,
             context_length=context,
             kv_bytes_per_token=sizes.cache.token_bytes,
             activations=sizes.activations,
             cache=sizes.cache,
             compression=machine.compression,
-            keeps_states=self.ledger.keeps_states,
+            keeps_states=ledger.keeps_states,
         )
 
     def activation_bytes(self, reserve: Reserve) -> int:
         """Return the larger of a prefill step without logits and a short call with all of them."""
-        step = reserve.prefill_step_size
-        return self.ledger.computing(step, min(PREFILL_STEPS[-1], step), round_up(reserve.context_length, CACHE_STEP))
+        num_answer = min(PREFILL_STEPS[-1], reserve.prefill_step_size)
+        return self.ledger(reserve).computing(num_answer, round_up(reserve.context_length, CACHE_STEP))
 
     def parts_bytes(self, reserve: Reserve) -> int:
         """Return the memory of the parts of a prompt that wait while another one computes."""
-        step, context = reserve.prefill_step_size, reserve.context_length
-        return parts_waiting(self.ledger, reserve.num_parts - 1, step, context, on_disk=self.parts_on_disk)
-
-    @property
-    def parts_on_disk(self) -> bool:
-        """True if parts of a prompt share a pass with its keys and values on disk."""
-        return self.kv_on_disk and shares_on_disk(self.ledger)
+        return self.ledger(reserve).parts_waiting(reserve.num_parts - 1, reserve.context_length)
 
     def most_slots(self, experts: ExpertSizes) -> int:
         """Return the most slots that a pool may have: it is one array."""

@@ -21,7 +21,7 @@ from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.generation.batches import Reading, RowGenerator, may_batch
 from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.admission import room_bytes, together_bytes
+from mlx_flash.residency.admission import together_bytes
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
 from mlx_flash.server.events import Progress
 from mlx_flash.server.job import Job, ends_alone, refusal_of
@@ -282,7 +282,7 @@ class ServedBatch(RowGenerator):
 
         Requests are in mlx-lm's batches from now on if the budget has room for one of all of them.
         """
-        has_room = together_bytes(plan, lengths, "stock") <= room_bytes(plan)
+        has_room = together_bytes(plan, lengths, "stock") <= plan.room_bytes
         self._may_batch = has_room and may_batch(self._flash)
         return "stock" if self._may_batch else self.batching
 

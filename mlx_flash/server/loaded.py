@@ -18,7 +18,7 @@ from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.kvpool import park
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
+from mlx_flash.residency.admission import Decision, alone_bytes, decide, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batch import BatchOptions, Kept, ServedBatch
 from mlx_flash.server.calltemplates import complete
@@ -243,7 +243,7 @@ class LoadedModel:
         plan, lengths = self._plan_for(job), [*running, job.length]
         batching = self._batch.admit(plan, lengths)
         needed = alone_bytes(plan, job.length) if decision == "alone" else together_bytes(plan, lengths, batching)
-        self.kept.limit_bytes = max(0, room_bytes(plan) - needed)
+        self.kept.limit_bytes = max(0, plan.room_bytes - needed)
         self.kept.trim_to(n_bytes=self.kept.limit_bytes)
         return True
 

@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx_flash.compat.vlm import TEMPLATE_ARGUMENTS, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
-from mlx_flash.residency.admission import room_bytes
 from mlx_flash.server.prompts import Prompt, after, check_tokens, checked_options, state_of, whole
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import decoded
@@ -86,7 +85,7 @@ class Sight:
         """
         found = self.inputs(request, options)
         if request.pictures:
-            need, room = self.model.picture_bytes(found.keywords), room_bytes(self.model.plan)
+            need, room = self.model.picture_bytes(found.keywords), self.model.plan.room_bytes
             if need is not None and need > room:
                 raise RefusedError(
                     f"the pictures need {need / 1e6:.1f} MB while they are computed, and the budget leaves "

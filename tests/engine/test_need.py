@@ -127,7 +127,7 @@ def test_calls_that_nothing_has_waited_for_are_counted(directory: Path, kv_cache
         model.start()
         plan, before = model.plan, mx.get_active_memory()
         assert not plan.streaming.num_units
-        model.plan = replace(plan, budget_bytes=plan.ledger.process + before + room)
+        model.plan = replace(plan, budget_bytes=plan.process_bytes + before + room)
         mx.reset_peak_memory()
         caches, outputs = list[Any](), list[mx.array]()
         with pytest.raises(BudgetError):

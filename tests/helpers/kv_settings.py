@@ -9,7 +9,7 @@ import pytest
 
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.residency.kv import least_bytes
+from mlx_flash.residency.kv import ledger_of
 from mlx_flash.residency.sizes import measure
 from models import LLAMA
 
@@ -50,7 +50,9 @@ def settings(directory: Path, form: str = "disk", times: float = 1.0, **changes:
 def least_share(directory: Path, config: FlashConfig) -> int:
     """Return the share that is just enough with every layer on disk."""
     sizes = measure(prepare(directory, config).layout, {})
-    return least_bytes(sizes, config, config.context_length or 0, config.prefill_step_size or 0)
+    context = config.context_length or 0
+    ledger = ledger_of(sizes, config, context, config.prefill_step_size or 1)
+    return ledger.least_rows(ledger.held_tokens(context), ledger.step)
 
 
 @pytest.fixture(autouse=True)

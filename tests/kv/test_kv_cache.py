@@ -627,7 +627,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
 def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callable[..., KVOptions]) -> None:
     token_bytes = [2 * 2 * 32 * 2] * 6
     for length in (16, 300, 700):
-        least = options(step=16, **settings).least_bytes(token_bytes, length)
+        least = options(step=16, **settings).least_bytes(token_bytes, [length] * len(token_bytes))
         mine, theirs = filled(options(step=16, budget_bytes=least, **settings), (length - 2,), 6)
         feed(mine, theirs, 1, 1)
         feed(mine, theirs, 2, 1)

@@ -106,7 +106,7 @@ def test_update_growth_is_what_an_update_adds(name: str, sizes: tuple[int, ...])
     create, batch = CACHES[name]
     entry = create()
     for num_tokens in sizes:
-        predicted = update_growth([entry], num_tokens, [row_bytes(name, batch)])
+        predicted = update_growth([entry], num_tokens, row_bytes(name, batch))
         held = nbytes_in(entry)
         update(entry, batch, num_tokens)
         assert predicted.added == pytest.approx(nbytes_in(entry) - held, abs=64)
@@ -121,7 +121,7 @@ def test_an_update_takes_no_more_memory_than_predicted(name: str, length: int, n
     for entry in entries if length else []:
         update(entry, batch, length - 1)
         update(entry, batch, 1)
-    predicted = update_growth(entries, num_tokens, [row_bytes(name, batch)] * 4)
+    predicted = update_growth(entries, num_tokens, row_bytes(name, batch))
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -138,7 +138,7 @@ def test_a_window_in_parts_takes_no_more_than_predicted(length: int, num_tokens:
     entries = [RotatingKVCache(max_size=256) for _ in range(4)]
     for entry in entries if length else []:
         update(entry, 1, length)
-    predicted = update_growth(entries, num_tokens, [rows_nbytes(1, 1)] * 4, step)
+    predicted = update_growth(entries, num_tokens, rows_nbytes(1, 1), step)
     mx.clear_cache()
     mx.reset_peak_memory()
     before, held = mx.get_active_memory(), nbytes_in(entries)
@@ -191,4 +191,4 @@ def test_a_cache_without_keys_counts_as_if_it_kept_all_tokens() -> None:
             raise AssertionError("its own kind of rows is not known")
 
     entry, row = Pooled(), rows_nbytes(1, 1)
-    assert update_growth([entry], 5, [row]) == (5 * row, nbytes_in(entry) + 5 * row)
+    assert update_growth([entry], 5, row) == (5 * row, nbytes_in(entry) + 5 * row)

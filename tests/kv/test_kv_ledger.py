@@ -18,7 +18,7 @@ from mlx_flash.errors import FlashError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.options import SLOT_PADDING, KVOptions
 
 LAYERS, HEADS = 3, 2
 WIDTHS = (8, 8, 24)
@@ -112,30 +112,30 @@ def test_now_is_a_sum_over_layers() -> None:
     """Shared rows count once; of a layer on disk the slots count, and the tokens of a page."""
     options = KVOptions(step=16)
     layers = [
-        Kind(Layer((100, 100), 10, 16)),
-        Kind(Layer((100, 100), 10, pages=((1, 900), (2, 300)))),  # parked, and a copy of it
-        Kind(Layer((100, 100), 5, pages=((1, 900),))),
+        Kind(Layer(200, 10, 16)),
+        Kind(Layer(200, 10, pages=((1, 900), (2, 300)))),  # parked, and a copy of it
+        Kind(Layer(200, 5, pages=((1, 900),))),
     ]
     assert KVLedger(options, layers).now == 16 * 200 + 900 + 300
     assert KVLedger(options, layers, slots_held=7).now == 16 * 200 + 900 + 300 + 7
-    on_disk = [*layers, Kind(Layer((100, 100), 40, is_on_disk=True))]
-    assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * 2 * 8192
+    on_disk = [*layers, Kind(Layer(200, 40, is_on_disk=True))]
+    assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * (48 * 200 + SLOT_PADDING)
 
 
 def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
     """And the parts that nobody else holds: they are freed when the layer has its buffers."""
     options, new = KVOptions(step=16), Coming(200, 8, 18)
-    layer = Layer((100, 100), 10, 16)
+    layer = Layer(200, 10, 16)
     grown = 200 * (10 + 16)
     assert KVLedger(options, [Kind(layer, new), Kind(layer)], 8).peak == 200 * 16 + grown + 200 * 16
     assert KVLedger(options, [Kind(layer, new, 2)], 8).peak == 2 * grown + 200 * 16
     assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)], 8).peak == 2 * 200 * 16
-    parked, copy = Layer((100, 100), 10, pages=((1, 900), (2, 300))), Layer((100, 100), 5, pages=((1, 900),))
+    parked, copy = Layer(200, 10, pages=((1, 900), (2, 300))), Layer(200, 5, pages=((1, 900),))
     assert KVLedger(options, [Kind(parked, new), Kind(copy)], 8).peak == grown + 900 + 300
 
 
 def test_peak_counts_the_copy_of_a_layer_that_drops_tokens() -> None:
-    layer = Layer((100, 100), 60, 64)
+    layer = Layer(200, 60, 64)
     kinds = [Kind(layer, Coming(200, 8, 64)), Kind(layer)]
     ledger = KVLedger(KVOptions(step=16, max_tokens=64), kinds, 8)
     assert ledger.peak == 3 * 200 * 64
@@ -149,6 +149,7 @@ def test_a_layer_that_grows_several_times_is_copied_when_it_is_long() -> None:
 
 
 def test_slots_count_with_the_tokens_to_come() -> None:
-    kind = Kind(Layer((4096,), 16, is_on_disk=True), Coming(4096, 1, 17))
+    kind = Kind(Layer(4096, 16, is_on_disk=True), Coming(4096, 1, 17))
     ledger = KVLedger(KVOptions(step=16), [kind])
-    assert (ledger.now, ledger.peak) == (4096 * (16 + 2 * 16), 4096 * (16 + 2 * 32))
+    slots = [2 * (4096 * tokens + SLOT_PADDING) for tokens in (16, 32)]
+    assert [ledger.now, ledger.peak] == [4096 * 16 + nbytes for nbytes in slots]

@@ -125,7 +125,7 @@ def test_as_many_parts_share_a_pass_as_memory_allows(
     with streamed(directory, 2) as model:
         row = model.row(PROMPT[None], model.make_cache(), STEP)
         ledger = model.plan.ledger
-        least = need(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk(LENGTH, STEP, 1)
+        least = need(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk([LENGTH], STEP, 1)
         each = ledger.part_waiting(STEP, 1, LENGTH, on_disk=True)
         model.plan = replace(model.plan, budget_bytes=least + num_more * each)
         while not row.is_done:
@@ -137,18 +137,20 @@ def test_as_many_parts_share_a_pass_as_memory_allows(
     assert mx.array_equal(row.outputs[-1][:, -1], logits[-1][:, -1])
 
 
-def test_parts_are_priced_about_once(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_parts_are_added_up_about_once(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not all that are left, before each of many passes."""
-    step, calls, price = 2, Counter[int](), Ledger.part_waiting
+    step, calls, part_waiting = 2, Counter[int](), Ledger.part_waiting
     with streamed(directories("llama"), 2) as model:
         row = model.row(PROMPT[None], model.make_cache(), step)
-        least = need(model.plan, [row.lane(len(row.left))]).total + model.plan.ledger.on_disk(LENGTH, step, 1)
-        each = price(model.plan.ledger, step, 1, LENGTH, on_disk=True)
+        least = need(model.plan, [row.lane(len(row.left))]).total + model.plan.ledger.on_disk([LENGTH], step, 1)
+        each = part_waiting(model.plan.ledger, step, 1, LENGTH, on_disk=True)
         model.plan = replace(model.plan, budget_bytes=least + 4 * each)
 
         def counted(ledger: Ledger, num_new: int, batch_size: int, context: int, **others: Any) -> int:
             calls[context] += 1
-            return price(ledger, num_new, batch_size, context, **others)
+            return part_waiting(ledger, num_new, batch_size, context, **others)
 
         monkeypatch.setattr(Ledger, "part_waiting", counted)
         while not row.is_done:
@@ -162,7 +164,7 @@ def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directori
     with streamed_whole(directories("llama"), cut=2, prefill_step_size=STEP, kv_step=16, context_length=STEP) as model:
         ledger, row = model.plan.ledger, model.row(PROMPT[None], model.make_cache(), STEP)
         each = ledger.part_waiting(STEP, 1, LENGTH, on_disk=True)
-        least = need(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk(LENGTH, STEP, 1)
+        least = need(model.plan, [row.lane(len(row.left))]).total + ledger.on_disk([LENGTH], STEP, 1)
         model.plan = replace(model.plan, budget_bytes=least + 9 * each)
         assert model.plan.kv.limit is None and model.kv is not None
         while not row.is_done:

@@ -72,7 +72,8 @@ def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
     caches = make_caches([KVCache() for _ in range(4)], options)
     pool, sizes = caches[0].pool, [2 * 2 * 32 * 4] * 4
     one, two = (
-        options.least_bytes(sizes, 512, slots) + options.under_way_bytes(sizes, 512, 64, slots) for slots in (1, 2)
+        options.least_bytes(sizes, [512] * len(sizes), slots) + options.under_way_bytes(sizes, 512, 64, slots)
+        for slots in (1, 2)
     )
     assert one < two
     seen: list[mx.array] = []

@@ -34,7 +34,7 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.residency.admission import alone_bytes, batch_bytes, decide, room_bytes, together_bytes
+from mlx_flash.residency.admission import alone_bytes, batch_bytes, decide, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from models import GEMMA3, LLAMA, MAMBA2, save
 
@@ -74,14 +74,14 @@ def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
     exact, stock = (together_bytes(plan, lengths, batching) for batching in ("exact", "stock"))
     assert exact < stock / 2
     assert together_bytes(plan, lengths, "exact") > together_bytes(plan, lengths[:3], "exact")
-    most = next(n for n in range(1000, 1 << 24, 1000) if together_bytes(plan, [n, 100], "stock") > room_bytes(plan))
+    most = next(n for n in range(1000, 1 << 24, 1000) if together_bytes(plan, [n, 100], "stock") > plan.room_bytes)
     assert decide(plan, 80, 20, [most], may_batch=True, batching="stock") == "wait"
     assert decide(plan, 80, 20, [most], may_batch=True, batching="auto") == "batch"
 
 
 def test_decisions(plan: ResidencyPlan) -> None:
     assert decide(plan, 100, 20, [], may_batch=True, batching="stock") == "batch"
-    most = next(n for n in range(256, 1 << 24, 256) if batch_bytes(plan, [n]) > room_bytes(plan)) - 256
+    most = next(n for n in range(256, 1 << 24, 256) if batch_bytes(plan, [n]) > plan.room_bytes) - 256
     assert decide(plan, most - 20, 20, [], may_batch=True, batching="stock") == "batch"
     assert decide(plan, 100, 20, [most], may_batch=True, batching="stock") == "wait"
     assert decide(plan, 100, 20, [], may_batch=False, batching="stock") == "alone"
@@ -104,9 +104,9 @@ def test_requests_that_wait_hold_their_logits(plan: ResidencyPlan) -> None:
 @pytest.mark.parametrize("may_batch", [True, False])
 def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -> None:
     needed = together_bytes(plan, [120], "exact") if may_batch else alone_bytes(plan, 120)
-    exact = replace(plan, budget_bytes=plan.budget_bytes - room_bytes(plan) + needed)
+    exact = replace(plan, budget_bytes=plan.budget_bytes - plan.room_bytes + needed)
     less = replace(exact, budget_bytes=exact.budget_bytes - 1)
-    assert room_bytes(exact) == needed
+    assert exact.room_bytes == needed
     assert decide(exact, 100, 20, [], may_batch=may_batch, batching="auto") == ("batch" if may_batch else "alone")
     if may_batch:
         assert decide(less, 100, 20, [], may_batch=True, batching="auto") == "alone"
@@ -230,7 +230,7 @@ def test_a_request_alone_needs_the_same_whatever_the_step_of_prompts(plan: Resid
 def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPlan) -> None:
     smallest, prompt = replace(plan, budget_bytes=plan.peak_bytes), plan.context_length - 20
     assert decide(smallest, prompt, 20, [], may_batch=False, batching="auto") == "alone"
-    assert room_bytes(plan) - room_bytes(smallest) == plan.budget_bytes - plan.peak_bytes > 0
+    assert plan.room_bytes - smallest.room_bytes == plan.budget_bytes - plan.peak_bytes > 0
 
 
 def test_a_token_that_the_process_has_no_room_for_is_refused(model: FlashLLM) -> None:

@@ -18,7 +18,8 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk
+from mlx_flash.residency.kv import check_kv, in_memory, ledger_of, most_on_disk, on_disk
+from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
 
@@ -41,14 +42,19 @@ def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
 
 
+def least_share(ledger: Ledger, context: int) -> int:
+    return ledger.least_rows(ledger.held_tokens(context), ledger.step)
+
+
 def test_more_room_leaves_less_on_disk(sizes: ModelSizes) -> None:
     config = FlashConfig(kv_cache="disk", kv_step=STEP)
-    whole = in_memory(sizes, config, CONTEXT, STEP).nbytes
-    shares = [on_disk(sizes, config, CONTEXT, STEP, room) for room in range(0, 2 * whole, whole // 20)]
+    ledger = ledger_of(sizes, config, CONTEXT, STEP)
+    whole = in_memory(ledger, CONTEXT).nbytes
+    shares = [on_disk(ledger, CONTEXT, room) for room in range(0, 2 * whole, whole // 20)]
     limits = [share.limit or 0 for share in shares]
     numbers = [share.num_on_disk for share in shares]
     assert limits == sorted(limits) and numbers == sorted(numbers, reverse=True)
-    assert limits[0] == least_bytes(sizes, config, CONTEXT, STEP)
+    assert limits[0] == least_share(ledger, CONTEXT)
     assert numbers[0] == 6 and numbers[-1] == 0 and len(set(numbers)) > 3
     assert [share.disk_bytes for share in shares] == [number * ROW * CONTEXT for number in numbers]
     assert max(share.disk_bytes for share in shares) == most_on_disk(sizes, config, CONTEXT)
@@ -60,8 +66,9 @@ def test_caches_stay_within_their_share(
     sizes: ModelSizes, tmp_path_factory: pytest.TempPathFactory, times: float, chunk: int
 ) -> None:
     config = FlashConfig(kv_cache="disk", kv_step=STEP, kv_directory=str(tmp_path_factory.mktemp("kv")))
-    room = round(times * least_bytes(sizes, config, CONTEXT, STEP))
-    share = on_disk(sizes, config, CONTEXT, STEP, room)
+    ledger = ledger_of(sizes, config, CONTEXT, STEP)
+    room = round(times * least_share(ledger, CONTEXT))
+    share = on_disk(ledger, CONTEXT, room)
     assert share.options is not None and share.limit is not None
     caches = make_caches([KVCache() for _ in sizes.cache.rows], share.options)
     pool, most = caches[0].pool, 0
@@ -70,7 +77,7 @@ def test_caches_stay_within_their_share(
         for cache in caches:
             mx.eval(cache.update_and_fetch(rows, rows))
             most = max(most, pool.memory_bytes)
-    assert most <= share.limit <= max(room, least_bytes(sizes, config, CONTEXT, STEP))
+    assert most <= share.limit <= max(room, least_share(ledger, CONTEXT))
     # the plan counts slots that take all of their memory, and a copy of the largest: less may be on disk
     assert len(pool.on_disk) <= share.num_on_disk
     assert pool.on_disk or share.num_on_disk <= 3
@@ -80,7 +87,7 @@ def test_caches_stay_within_their_share(
 
 @pytest.mark.parametrize("form", ["stock", "preallocated", None])
 def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None:
-    share = in_memory(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP)
+    share = in_memory(ledger_of(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP), CONTEXT)
     caches: list[Any] = [KVCache() for _ in sizes.cache.rows]
     if share.options is not None:
         caches = make_caches(caches, replace(share.options, budget_bytes=None))
@@ -93,9 +100,9 @@ def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None
 
 
 def test_a_share_below_the_minimum_is_refused(sizes: ModelSizes) -> None:
-    config = FlashConfig(kv_cache="disk", kv_step=STEP, kv_ram_gb=1e-6)
+    config = FlashConfig(kv_cache="disk", kv_step=STEP)
     with pytest.raises(ConfigError, match="a context of 300 tokens needs at least"):
-        on_disk(sizes, config, CONTEXT, STEP, 0)
+        on_disk(ledger_of(sizes, config, CONTEXT, STEP), CONTEXT, 0, kv_ram_gb=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +134,9 @@ def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
     monkeypatch.setattr(KVOptions, "under_way_bytes", under_way_bytes)
     context, window = 2000, 1024
     config = FlashConfig(kv_cache="disk", kv_max_tokens=window, kv_keep=keep, kv_directory=str(tmp_path))
-    least = least_bytes(sizes, config, context, 100)
-    share = on_disk(sizes, replace(config, kv_ram_gb=(times * least + 1) / 1e9), context, 100, 0)
+    ledger = ledger_of(sizes, config, context, 100)
+    least = least_share(ledger, context)
+    share = on_disk(ledger, context, 0, kv_ram_gb=(times * least + 1) / 1e9)
     assert share.options is not None and share.limit is not None
     caches = make_caches([KVCache() for _ in sizes.cache.rows], share.options)
     pool = caches[0].pool

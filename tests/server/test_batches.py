@@ -23,7 +23,7 @@ from mlx_flash.engine import sharing
 from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
-from mlx_flash.residency.admission import room_bytes, together_bytes
+from mlx_flash.residency.admission import together_bytes
 from mlx_flash.server import batch, loaded
 from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Answer, Begun, End, Event, Failed, Piece, Progress
@@ -442,12 +442,12 @@ def test_without_room_for_padding_requests_wait(model: str, sizes: list[int]) ->
     """One long prompt, whose length the others would be padded to."""
     with serving(model, ram_budget_gb=1.0, context_length=2048) as running:
         plan = running.model.plan
-        most = next(n for n in range(1000, 10**6, 500) if together_bytes(plan, [n] * 2, "stock") > room_bytes(plan))
+        most = next(n for n in range(1000, 10**6, 500) if together_bytes(plan, [n] * 2, "stock") > plan.room_bytes)
         asked = [request(text, max_tokens=5) for text in TEXTS]
         text, *expected = alone(running, request("Hi", max_tokens=40), *asked[1:])
         long_one = replace(request("Hi", max_tokens=most), stop=(text[len(text) // 3 :],))  # after the others
         answers = running.events_together(long_one, *asked[1:])
-        assert together_bytes(plan, [most, 600, 600, 600], "exact") < room_bytes(plan)
+        assert together_bytes(plan, [most, 600, 600, 600], "exact") < plan.room_bytes
         assert list(map(text_of, answers[1:])) == expected
         assert {*sizes} <= {1}
 

@@ -16,7 +16,7 @@ from live import live
 from mlx_flash import FlashConfig
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.residency.admission import room_bytes, together_bytes
+from mlx_flash.residency.admission import together_bytes
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import End, Failed, Progress
@@ -175,7 +175,7 @@ def test_a_hybrid_model_at_the_smallest_budget_answers_chats_in_a_row(hybrid: st
         for number in range(4):
             system = {"role": "system", "content": f"You are number {number}."}
             assert served.ask(system, {"role": "user", "content": "Hi"}, max_tokens=1)
-            most = room_bytes(plan) - together_bytes(plan, [32], "exact")
+            most = plan.room_bytes - together_bytes(plan, [32], "exact")
             assert served.prompt_cache.nbytes <= most
 
 

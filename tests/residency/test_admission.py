@@ -227,6 +227,14 @@ def test_a_request_alone_needs_the_same_whatever_the_step_of_prompts(plan: Resid
     assert alone_bytes(forgetful, 8000) == alone_bytes(forgetful, 128) < alone_bytes(plan, 8000) / 4
 
 
+def test_buffers_that_grow_by_steps_reserve_no_context(plan: ResidencyPlan) -> None:
+    context: dict[str, Any] = {"max_context_length": 8000}
+    forms = KVOptions(), KVOptions(**context), KVOptions(form="preallocated", **context)
+    plans = [replace(plan, kv=replace(plan.kv, options=options)) for options in forms]
+    short, steps, whole = (together_bytes(each, [120], "exact") for each in plans)
+    assert steps == short < whole - 7000 * plan.cache.token_bytes
+
+
 def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPlan) -> None:
     smallest, prompt = replace(plan, budget_bytes=plan.peak_bytes), plan.context_length - 20
     assert decide(smallest, prompt, 20, [], may_batch=False, batching="auto") == "alone"

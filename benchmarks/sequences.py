@@ -54,9 +54,9 @@ class Round:
 
 def served(model: FlashLLM, prompts: Prompts, num_tokens: int) -> Round:
     """Decode as the server does."""
-    rows: Any = ServedBatch(model, BatchOptions(), {})
-    rows.admit(model.plan, [len(prompt) + num_tokens for prompt in prompts])
-    return _run(rows, prompts, num_tokens)
+    batch: Any = ServedBatch(model, BatchOptions(), {})
+    batch.admit(model.plan, [len(prompt) + num_tokens for prompt in prompts])
+    return _run(batch, prompts, num_tokens)
 
 
 def stock(model: Any, prompts: Prompts, num_tokens: int) -> Round:

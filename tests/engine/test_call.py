@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.engine.call import ForwardCall, parse_call
@@ -18,54 +17,44 @@ def parse(*arguments: Any, **keywords: Any) -> ForwardCall:
     return parse_call(arguments, keywords)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        parse(TOKENS, CACHE),
-        parse(TOKENS, cache=CACHE),
-        parse(TOKENS, CACHE, cache=None),
-        parse(TOKENS, cache=CACHE, input_embeddings=None),
-        parse(TOKENS, tuple(CACHE)),
-    ],
-)
-def test_tokens_and_a_cache_are_a_plain_call(call: ForwardCall) -> None:
-    assert call.is_plain
-    assert call.tokens is TOKENS and [*(call.cache or ())] == CACHE
-    assert (call.num_tokens, call.batch_size) == (14, 2)
+PLAIN = [
+    *(parse(TOKENS, CACHE), parse(TOKENS, cache=CACHE), parse(TOKENS, CACHE, cache=None)),
+    *(parse(TOKENS, cache=CACHE, input_embeddings=None), parse(TOKENS, tuple(CACHE))),
+]
+OTHERS = [
+    (parse(), 1, False),
+    (parse(inputs=TOKENS), 1, False),
+    (parse(TOKENS), 14, False),
+    (parse(TOKENS, None), 14, False),
+    (parse(TOKENS[0], cache=CACHE), 7, True),
+    (parse(TOKENS, mx.ones((7, 7))), 14, False),
+    (parse(TOKENS, None, CACHE), 14, False),
+    (parse(TOKENS, CACHE, None), 14, True),
+    (parse(TOKENS, CACHE, mask=mx.ones((7, 7))), 14, True),
+    (parse(TOKENS, cache=CACHE, input_embeddings=mx.ones((2, 7, 4))), 14, True),
+]
+"""Calls, their tokens, and whether they have the cache."""
 
 
-@pytest.mark.parametrize(
-    ("call", "num_tokens", "has_cache"),
-    [
-        (parse(), 1, False),
-        (parse(inputs=TOKENS), 1, False),
-        (parse(TOKENS), 14, False),
-        (parse(TOKENS, None), 14, False),
-        (parse(TOKENS[0], cache=CACHE), 7, True),
-        (parse(TOKENS, mx.ones((7, 7))), 14, False),
-        (parse(TOKENS, None, CACHE), 14, False),
-        (parse(TOKENS, CACHE, None), 14, True),
-        (parse(TOKENS, CACHE, mask=mx.ones((7, 7))), 14, True),
-        (parse(TOKENS, cache=CACHE, input_embeddings=mx.ones((2, 7, 4))), 14, True),
-    ],
-)
-def test_other_calls_are_not_plain_and_not_cut(call: ForwardCall, num_tokens: int, has_cache: bool) -> None:
-    assert not call.is_plain
-    assert call.num_tokens == num_tokens
-    assert (call.cache is CACHE) == has_cache
-    assert call.step_within(1) is None
+def test_tokens_and_a_cache_are_a_plain_call() -> None:
+    for call in PLAIN:
+        assert call.is_plain and call.tokens is TOKENS and [*(call.cache or ())] == CACHE
+        assert (call.num_tokens, call.batch_size) == (14, 2)
 
 
-@pytest.mark.parametrize(("limit", "step"), [(1, 1), (4, 2), (13, 4), (14, None), (100, None)])
-def test_limit_counts_tokens_of_all_sequences(limit: int, step: int | None) -> None:
-    assert parse(TOKENS, cache=CACHE).step_within(limit) == step
+def test_other_calls_are_not_plain_and_not_cut() -> None:
+    for call, num_tokens, has_cache in OTHERS:
+        assert not call.is_plain and call.step_within(1) is None
+        assert (call.num_tokens, call.cache is CACHE) == (num_tokens, has_cache)
 
 
-@pytest.mark.parametrize("call", [parse(TOKENS, CACHE), parse(TOKENS, cache=CACHE, mask=None)])
-def test_parts_are_the_call_with_fewer_tokens(call: ForwardCall) -> None:
-    parts = list(call.parts(3))
-    assert [part.num_tokens for part in parts] == [6, 6, 2]
-    assert mx.array_equal(mx.concatenate([part.arguments[0] for part in parts], axis=1), TOKENS)
-    assert all(part.arguments[1:] == call.arguments[1:] and part.keywords is call.keywords for part in parts)
-    assert all(part.is_plain and part.tokens is part.arguments[0] for part in parts)
-    assert [part.length == 1 for part in parts] == [False, False, True]
+def test_parts_are_the_call_with_fewer_tokens() -> None:
+    """The limit counts the tokens of all sequences."""
+    for call in (parse(TOKENS, CACHE), parse(TOKENS, cache=CACHE, mask=None)):
+        assert [call.step_within(limit) for limit in (1, 4, 13, 14, 100)] == [1, 2, 4, None, None]
+        parts = list(call.parts(3))
+        assert [part.num_tokens for part in parts] == [6, 6, 2]
+        assert mx.array_equal(mx.concatenate([part.arguments[0] for part in parts], axis=1), TOKENS)
+        assert all(part.arguments[1:] == call.arguments[1:] and part.keywords is call.keywords for part in parts)
+        assert all(part.is_plain and part.tokens is part.arguments[0] for part in parts)
+        assert [part.length == 1 for part in parts] == [False, False, True]

@@ -6,7 +6,7 @@ import gc
 import json
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -297,16 +297,14 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("in_stacks")
-@pytest.mark.parametrize(("pool_slots", "numbers"), [(9, TURNS[0]), (999, TURNS[1])])
-@pytest.mark.parametrize(("name", "variant"), ARCHITECTURES)
-def test_experts_in_stacks_stream_exactly(
-    made: Any, name: str, variant: str, pool_slots: int, numbers: Sequence[int]
-) -> None:
-    directory, expected = made(name, variant)
-    with streamed_whole(directory, pool_slots=pool_slots, exact_rows=False) as model:
-        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-        assert not find_difference(only(numbers, expected), trace(model, numbers=numbers))
-        assert model.engine.experts.pool.stats.num_calls
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_experts_in_stacks_stream_exactly(made: Any, architecture: tuple[str, str]) -> None:
+    directory, expected = made(*architecture)
+    for pool_slots, numbers in zip((9, 999), TURNS, strict=True):
+        with streamed_whole(directory, pool_slots=pool_slots, exact_rows=False) as model:
+            model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
+            assert not find_difference(only(numbers, expected), trace(model, numbers=numbers))
+            assert model.engine.experts.pool.stats.num_calls
 
 
 @pytest.mark.usefixtures("in_stacks")

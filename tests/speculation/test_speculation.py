@@ -62,8 +62,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_plain_decoding(
         assert counters.num_failed == 0
 
 
-@pytest.mark.parametrize("cut", [1, 2, "tiles"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize(("name", "cut"), [("mamba2", "tiles"), ("llama", 1), ("gemma3", 1), ("qwen3_next", 2)])
 def test_finer_cuts(
     directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, cut: int | str
 ) -> None:

@@ -253,7 +253,7 @@ def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> Non
 # --- prefixes -------------------------------------------------------------------------------------------------------
 
 SHARED = [(37 * i + 11) % 300 for i in range(4 * STEP)]
-"""With the step of the prompts, four pages in the mode ``exact``."""
+"""Four pages, one for each step."""
 
 BRANCHES = [[*SHARED, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(4)]
 

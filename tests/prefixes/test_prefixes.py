@@ -151,7 +151,7 @@ def test_quantized_caches_are_restored(tmp_path: Path, start: int) -> None:
 # --- which calls ------------------------------------------------------------------------------------------------------
 
 
-def test_in_the_exact_mode_calls_of_another_length_are_others(llama: Path) -> None:
+def test_calls_of_another_length_are_others(llama: Path) -> None:
     first_run(llama)
     with loaded(llama) as model:
         assert same(generated(model, prefill_step_size=300), generated(stock(llama), prefill_step_size=300))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from children import ROOT
 from models import LLAMA, save
@@ -39,7 +38,7 @@ while len(published()) < 2:
 for child in children:
     pid = os.fork()
     if pid == 0:
-        signal.alarm(5)
+        signal.alarm(20)  # a child that hangs
         os.dup2(os.open(f"{kv_folder}.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         exec(child)
         sys.exit(0)
@@ -61,24 +60,16 @@ ENDS = {
 CALLS = ["model(mx.array([[7]]))", "model(mx.array([[7]]), cache=caches[0])", "model.start()"]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit status and stderr of a process's forked children, by the code that they ran, one after another."""
-    model = save(tmp_path_factory.mktemp("model"), LLAMA | {"num_key_value_heads": 4})
-    code = [child for child, _ in ENDS.values()] + [f"with model: {call}" for call in CALLS]
-    command = [sys.executable, "-c", PROGRAM, str(model), str(tmp_path_factory.mktemp("kv") / "pages"), *code]
+def test_a_child_leaves_the_files_of_its_parent_and_gets_an_error_of_its_model(tmp_path: Path) -> None:
+    """Children of one process, one after another, each with code of its own."""
+    model = save(tmp_path / "model", LLAMA | {"num_key_value_heads": 4})
+    calls = [f"with model: {call}" for call in CALLS]
+    code = [child for child, _ in ENDS.values()] + calls
+    command = [sys.executable, "-c", PROGRAM, str(model), str(tmp_path / "pages"), *code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_child_that_ends_leaves_the_files_of_its_parent(ended: dict[str, tuple[int, str]], name: str) -> None:
-    child, status = ENDS[name]
-    assert ended[child][0] == status
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_child_that_calls_the_model_gets_an_error(ended: dict[str, tuple[int, str]], call: str) -> None:
-    status, text = ended[f"with model: {call}"]
-    assert status == 1 and "ClosedError: the model was loaded in process" in text
+    ended = dict(map(json.loads, done.stdout.splitlines()))
+    assert {child: ended[child][0] for child, _ in ENDS.values()} == dict(ENDS.values())
+    for call in calls:
+        status, text = ended[call]
+        assert status == 1 and "ClosedError: the model was loaded in process" in text

@@ -241,7 +241,7 @@ def list_(args: argparse.Namespace, out: TextIO) -> int:
         for number, model in enumerate(models):
             status.show(number, len(models))
             model.update(_outcome(model, args, config))
-    nothing = "no models found in the cache of Hugging Face or the folders given"
+    nothing = "no models found in the cache of Hugging Face or the folders given. Hint: mlx-flash models lists some"
     emit(args, {"models": models}, _table(models) if models else nothing, out)
     return 0
 
@@ -408,16 +408,15 @@ def create(args: argparse.Namespace, out: TextIO) -> int:
 def show(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash show``."""
     disable_progress_bars()
-    path = None if Path(args.model).is_dir() else named_models().get(args.model)
+    modelfile = find_modelfile(args.model)
+    is_named = modelfile.path in named_models().values()
     if args.modelfile:
-        if path is None:
+        if not is_named:
             raise ConfigError(f"show {args.model}: it is no Modelfile with a name. Hint: mlx-flash create NAME -f FILE")
-        print(path.read_text(encoding="utf-8"), end="", file=out)
+        print(modelfile.path.read_text(encoding="utf-8"), end="", file=out)
         return 0
-    modelfile = None if path is None else read_modelfile(path)
-    config = make_config(args, None if modelfile is None else modelfile.flash)
-    found = {"model": args.model, "modelfile": None if modelfile is None else _describe(modelfile)}
-    found |= look_at(repository_of(args.model) if modelfile is None else modelfile.base, config)
+    found = {"model": args.model, "modelfile": _describe(modelfile) if is_named else None}
+    found |= look_at(modelfile.base, make_config(args, modelfile.flash))
     dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
     described = {name: _listed(value) for name, value in (found["modelfile"] or {}).items()}
     more = {"modelfile": described, "dtypes": dtypes, "remote": found["folder"] is None, "plan": in_words(found)}
@@ -466,9 +465,8 @@ def remove(args: argparse.Namespace, out: TextIO) -> int:
         ConfigError: nobody can be asked.
     """
     chosen = [_find(name) for name in dict.fromkeys(args.model)]
-    if not args.yes and not _ask(
-        f"remove {', '.join(words for words, _ in chosen)}?", "--yes removes without a question"
-    ):
+    names = ", ".join(words for words, _ in chosen)
+    if not args.yes and not _ask(f"remove {names}?", "--yes removes without a question"):
         print("nothing was removed", file=sys.stderr)
         return 1
     for words, delete in chosen:

@@ -96,7 +96,7 @@ def unit(command: Command, folder: Path, variables: Mapping[str, str]) -> Servic
         "[Unit]",
         "Description=mlx-flash server",
         "[Service]",
-        f"WorkingDirectory={_escaped(str(folder))}",
+        "WorkingDirectory=" + str(folder).replace("%", "%%"),
         *(f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()),
         f"ExecStart={' '.join(_quoted(word.replace('$', '$$')) for word in command)}",
         "Restart=on-failure",
@@ -115,13 +115,10 @@ def unit(command: Command, folder: Path, variables: Mapping[str, str]) -> Servic
     )
 
 
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")
-
-
 def _quoted(text: str) -> str:
-    text = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{_escaped(text)}"'
+    for character, written in {"\\": "\\\\", '"': '\\"', "\n": "\\n", "%": "%%"}.items():
+        text = text.replace(character, written)
+    return f'"{text}"'
 
 
 def agent(command: Command, folder: Path, variables: Mapping[str, str]) -> Service:

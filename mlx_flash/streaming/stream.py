@@ -164,7 +164,8 @@ class WeightStream:
     def start(self) -> None:
         """Begin to read ahead: the first unit of each slot."""
         for index, unit in enumerate(self.units[: len(self._slots)]):
-            self._fill(self._slots[unit.slot], index)
+            slot = self._slots[unit.slot]
+            slot.ticket, slot.unit = self._reader.start(unit.reads, slot.arena.memory), index
 
     def acquire(self, index: int) -> None:
         """Wait until the unit's weights are in its slot; they stay until :meth:`release`.
@@ -199,18 +200,13 @@ class WeightStream:
 
     def _read_now(self, slot: _Slot, index: int) -> None:
         slot.empty()
-        ticket = self._fill(slot, index)
+        ticket = slot.ticket = self._reader.start(self.units[index].reads, slot.arena.memory)
+        slot.unit = index
         try:
             self.stats.wait_seconds += ticket.wait()
         except ReadError:
             slot.empty()
             raise
-
-    def _fill(self, slot: _Slot, index: int) -> Ticket:
-        """Start to read a unit into an empty slot."""
-        ticket = slot.ticket = self._reader.start(self.units[index].reads, slot.arena.memory)
-        slot.unit = index  # not before: a slot with a unit counts as read, or as being read
-        return ticket
 
     def release(self, index: int, wait: Callable[[], None] | None = None) -> None:
         """Give the unit's slot back, and start the next read into it; the unit before it first.
@@ -242,7 +238,9 @@ class WeightStream:
         for _ in self.units:
             upcoming = self._successor[upcoming]
             if self._slots[self.units[upcoming].slot] is slot:
-                self._fill(slot, upcoming)
+                # In this order: a slot with a unit counts as read, or as being read.
+                slot.ticket = self._reader.start(self.units[upcoming].reads, slot.arena.memory)
+                slot.unit = upcoming
                 break
 
     def release_computed(self) -> None:

@@ -21,10 +21,10 @@ from mlx_flash.commands.verify import EXIT_DIFFERS, Subject, file_digests, of_to
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.storage import ranges
-from mlx_flash.storage.prefetcher import Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads, Ticket
 from mlx_flash.storage.source import SourceFile
 from mlx_flash.streaming.layers import StreamedLayer
-from mlx_flash.streaming.stream import WeightStream, _Slot
+from mlx_flash.streaming.stream import WeightStream
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
 from streamed import nbytes_of
 
@@ -114,17 +114,17 @@ def test_a_flipped_byte_in_a_slot_is_found(
 
 def test_a_stale_slot_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that is not filled again keeps the weights of another unit."""
-    fill, count = WeightStream._fill, iter(range(1 << 30))
+    start, count = BackgroundPrefetcher.start, iter(range(1 << 30))
 
-    def stale(stream: WeightStream, slot: _Slot, unit: int) -> Ticket:
-        before = bytes(slot.arena.memory)
-        ticket = fill(stream, slot, unit)
-        if next(count) == 6:
+    def stale(reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, **options: Any) -> Ticket:
+        before = bytes(buffer)
+        ticket = start(reader, reads, buffer, **options)
+        if not options and next(count) == 6:  # pinned weights and rows of a table have options
             ticket.wait()
-            slot.arena.memory[:] = before
+            buffer[:] = before
         return ticket
 
-    monkeypatch.setattr(WeightStream, "_fill", stale)
+    monkeypatch.setattr(BackgroundPrefetcher, "start", stale)
     status, receipt = verified(folder("llama"))
     assert status == EXIT_DIFFERS and receipt["wrong_bytes"]
     assert receipt["difference"].startswith("call ") and "layers" in receipt["difference"]

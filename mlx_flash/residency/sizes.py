@@ -170,6 +170,11 @@ class ModelSizes:
         return replace(self, layers=units, resident_bytes=self.resident_bytes + rest, finer=())
 
     @cached_property
+    def sums(self) -> dict[tuple[int, bool], Any]:
+        """Sums of :meth:`Task.streamed`, which tasks with the same model ask for again."""
+        return {}
+
+    @cached_property
     def cuts(self) -> tuple[ModelSizes, ...]:
         """The model with whole layers, then with smaller and smaller units in their place."""
         return self, *map(self.cut, self.finer)

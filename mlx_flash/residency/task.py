@@ -81,9 +81,9 @@ class Task:
     def streamed(self, target: int, whole_layers: bool) -> Streamed:
         """Return sums for a number of bytes spread over the layers."""
         key = target, whole_layers
-        found: Streamed | None = self._kept.get(key)
+        found: Streamed | None = self.sizes.sums.get(key)
         if found is None:
-            found = self._kept[key] = add_up(choose(self.sizes.layers, target, whole_layers))
+            found = self.sizes.sums[key] = add_up(choose(self.sizes.layers, target, whole_layers))
         return found
 
     def tiled(self, units: Sequence[UnitSize]) -> Task:

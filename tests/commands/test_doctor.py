@@ -108,6 +108,10 @@ def test_table_goes_from_the_least_budget_to_the_first_that_reads_nothing() -> N
     assert all(later <= earlier * 1.01 for earlier, later in pairwise(speeds))
     contexts = [row.longest_context for row in rows]
     assert contexts == sorted(contexts)
+    small = make_machine(total_memory=minimum_of(sizes, FIXED, machine) + 200_000_000)
+    rows = list(table_of_budgets(sizes, FIXED, small))
+    assert rows and all(row.plan.budget_bytes <= small.total_memory for row in rows)  # none is larger than the machine
+    assert rows[-1].plan.read_bytes > 0
 
 
 def test_longest_context_fits_and_the_next_one_does_not() -> None:
@@ -117,14 +121,6 @@ def test_longest_context_fits_and_the_next_one_does_not() -> None:
     make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=row.longest_context), machine)
     with pytest.raises(BudgetError):
         make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=2 * row.longest_context), machine)
-
-
-def test_no_budget_is_larger_than_the_machine() -> None:
-    sizes = make_model()
-    small = make_machine(total_memory=minimum_of(sizes, FIXED, make_machine()) + 200_000_000)
-    rows = list(table_of_budgets(sizes, FIXED, small))
-    assert rows and all(row.plan.budget_bytes <= small.total_memory for row in rows)
-    assert rows[-1].plan.read_bytes > 0
 
 
 # --- disks

@@ -224,6 +224,10 @@ def test_what_is_not_ours_is_left_alone() -> None:
         assert find() == [] and path.exists(), text[:80]
 
 
+def test_numbers_of_others_are_checked() -> None:
+    assert [telemetry.checked(value) for value in (0, 0.5, -1, 1e18, True, "1")] == [0, 0.5, None, None, None, None]
+
+
 def test_other_names_and_kinds_of_files_are_left_alone() -> None:
     fifo, folder, link = (write("") for _ in range(3))
     base = fifo.parent.parent

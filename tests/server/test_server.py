@@ -267,6 +267,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"content": "hi"}]}, "messages.0.role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     (CHAT, part(type="image_url", image_url={"url": "data:"}), "messages.0.content.0.image_url.url"),
+    (CHAT, part(type="image_url", image_url=None), "messages.0.content.0"),
     (CHAT, part(type="input_audio"), "messages.0.content.0.type"),
     *(
         (CHAT, {"messages": messages(), "chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}")

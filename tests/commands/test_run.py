@@ -138,6 +138,7 @@ def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_no
         pieces.close()
         assert [message["content"] for message in conversation.messages] == ["Tell me about the sea", begun]
         (answer,) = ["".join(conversation.answer("Go on"))]
+        assert 0 < conversation.num_new_tokens < conversation.num_cached / 2  # most of the prompt is not computed again
         assert answer == expected_answer(described, conversation.messages[:-1], 12)
         conversation.clear()
         assert conversation.messages == []

@@ -12,7 +12,7 @@ from mlx_flash.residency.plan import ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, spread
 from mlx_flash.residency.sizes import UnitSize
 from mlx_flash.residency.task import Reserve, Task
-from mlx_flash.residency.timing import num_tiles, pool_of, with_times
+from mlx_flash.residency.timing import pool_of, with_times
 
 MAX_TILES = 60
 """Each tile is waited for."""
@@ -115,7 +115,7 @@ class Candidate:
         is_exact = self.task.machine.exact_tiles
         slot_bytes = _slot_bytes(largest_layer, heads, self.tile_bytes or 0, is_exact=is_exact)
         rows = [tile_rows(head.num_rows or 0, head.row_bytes, slot_bytes) for head in heads]
-        in_heads = sum([num_tiles(head.num_rows or 0, each) for head, each in zip(heads, rows, strict=True)])
+        in_heads = sum([-(-(head.num_rows or 0) // each) for head, each in zip(heads, rows, strict=True)])
         return heads, rows, in_heads, slot_bytes
 
     @property

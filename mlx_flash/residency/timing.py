@@ -57,7 +57,7 @@ def _steps(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> list[tu
         steps.append((nbytes / disk, seconds))
     for head in sizes.all_heads:
         if head.name in tiles:
-            count = num_tiles(head.num_rows or 0, tiles[head.name])
+            count = -(-(head.num_rows or 0) // tiles[head.name])
             steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
         else:
             steps.append((0.0, head.nbytes / kept))
@@ -102,11 +102,6 @@ def simulate(
             turn += 1
         ends.append(now)
     return (ends[-1] - ends[-3]) / 2
-
-
-def num_tiles(num_rows: int, rows: int) -> int:
-    """Return the tiles of a head of so many rows, with ``rows`` each."""
-    return -(-num_rows // rows)
 
 
 def _prompt_seconds(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> float:

@@ -90,21 +90,31 @@ _here = _Here()
 
 
 class _EngineThread(threading.Thread):
-    """The thread. It stays until the process ends: models come and go, and MLX never frees what a thread had."""
+    """The thread. It stays until the process ends: models come and go, and MLX never frees what a thread had.
+
+    Attributes:
+        calls: the work that waits.
+        call: the work under way.
+        has_ended: it takes no more work. (Of ``is_alive`` Python 3.11 makes False for good, if an interrupt ends it.)
+    """
 
     def __init__(self) -> None:
         super().__init__(name=f"{THREAD_PREFIX}-engine", daemon=True)
         self.calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self.call: _Call[object] | None = None
+        self.has_ended = False
 
     def run(self) -> None:
         """Do the work of callers, one after another."""
-        with LoadingStreams().in_force():  # what is left to be computed may be computed by any thread
-            while (call := self.calls.get()) is not None:
-                _here.call = self.call = call
-                call.run()
-                _here.call = self.call = None
-                del call  # its result belongs to its caller
+        try:
+            with LoadingStreams().in_force():  # what is left to be computed may be computed by any thread
+                while (call := self.calls.get()) is not None:
+                    _here.call = self.call = call
+                    call.run()
+                    _here.call = self.call = None
+                    del call  # its result belongs to its caller
+        finally:
+            self.has_ended = True
 
     def end(self) -> None:
         """End it, and a pass that nobody waits for any more, before Python ends."""
@@ -136,7 +146,11 @@ def _thread() -> _EngineThread:
         with _starting:
             if not _threads:
                 thread = _EngineThread()
-                thread.start()
+                try:
+                    thread.start()
+                except BaseException:  # it may have started before an interrupt came
+                    thread.calls.put(None)
+                    raise
                 atexit.register(_end, os.getpid(), thread)
                 _threads.append(thread)
     return _threads[0]
@@ -162,7 +176,7 @@ def run(work: Callable[[], T]) -> T:
         return work()
     call = _Call(work)
     thread = _thread()
-    if thread.is_alive():
+    if not thread.has_ended:
         thread.calls.put(call)  # type: ignore[arg-type]
     else:  # Python ends: what a program does then is done here
         _here.call = call  # type: ignore[assignment]

@@ -240,6 +240,7 @@ class Watcher:
 
     Attributes:
         reading: the last look; None before the first one.
+        is_alive: False once the last model was closed.
     """
 
     def __init__(
@@ -250,17 +251,13 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reading: MemoryReading | None = None
+        self.is_alive = True
         self._manager = manager
         self._read = read
         self._held = held
         self._clock = clock
         self._tide: Tide | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-flash-watcher", daemon=True)
-
-    @property
-    def is_alive(self) -> bool:
-        """True until the last model was closed."""
-        return self._thread.is_alive()
 
     def start(self) -> None:
         """Start the thread."""
@@ -278,12 +275,15 @@ class Watcher:
         self._tide = self._tide.at(self._manager.budget_bytes)
 
     def _run(self) -> None:
-        while self._manager.budget_bytes:
-            try:
-                self.look()
-            except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago
-                _log.warning("the budget was not changed: %s", error)
-            time.sleep(INTERVAL_SECONDS)
+        try:
+            while self._manager.budget_bytes:
+                try:
+                    self.look()
+                except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago
+                    _log.warning("the budget was not changed: %s", error)
+                time.sleep(INTERVAL_SECONDS)
+        finally:
+            self.is_alive = False
 
 
 _OF_PROCESS = ModelManager()

@@ -83,7 +83,7 @@ class EngineRoom:
     @property
     def is_alive(self) -> bool:
         """True if requests are answered."""
-        return self._thread.is_alive() and not self._is_stopping and not self._is_closed
+        return self._native_id is not None and not self._is_stopping and not self._is_closed
 
     @property
     def is_ready(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -82,6 +83,33 @@ def test_work_is_done_in_one_thread_in_the_order_of_callers() -> None:
         thread.join()
     assert sorted(found) == sorted(done) == [*range(20)]
     assert names == {"mlx-flash-engine"}
+
+
+def test_an_interrupt_at_any_line_leaves_the_thread_alone() -> None:
+    """Also in the lines of Python's own modules: an interrupted `is_alive` made Python 3.11 take it for stopped."""
+    thread = run(threading.current_thread)
+    for at in range(1, 100):
+        left = at
+
+        def strike(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal left
+            left -= event == "line"
+            if left == 0:
+                sys.settrace(None)
+                raise Struck
+            return strike
+
+        sys.settrace(strike)
+        try:
+            run(lambda: None)
+        except Struck:
+            pass
+        finally:
+            sys.settrace(None)
+        assert run(threading.current_thread) is thread, at
+        if left > 0:
+            break
+    assert at > 10 and left > 0
 
 
 def test_an_interrupt_comes_after_the_work_was_undone() -> None:

@@ -120,8 +120,11 @@ class _EngineThread(threading.Thread):
         """End it, and a pass that nobody waits for any more, before Python ends."""
         if (call := self.call) is not None:
             call.is_to_end = True
-        self.calls.put(None)
-        self.join()
+        try:
+            self.calls.put(None)
+            self.join()
+        finally:
+            self.has_ended = True  # after an interrupt, too: a caller would wait behind the end for ever
         wait_for_end_of_thread(self.native_id)
 
 
@@ -148,11 +151,12 @@ def _thread() -> _EngineThread:
                 thread = _EngineThread()
                 try:
                     thread.start()
+                    atexit.register(_end, os.getpid(), thread)
+                    _threads.append(thread)
                 except BaseException:  # it may have started before an interrupt came
-                    thread.calls.put(None)
+                    if not _threads:
+                        thread.calls.put(None)
                     raise
-                atexit.register(_end, os.getpid(), thread)
-                _threads.append(thread)
     return _threads[0]
 
 

@@ -17,10 +17,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from interrupt_points import Tracer
 from mlx_flash import enginethread, load_model
 from mlx_flash.enginethread import CallEndedError, check, run, tell, whole
 from models import LLAMA, same_bits, save, stock
 from streamed import config
+from waiting import eventually
 
 
 class Struck(Exception):
@@ -110,6 +112,29 @@ def test_an_interrupt_at_any_line_leaves_the_thread_alone() -> None:
         if left > 0:
             break
     assert at > 10 and left > 0
+
+
+def test_an_interrupt_of_its_start_leaves_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, threads = list[threading.Thread](), list[Any]()
+
+    class Noted(enginethread._EngineThread):
+        def run(self) -> None:
+            started.append(self)
+            while self.calls.get() is not None:
+                pass
+
+    monkeypatch.setattr(enginethread, "_EngineThread", Noted)
+    monkeypatch.setattr(enginethread, "_threads", threads)
+    monkeypatch.setattr(enginethread.atexit, "register", lambda *_: None)
+    for number in range(100):
+        is_struck = Tracer(number, ("enginethread.py",)).strike(enginethread._thread)
+        for thread in threads:
+            thread.end()
+        threads.clear()
+        eventually(lambda: not any(thread.is_alive() for thread in started))
+        if not is_struck:
+            break
+    assert len(started) > 3 and not is_struck
 
 
 def test_an_interrupt_comes_after_the_work_was_undone() -> None:
@@ -213,6 +238,36 @@ def test_a_program_that_uses_the_thread_as_it_ends() -> None:
     late = "import atexit, mlx_flash.enginethread as e; atexit.register(lambda: print(e.run(lambda: e.run(e.check))))"
     found = subprocess.run([sys.executable, "-c", late + PROGRAM], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (0, "True\n", "")
+
+
+def test_a_program_that_is_interrupted_as_it_ends() -> None:
+    """It waits for the end of a pass. What it does with the thread then is done, too."""
+    late = """
+import atexit, mlx_flash.enginethread as e
+atexit.register(lambda: print(e.run(e.check)))
+"""
+    interrupted = """
+begun, struck = threading.Event(), threading.Event()
+
+def work():
+    with whole():
+        begun.set()
+        struck.wait()
+        time.sleep(0.2)
+
+def interrupt(*_):
+    struck.set()
+    raise KeyboardInterrupt
+
+threading.Thread(target=lambda: run(work), daemon=True).start()
+begun.wait()
+signal.signal(signal.SIGALRM, interrupt)
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0.2)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", late + PROGRAM + interrupted], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stdout) == (0, "True\n") and "KeyboardInterrupt" in found.stderr
 
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:

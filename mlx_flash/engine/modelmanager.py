@@ -240,7 +240,6 @@ class Watcher:
 
     Attributes:
         reading: the last look; None before the first one.
-        is_alive: False once the last model was closed.
     """
 
     def __init__(
@@ -251,13 +250,18 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reading: MemoryReading | None = None
-        self.is_alive = True
         self._manager = manager
         self._read = read
         self._held = held
         self._clock = clock
         self._tide: Tide | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-flash-watcher", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the last model was closed; not in a forked child, which has no such thread."""
+        # not the thread's own `is_alive`, of which Python 3.11 makes False for good if an interrupt ends it
+        return self._thread in threading.enumerate()
 
     def start(self) -> None:
         """Start the thread."""
@@ -275,15 +279,12 @@ class Watcher:
         self._tide = self._tide.at(self._manager.budget_bytes)
 
     def _run(self) -> None:
-        try:
-            while self._manager.budget_bytes:
-                try:
-                    self.look()
-                except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago
-                    _log.warning("the budget was not changed: %s", error)
-                time.sleep(INTERVAL_SECONDS)
-        finally:
-            self.is_alive = False
+        while self._manager.budget_bytes:
+            try:
+                self.look()
+            except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago
+                _log.warning("the budget was not changed: %s", error)
+            time.sleep(INTERVAL_SECONDS)
 
 
 _OF_PROCESS = ModelManager()

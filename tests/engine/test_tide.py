@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
+import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash import telemetry as facts
 from mlx_flash.engine.modelmanager import ModelManager, Watcher
@@ -187,6 +188,31 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
         assert told["is_auto"] and told["bytes"] == manager.budget_bytes
         assert told["changes"][-1]["before"] == 10 * GB and told["changes"][-1]["reason"] == "others need memory"
     wait_until(lambda: manager._watcher is not None and not manager._watcher.is_alive)
+
+
+WATCHED_IN_A_CHILD = """
+import os
+from mlx_flash.engine.modelmanager import ModelManager, Watcher
+
+class Manager(ModelManager):
+    budget_bytes = 1
+
+Watcher.look = lambda watcher: None
+manager = Manager()
+manager.watch()
+before = manager._watcher
+child = os.fork()
+manager.watch()
+print(manager._watcher is before, manager._watcher.is_alive, flush=True)
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_child_has_a_watcher_of_its_own() -> None:
+    found = children.run("-c", WATCHED_IN_A_CHILD)
+    assert sorted(found.stdout.splitlines()) == [b"False True", b"True True"], found.stderr
 
 
 def test_the_monitor_shows_the_last_change() -> None:

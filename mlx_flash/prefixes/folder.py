@@ -446,12 +446,13 @@ def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, spared
 
     The ``spared`` page stays. A page counts as used whenever a page that follows it was used.
     """
-    for page in reversed(pages.values()):
+    followers_first = [*reversed(pages.values())]
+    for page in followers_first:
         if parent := pages.get(page.key.parent):
             parent.last_used = max(parent.last_used, page.last_used)
     num_children = Counter(page.key.parent for page in pages.values())
     freed = 0
-    for page in sorted(pages.values(), key=lambda page: (page.last_used, -page.key.number)):
+    for page in sorted(followers_first, key=lambda page: page.last_used):
         key = page.key
         if freed >= excess:
             break

@@ -42,8 +42,10 @@ from mlx_flash.prefixes.folder import (
     _LENGTHS,
     MAGIC,
     Blob,
+    CachedPage,
     EncodedPage,
     PageFile,
+    PageFolder,
     clear_prefixes,
     list_prefixes,
     path_of,
@@ -467,6 +469,29 @@ def test_pages_of_an_earlier_version_are_found(
         store = opened()
         assert found(store, TOKENS) == 6 and store.put(TOKENS, 0, blobs(TOKENS[:STEP]))
     assert not caplog.records
+
+
+def test_states_of_an_earlier_version_are_evicted_before_the_pages_that_they_follow(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had the number of the page at whose end they were."""
+    store = opened(limit_bytes=3 * PAGE_BYTES)
+    put(store, TOKENS[: 2 * STEP])
+    with monkeypatch.context() as patch:
+        patch.setattr(page_folder, "asdict", lambda key: {**asdict(key), "kind": "state", "number": 1})
+        put(store, TOKENS[: 3 * STEP], [2])
+    look = PageFolder.look
+
+    def look_in_order(folder: PageFolder) -> tuple[dict[str, CachedPage], list[str]]:
+        """As in a folder that lists a page before its states: the others have lost them already."""
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", lambda path: sorted(scandir(path), key=lambda file: file.stat().st_mtime_ns))
+            return look(folder)
+
+    scandir = os.scandir
+    monkeypatch.setattr(PageFolder, "look", look_in_order)
+    assert put(store, [1] * STEP, nbytes=5000) == [True]  # which takes the room of two
+    assert found(store, TOKENS) == 1 and store.find([1] * STEP).num_tokens == STEP
 
 
 def test_lock_that_breaks_later_ends_storing_only(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:

@@ -147,11 +147,9 @@ class KVLedger:
 
     def slots_needed(self, *, more: bool) -> int:
         """Return the bytes of all slots, for the largest layer on disk, with or without the tokens that come."""
-        kinds, is_tight = (
-            [kind for kind in self.kinds if kind.layer.is_on_disk],
-            self.commits_lazily or self.num_slots == 1,
-        )
+        kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
         sizes = {(kind.layer.token_bytes, kind.layer.length + (kind.longer if more else 0)) for kind in kinds}
+        is_tight = self.commits_lazily or self.num_slots == 1
         return self.num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
 
     def way(self, limit: int) -> Way:

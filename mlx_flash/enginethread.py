@@ -174,7 +174,7 @@ def run(work: Callable[[], T]) -> T:
 
     Raises:
         BaseException: what the work raises; or what a signal handler, or a function that was told, raised here. Then
-            the work has ended.
+            the work has ended. After an interrupt before this waits, or a second one, it ends without its caller.
     """
     if _here.call is not None:
         return work()

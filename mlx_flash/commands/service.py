@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import plistlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ def service(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash service``: do something with the service, and return the status of the system's command.
 
     Raises:
-        ConfigError: it is not installed, or the system has no such services.
+        ConfigError: it is not installed, or the system has no such services. Nothing is written then.
     """
     if args.arguments and args.action != "install":
         raise ConfigError(f"service {args.action} takes no flags of serve: {' '.join(args.arguments)}")
@@ -56,30 +57,25 @@ def service(args: argparse.Namespace, out: TextIO) -> int:
     command = [sys.executable, "-m", "mlx_flash", "serve", *args.arguments]
     make = agent if sys.platform == "darwin" else unit
     found = make(command, Path.cwd(), dict(_environment(os.environ)))
+    if shutil.which(program := found.install[0][0]) is None:
+        raise ConfigError(f"{program} is not on this machine: services need systemd or launchd. Hint: mlx-flash serve")
     if args.action == "install":
         for each in found.remove if found.file.exists() else ():
-            _run(each)
+            subprocess.run(each, check=False)
         make_private(found.file.parent)
         write_atomically(found.file, found.text)
         print(f"wrote {found.file}", file=out, flush=True)
+        if secrets := SECRETS & os.environ.keys():
+            note(f"the service does not get {', '.join(sorted(secrets))}. Hint: --api-key-file FILE; hf auth login")
         if sys.platform != "darwin":
             note("it ends when you log out. Hint: loginctl enable-linger keeps your services")
     elif not found.file.exists():
         raise ConfigError(f"there is no {found.file}. Hint: mlx-flash service install --model MODEL")
-    status = max([_run(each) for each in getattr(found, args.action)])
+    status = max([subprocess.run(each, check=False).returncode for each in getattr(found, args.action)])
     if args.action == "remove":
         found.file.unlink()
         print(f"removed {found.file}", file=out)
     return status
-
-
-def _run(command: Command) -> int:
-    try:
-        return subprocess.run(command, check=False).returncode
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{command[0]} is not on this machine: services need systemd or launchd. Hint: mlx-flash serve"
-        ) from error
 
 
 def _environment(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -49,18 +49,23 @@ def test_install_status_logs_remove(
 
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(module.shutil, "which", lambda program: None)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("MLX_FLASH_API_KEY", "secret")
     monkeypatch.setenv("MLX_FLASH_IO", "direct")
     file = tmp_path / "systemd" / "user" / "mlx-flash.service"
-    assert cli.main(["service", "logs"]) == 1 and "Hint: mlx-flash service install" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["service", "install", "--modle", "x"])
+    assert cli.main(["service", "install"]) == 1 and "systemctl is not on this machine" in capsys.readouterr().err
     assert not file.exists() and not asked
+    monkeypatch.setattr(module.shutil, "which", lambda program: program)
+    assert cli.main(["service", "logs"]) == 1 and "Hint: mlx-flash service install" in capsys.readouterr().err
     assert cli.main(["service", "install", "--model", "qwen3-30b-a3b", "--port", "8081"]) == 0
     text = file.read_text()
     assert '"serve" "--model" "qwen3-30b-a3b" "--port" "8081"' in text and "MLX_FLASH_IO=direct" in text
-    assert "secret" not in text and f"wrote {file}" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "secret" not in text and f"wrote {file}" in told.out
+    assert "the service does not get MLX_FLASH_API_KEY. Hint: --api-key-file FILE" in told.err
     assert cli.main(["service", "status"]) == 3 and cli.main(["service", "logs"]) == 0
     assert cli.main(["service", "status", "--port", "1"]) == 1
     assert cli.main(["service", "remove"]) == 0 and not file.exists()

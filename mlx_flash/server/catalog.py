@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
+from mlx_flash.layout.names import repository_of
 from mlx_flash.modelfile.conversation import first_messages
 from mlx_flash.modelfile.parse import Modelfile, named_models, recent_tokens
 from mlx_flash.server.sampling import Defaults
@@ -59,7 +60,7 @@ class Source:
 
 class Catalog:
     """The models that requests can name: those of the command line, folders, those that ``mlx-flash create`` named, and
-    Hugging Face's cache folder.
+    Hugging Face's cache folder, also by short names.
 
     Args:
         sources: those with names; the first one is the default.
@@ -146,6 +147,12 @@ class Catalog:
                 return self._describe(name, path)
             except ConfigError as error:
                 raise RefusedError(str(error), 400, "model") from error
+        try:
+            base = repository_of(name)
+        except ConfigError as error:
+            raise RefusedError(str(error), 400, "model") from error
+        if base != name and _is_model(base):
+            return replace(self._other, name=name, base=base)
         if name.endswith(LATEST):
             return self._find(name.removesuffix(LATEST))
         names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))

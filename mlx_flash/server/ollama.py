@@ -31,6 +31,7 @@ from starlette.routing import BaseRoute, Route
 from mlx_flash import __version__
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
 from mlx_flash.layout.download import is_downloaded
+from mlx_flash.layout.names import repository_of
 from mlx_flash.modelfile.parse import (
     Modelfile,
     create_model,
@@ -729,7 +730,7 @@ def _settings_of(catalog: Catalog, name: str) -> Modelfile:
     except RefusedError as error:
         if error.status != 404:
             raise
-        return Modelfile(path=Path(), base=name.removesuffix(LATEST))
+        return Modelfile(path=Path(), base=repository_of(name.removesuffix(LATEST)))
 
 
 def _wished(catalog: Catalog, body: CreateRequest) -> Modelfile:

@@ -160,6 +160,8 @@ def test_a_model_that_cannot_be_reached(client: Any) -> None:
 
 
 def test_a_model_is_pulled(client: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models_folder().mkdir(parents=True)
+    (models_folder().parent / "config.toml").write_text('[models]\nmine = "some/model"\n')
     with serving(folder) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -172,8 +174,12 @@ def test_a_model_is_pulled(client: Any, folder: Path, monkeypatch: pytest.Monkey
         assert len(digests) == 1 and all(digests)
         Hub.requests = []
         assert [part.status for part in client.pull("some/model", stream=True)] == ["success"] and not Hub.requests
-        with saying("Aye."):
-            assert client.chat("some/model", HELLO).message.content == "Aye."
+        assert client.pull("mine").status == "success" and not Hub.requests
+        for name in ("some/model", "mine:latest"):
+            with saying("Aye."):
+                assert client.chat(name, HELLO).message.content == "Aye."
+        assert client.create("lake", from_="mine").status == "success"
+        assert read_modelfile(named_models()["lake"]).base == "some/model"
 
 
 def test_a_client_that_leaves_ends_its_download(client: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
 from batches import Tokens, alone, by_generator, check_equal
@@ -334,6 +334,22 @@ def test_a_row_ends_within_its_guesses(
         assert [answer.token for answer in answers] == wanted[:end] and answers[-1].uid == uid
         assert answers[-1].all_tokens == [*PROMPTS[0], *wanted[: end - 1]]
         assert {entry.offset for entry in answers[-1].prompt_cache} == {len(PROMPTS[0]) + end - 1}
+
+
+def test_sequences_that_draw_random_numbers_do_not_guess(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which number a sequence draws would depend on the guesses of others that are right."""
+    by_oracles(monkeypatch, expected_of(directories("llama")))
+    found = []
+    for _ in range(2):
+        mx.random.seed(5)
+        with streamed_whole(directories("llama")) as model:
+            generator = RowGenerator(with_room(model), prefill_step_size=STEP, sampler=make_sampler(temp=0.9))
+            texts = by_generator(generator, generator.insert(PROMPTS, max_tokens=LENGTHS))
+            assert model.counters.num_guessed == 0
+        found.append([[token for token, _ in tokens] for tokens in texts])
+    assert found[0] == found[1]
 
 
 def test_a_guess_without_room_is_computed_without(

@@ -15,7 +15,7 @@ import psutil
 
 from mlx_flash.commands.common import emit, labelled
 from mlx_flash.errors import ConfigError
-from mlx_flash.layout.names import repository_of
+from mlx_flash.modelfile.parse import find_modelfile
 from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.words import counted, duration, filled, model_name, printable
 from mlx_flash.telemetry import Json, Published, budget_of, find
@@ -45,7 +45,7 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
     Raises:
         ConfigError: not exactly one running process is meant, or it does not end in time.
     """
-    engine = choose(repository_of(args.model), find())
+    engine = choose(published_name(args.model), find())
     name = _describe(engine)
     os.kill(engine.pid, signal.SIGTERM)
     deadline = time.monotonic() + args.timeout
@@ -59,6 +59,14 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
     if not args.quiet:
         print(f"stopped process {name}", file=out)
     return 0
+
+
+def published_name(model: str) -> str:
+    """Return the name that engines publish for a model of the command line; the number of a process as it is."""
+    if model.isdecimal():
+        return model
+    base = find_modelfile(model).base
+    return Path(base).name if Path(base).is_dir() else base
 
 
 def choose(wanted: str, engines: Sequence[Published]) -> Published:

@@ -27,7 +27,7 @@ from mlx_flash.commands.common import (
     print_rich,
     prompt_text,
 )
-from mlx_flash.commands.models import model_of
+from mlx_flash.commands.models import ask_to_download, fetched, model_of
 from mlx_flash.commands.report import Recorder, follow, make_report, render_run
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
@@ -39,6 +39,7 @@ from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import template_explained
+from mlx_flash.modelfile.parse import find_modelfile
 from mlx_flash.ranks import launched_group, rank_output, read_on_rank_0
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, step_in_words
 
@@ -54,6 +55,10 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     if is_vision(args, path, prefers=False):
         run, step, interrupted = generate_with_pictures(args, path, out)
         return end(args, run, step, interrupted, out)
+    if args.draft_model is not None:
+        args.draft_model = find_modelfile(args.draft_model).base
+        ask_to_download(args.draft_model, args)
+        fetched(args.draft_model)
     group = launched_group()
     if group is not None:
         out = rank_output(group, out)

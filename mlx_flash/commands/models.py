@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
 
-from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich.console import RenderableType
@@ -32,7 +32,7 @@ from mlx_flash.files import PARTIAL_SUFFIX, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
-from mlx_flash.layout.download import download, missing_bytes
+from mlx_flash.layout.download import download, is_downloaded, missing_bytes
 from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
@@ -62,11 +62,10 @@ _ERRORS: tuple[type[Exception], ...] = (*NOT_FOUND_ERRORS, NotASafetensorsRepoEr
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a model is neither a folder nor in the cache of Hugging Face."""
+    """Return whether a model is neither a folder nor, with all its files, in the cache of Hugging Face."""
     if Path(name).exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return False
-    config = try_to_load_from_cache(name, "config.json")
-    return not isinstance(config, str) or not any(Path(config).parent.glob(_SHARDS))
+    return not is_downloaded(name)
 
 
 @contextmanager

@@ -699,7 +699,8 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
 def _names_model(word: str) -> bool:
     """Return True for a folder, a name, and for the form of a repository or of a name of Ollama."""
     is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", repository_of(word)) is not None
-    return Path(word).is_dir() or word in named_models() or is_repository or is_ollama_name(word)
+    is_folder = os.path.isdir(word)  # noqa: PTH112 - a prompt too long for a file is no error
+    return is_folder or word in named_models() or is_repository or is_ollama_name(word)
 
 
 @contextmanager

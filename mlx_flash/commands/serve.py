@@ -14,7 +14,7 @@ from mlx_flash.commands.common import make_config, note, note_lines
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.layout.names import repository_of
-from mlx_flash.modelfile.parse import Modelfile, named_models, read_modelfile
+from mlx_flash.modelfile.parse import Modelfile, find_modelfile, named_models, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks import launched_group
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, step_in_words
@@ -60,7 +60,8 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         describe(name, base) if base in modelfiles else replace(other, name=name, base=base) for name, base in models
     ]
     if sources:
-        sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
+        draft = None if args.draft_model is None else find_modelfile(args.draft_model).base
+        sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=draft)
     catalog = Catalog(sources, other, image_folder=folder, describe=describe, any_name=args.any_model_name)
     return serve_catalog(catalog, _batch_options(args), args, args.allowed_origins, is_strict=args.strict)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 
 from mlx_flash.config import own_names
 
@@ -52,7 +52,7 @@ def repository_of(name: str) -> str:
     Raises:
         ConfigError: the user's names cannot be read.
     """
-    if "/" in name or Path(name).exists():
+    if "/" in name or os.path.exists(name):  # noqa: PTH110 - a text too long for a file is no error
         return name
     known = known_models().get(name.lower())
     return own_names().get(name) or (name if known is None else known.repository)

@@ -202,20 +202,25 @@ def parse_parameter(name: str, text: str) -> int | float | None:
 
 def parse_base(value: str, folder: Path) -> str:
     """Return the model of FROM: a directory that exists, or else a Hugging Face repository."""
-    is_path = value in (".", "..", "~") or value.startswith(("/", "./", "../", "~/"))
     if value.lower().endswith(".gguf"):
         raise ConfigError(
             f"FROM is {value!r}: GGUF files are not read. Hint: name a model of mlx-community on Hugging Face"
         )
-    if is_path or _path(value, folder).is_dir():
+    if _is_path(value) or _path(value, folder).is_dir():
         return str(parse_directory(value, folder))
     repository = repository_of(re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", value))
+    if _is_path(repository):  # of a name of the user's own
+        return str(parse_directory(repository, folder))
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository, re.ASCII):
         raise ConfigError(
             f"FROM is {value!r}: it is neither a directory nor a Hugging Face repository such as "
             "mlx-community/Llama-3.2-3B-Instruct-4bit"
         )
     return repository
+
+
+def _is_path(value: str) -> bool:
+    return value in (".", "..", "~") or value.startswith(("/", "./", "../", "~/"))
 
 
 def parse_directory(value: str, folder: Path) -> Path:

@@ -80,6 +80,10 @@ def test_a_download_that_failed_goes_on_with_the_shards_that_are_missing(
     assert told.splitlines()[-1].endswith("Hint: the same command goes on, and keeps every file that is complete.")
     assert (first, None) in Hub.requests
     Hub.broken, Hub.requests = None, []
+    done = command(hub, "generate", "some/model")  # which is here in part
+    assert done.returncode == 1 and b"some/model is not on this machine. Download " in done.stderr, done.stderr
+    assert all(part for _, part in Hub.requests)  # headers
+    Hub.requests = []
     done = command(hub, "pull", "some/model", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -189,6 +193,14 @@ def test_a_folder_comes_before_a_name(own_config: Path, tmp_path: Path, monkeypa
     assert find_modelfile("mine").base == "mine"
 
 
+def test_an_own_name_may_be_of_a_folder(own_config: Path) -> None:
+    own_config.parent.mkdir(parents=True)
+    (own_config.parent / "config.toml").write_text(f'[models]\nmine = "{DRAFT}"\nlost = "/lost/model"\n')
+    assert find_modelfile("mine").base == parse_modelfile("FROM mine", "Modelfile").base == str(DRAFT)
+    with pytest.raises(ConfigError, match="'/lost/model' is not there"):
+        parse_modelfile("FROM lost", "Modelfile")
+
+
 def contents(modelfile: Modelfile) -> list[Any]:
     return [getattr(modelfile, name) for name in Modelfile.__slots__ if name not in ("path", "notes")]
 
@@ -230,7 +242,8 @@ def test_a_download_is_asked_for(hub: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mlx-flash").mkdir()
     (tmp_path / "mlx-flash" / "config.toml").write_text('[models]\nmine = "some/model"\n')
     env = {**hub, "XDG_CONFIG_HOME": str(tmp_path)}
-    for words in (("run", "mine", "Hello"), ("generate", "mine"), ("pack", "mine", tmp_path / "packed")):
+    asking: list[tuple[object, ...]] = [("run", "mine", "Hello"), ("generate", DRAFT, "--draft-model", "mine")]
+    for words in (*asking, ("generate", "mine"), ("pack", "mine", tmp_path / "packed")):
         done = command(env, *words)
         told = done.stderr.decode()
         assert done.returncode == 1 and not done.stdout and all(part for _, part in Hub.requests), told  # headers
@@ -278,6 +291,8 @@ def test_commands_take_names_of_modelfiles(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "packed" / "config.json").exists()
     assert cli.main(["run", "qwen3-30b-a3"]) == 1
     assert "Did you mean 'qwen3-30b-a3b'?" in capsys.readouterr().err
+    assert cli.main(["run", "a long prompt " * 30]) == 1
+    assert "neither a model nor ./Modelfile" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_config")

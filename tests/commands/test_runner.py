@@ -20,10 +20,11 @@ from mlx_flash import cli, telemetry
 from mlx_flash.commands import dispatch, engines
 from mlx_flash.commands import models as modellist
 from mlx_flash.commands.arguments import COMMANDS
-from mlx_flash.commands.engines import choose
+from mlx_flash.commands.engines import choose, published_name
 from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
+from mlx_flash.modelfile.parse import create_model, parse_modelfile
 from models import make_random_model
 from waiting import eventually
 
@@ -146,6 +147,17 @@ def test_stop_names_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("c", shown)
     with pytest.raises(SystemExit):
         cli.main(["stop"])  # nothing is stopped that was not named
+
+
+def test_stop_takes_folders_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    create_model("mine", parse_modelfile(f"FROM {folder}", "Modelfile"))
+    assert {published_name(word) for word in (f"{folder}/", "mine", "tiny")} == {"tiny"}
+    assert published_name("qwen3-8b") == published_name("mlx-community/Qwen3-8B-4bit") == "mlx-community/Qwen3-8B-4bit"
+    (tmp_path / "config" / "mlx-flash" / "config.toml").write_text("wrong")
+    assert published_name("4321") == "4321"
 
 
 def test_programs_have_names() -> None:

@@ -12,7 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -216,7 +216,8 @@ class GeneratedSequence:
             return []
         before, self._reason = self._reason, self.model.refusal(self.cache)
         if self._reason is None:
-            return self.guesses.take(self.model.times, limit, num_others)
+            guessed, size = self.guesses.take(self.model.times, limit, num_others), self._logprobs.shape[-1]
+            return [*takewhile(lambda token: token < size, guessed)]  # a draft model may have more tokens
         if self._reason != before:
             _log.info("no tokens are guessed: %s", self._reason)
         return []

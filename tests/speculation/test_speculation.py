@@ -211,6 +211,22 @@ def test_a_draft_model_changes_nothing_but_the_passes(directories: Directories, 
         assert sum(is_drafted for *_, is_drafted in found) == counters.num_right
 
 
+def test_guesses_that_are_no_tokens_of_the_model(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model may have more: their rows of the embedding are memory of others."""
+    expected = by_mlx_lm(directories("llama"))
+    tokens = [token for token, _ in expected]
+    size = expected[0][1].shape[-1]
+    monkeypatch.setattr(
+        "mlx_flash.generation.steps.Lookup",
+        lambda prompt: Oracle([*tokens[:3], size, *tokens[4:9], 10**6, *tokens[10:]]),
+    )
+    with streamed_whole(directories("llama")) as model:
+        check_equal(streamed(with_room(model)), expected)
+        assert model.counters.num_right > 5
+
+
 def test_an_unset_number_of_draft_tokens_is_what_pays(directories: Directories, free_rows: None) -> None:
     expected = by_mlx_lm(directories("llama"))
     with streamed_whole(directories("llama")) as model:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
@@ -41,9 +42,8 @@ from mlx_flash.files import (
 )
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
-from mlx_flash.layout.load import LoadedModel, model_name, reads_explained
+from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name, reads_explained
 from mlx_flash.layout.parts import bind
-from mlx_flash.layout.walk import iter_parameters, named_arrays
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _DTYPES = {
@@ -86,7 +86,7 @@ def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
     Constants that a module makes for itself, such as RoPE frequencies, are private to it and none of them: mlx-lm loads
     weights into what ``parameters()`` names.
     """
-    named = set(map(id, named_arrays(loaded.model).values()))
+    named = {id(array) for _, array in cast(Any, tree_flatten(loaded.model.parameters()))}
     found: dict[int, DerivedParameter] = {}
     for name, container, key, array in iter_parameters(loaded.model):
         if id(array) in loaded.sources or id(array) not in named or not array.nbytes:

@@ -18,7 +18,6 @@ from mlx_flash.experts.pooledstacks import make_pooled
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, is_embedding
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
-from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
@@ -82,7 +81,7 @@ class Engine:
         self.experts: Experts | None = None
         self._heads: list[HeadState] = []
         units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
-        modules = {id(module): module for unit in units for _, module in named_modules(unit.module)}
+        modules = {id(module): module for unit in units for module in unit.module.modules()}
         self._put_back = remember(modules.values())
         self._classes = [(module, type(module)) for module in modules.values()]
         self._bound: list[Parameter] = []

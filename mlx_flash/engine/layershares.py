@@ -7,9 +7,8 @@ from dataclasses import astuple
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError
-from mlx_flash.layout.load import LoadedModel
+from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.units import layers_of
-from mlx_flash.layout.walk import iter_parameters
 from mlx_flash.ranks import Chain, Peers, RankSpeed, follow_files, share_layers
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan

@@ -29,7 +29,6 @@ from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
-from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.buffers import free_unused
 from mlx_flash.memory.footprint import map_large_blocks
 from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
@@ -269,7 +268,7 @@ def _check_folder(path: Path) -> None:
 
 def _check_kernels(model: nn.Module, layout: ModelLayout, path: Path) -> None:
     """Refuse (CheckpointError) a model that MLX cannot compute here. Otherwise the first call would fail half-way."""
-    for name, module in named_modules(model):
+    for name, module in model.named_modules():
         if not has_kernel(module) and id(module) not in layout.trace.widened:
             raise CheckpointError(
                 f"MLX's back end on this machine computes experts in float32 only; {name}.weight of {path} is "

@@ -6,16 +6,17 @@ import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_flash.compat.arrays import num_nodes
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import ConfigError
-from mlx_flash.layout.walk import iter_parameters, named_arrays
+from mlx_flash.layout.load import iter_parameters
 
 _HINT = "Hint: load it with mlx_flash.load(path, config), then change it."
 
@@ -48,7 +49,7 @@ def prepare_loaded(model: nn.Module, config: FlashConfig, path: Path | None) -> 
 
 def _recorded(model: nn.Module) -> dict[str, tuple[Any, mx.Dtype, int]]:
     """Return the shape, the dtype and the number of recorded operations of each parameter."""
-    named = set(map(id, named_arrays(model).values()))
+    named = {id(array) for _, array in cast(Any, tree_flatten(model.parameters()))}
     found = [(name, array) for name, _, _, array in iter_parameters(model) if id(array) in named]
     return {name: (array.shape, array.dtype, num_nodes(array)) for name, array in found}
 

@@ -21,7 +21,6 @@ from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
-from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
 from mlx_flash.storage.prefetcher import Ticket
@@ -106,8 +105,8 @@ class Stage:
     def _full_copy(self, stack: ExpertStack, matrices: Sequence[_Matrix]) -> nn.Module:
         arrays = {(id(p.container), p.key): p.array for p in [*stack.unit.large, *stack.unit.small]}
         copy = clone_tree(stack.unit.module, arrays)
-        by_name = dict(named_modules(copy))
-        for name, module in named_modules(stack.unit.module):
+        by_name = dict(copy.named_modules())
+        for name, module in stack.unit.module.named_modules():
             for matrix in matrices:
                 if matrix.module is module:
                     matrix.module = by_name[name]

@@ -10,7 +10,6 @@ import mlx.nn as nn
 
 from mlx_flash.compat.expertstacks import computes_as_expert_stack
 from mlx_flash.layout.parts import CallTrace, ExpertPlacement, ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place_groups, place_rows
@@ -31,7 +30,7 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
     if not trace.routes:
         return []
     places = {(id(parameter.container), parameter.key): parameter for parameter in parameters}
-    names = {id(module): f"{unit.name}.{name}" for unit in layers for name, module in named_modules(unit.module)}
+    names = {id(module): f"{unit.name}.{name}" for unit in layers for name, module in unit.module.named_modules()}
     large = {id(parameter) for unit in layers for parameter in unit.large}
     order = {key: i for i, key in enumerate(trace.called)}
     stacks = []
@@ -45,14 +44,14 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
         num_experts = _num_experts(unit)
         if num_experts and trace.covers(module, [(id(p.container), p.key) for p in unit.large]):
             router = [places[place] for place in sorted(route.router, key=str) if place in places]
-            is_widened = not trace.widened.keys().isdisjoint([id(child) for _, child in named_modules(module)])
+            is_widened = not trace.widened.keys().isdisjoint([id(child) for _, child in module.named_modules()])
             stack = ExpertStack(unit, num_experts, route.top_k, route.block, route.norm, router, route.gate, is_widened)
             stacks.append(stack)
     return stacks
 
 
 def _places(module: nn.Module) -> list[tuple[int, str]]:
-    return [(id(child), key) for _, child in named_modules(module) for key in child]
+    return [(id(child), key) for _, child in module.named_modules() for key in child]
 
 
 def _num_experts(unit: Unit) -> int:

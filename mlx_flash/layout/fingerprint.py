@@ -13,11 +13,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_flash.compat.arrays import TRAINING_FLAG, memory_of
 from mlx_flash.errors import FileChangedError
 from mlx_flash.layout.load import LoadedModel
-from mlx_flash.layout.walk import named_arrays, named_modules
 from mlx_flash.storage.safetensors import Checkpoint
 
 FORMAT = 1
@@ -88,14 +88,14 @@ class ModelIdentity:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = named_modules(model)
+        self._modules = model.named_modules()
         self._settings = [_settings(module) for _, module in self._modules]
-        self._arrays = named_arrays(model)
+        self._arrays = _arrays(model)
 
     @property
     def is_unchanged(self) -> bool:
         """Return True if modules and arrays are the same objects still, with the same settings."""
-        modules, arrays = named_modules(self._model), named_arrays(self._model)
+        modules, arrays = self._model.named_modules(), _arrays(self._model)
         return (
             [(path, id(module)) for path, module in modules] == [(path, id(module)) for path, module in self._modules]
             and [_settings(module) for _, module in modules] == self._settings
@@ -111,7 +111,7 @@ class ModelIdentity:
         """
         if self.is_unchanged:
             return ""
-        modules, arrays = list(_described(self._model)), named_arrays(self._model)
+        modules, arrays = list(_described(self._model)), _arrays(self._model)
         new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
         # an array of the checkpoint that has another name now counts with its old name
         old = {id(array): name for name, array in self._arrays.items()}
@@ -128,6 +128,10 @@ class ModelIdentity:
         return digest.hexdigest()[:32]
 
 
+def _arrays(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
 def _settings(module: nn.Module) -> tuple[str, str, dict[str, tuple[type, object]]]:
     """Return the class of a module, and its plain settings, each with its type: True is not 1."""
     plain = {key: value for key, value in (*vars(module).items(), *module.items()) if isinstance(value, _PLAIN)}
@@ -141,7 +145,7 @@ def _settings(module: nn.Module) -> tuple[str, str, dict[str, tuple[type, object
 
 def _described(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
     """Path, class, and plain settings of every module."""
-    for path, module in named_modules(model):
+    for path, module in model.named_modules():
         origin, kind, plain = _settings(module)
         settings = sorted((key, repr(value)) for key, (_, value) in plain.items())
         yield path, f"{origin}.{kind}", settings

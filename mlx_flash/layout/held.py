@@ -27,7 +27,6 @@ from mlx_flash.layout.parts import Held, ModelLayout, Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, swap_class
 from mlx_flash.layout.trace import as_it_was, zeros_for
-from mlx_flash.layout.walk import named_modules
 from mlx_flash.storage.measured import Measurements
 
 RESULTS = Measurements("held.json")
@@ -167,7 +166,7 @@ def _try(
 
 def _key(loaded: LoadedModel, layout: ModelLayout) -> str:
     """Return a name for everything that decides what calls hold."""
-    modules = [(name, type(module).__module__, type(module).__name__) for name, module in named_modules(loaded.model)]
+    modules = [(name, type(module).__module__, type(module).__name__) for name, module in loaded.model.named_modules()]
     units = [[unit.name for unit in cut] for cut in (layout.layers, *layout.finer)]
     device = str(mx.default_device())
     text = json.dumps([FORM, loaded.config, modules, units, device, installed("mlx"), installed("mlx-lm")], default=str)

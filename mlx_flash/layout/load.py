@@ -34,7 +34,6 @@ from mlx_flash.errors import (
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.standins import stock_folder
-from mlx_flash.layout.walk import iter_parameters
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
 from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord, absent_shards
@@ -301,3 +300,24 @@ def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.
         {"sanitize": sanitize, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__},
     )
     return recording
+
+
+def iter_parameters(module: nn.Module) -> list[tuple[str, Any, Any, mx.array]]:
+    """Every array in a module's tree, private constants included, once: (name, container, key, array)."""
+    found, seen = list[tuple[str, Any, Any, mx.array]](), {id(module)}
+    under_way: list[tuple[str, Any, Any]] = [("", module, iter(module.items()))]
+    while under_way:
+        path, container, items = under_way[-1]
+        for key, value in items:
+            name = f"{path}.{key}" if path else str(key)
+            if isinstance(value, mx.array):
+                if not isinstance(container, tuple):  # which holds it for good
+                    found.append((name, container, key, value))
+            elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+                seen.add(id(value))
+                inner = value.items() if isinstance(value, dict) else enumerate(value)
+                under_way.append((name, value, iter(inner)))
+                break
+        else:
+            under_way.pop()
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -58,9 +57,6 @@ def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> No
         container[key] = array
 
 
-_NBYTES = attrgetter("nbytes")
-
-
 @dataclass(slots=True, eq=False)
 class Unit:
     """A module whose large parameters are made resident together.
@@ -80,12 +76,12 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the large parameters."""
-        return sum(map(_NBYTES, self.large))
+        return sum([parameter.nbytes for parameter in self.large])
 
     @property
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
-        if not (is_linear(self.module) or is_embedding(self.module)) or not all(map(attrgetter("record"), self.large)):
+        if not (is_linear(self.module) or is_embedding(self.module)) or not all(p.record for p in self.large):
             return None
         return int(self.module["weight"].shape[0])
 

@@ -9,8 +9,6 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.layout.walk import named_modules
-
 STATE = "_flash_state"
 """Attribute with the state of a module that :func:`swap_class` was given."""
 
@@ -78,7 +76,7 @@ def holdings(module: nn.Module) -> object:
     """
     return [
         (id(part), key, None if isinstance(value, mx.array) else (id(value), _size(value)))
-        for _, part in named_modules(module)
+        for part in module.modules()
         for key, value in (*part.items(), *vars(part).items())
         if not isinstance(value, _PLAIN)
     ]

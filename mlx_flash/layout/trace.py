@@ -24,7 +24,6 @@ from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, par
 from mlx_flash.layout.parts import CallTrace, Parameter, Place, Route, bind, is_embedding
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, remember, restore_class, swap_class
-from mlx_flash.layout.walk import named_modules
 from mlx_flash.memory.driver import has_own_memory
 
 _MORE_TOKENS = 8
@@ -140,7 +139,7 @@ def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.arra
     route = Route(indices.shape[-1])
     if call is not None and len(call.arguments) == 1 and call.used:
         _, norm = watch.outputs.get(id(call.arguments[0]), (None, None))
-        modules = [child for _, child in named_modules(experts)]
+        modules = [child for _, child in experts.named_modules()]
         arrays = [value for child in modules for value in dict.values(child) if isinstance(value, mx.array)]
         num_experts = max(array.shape[0] for array in arrays if array.ndim)
         gates = [module for module, said in call.returned if scores_of(said, indices, num_experts) is not None]
@@ -232,7 +231,7 @@ def _nodes_per_token(model: nn.Module, make_cache: Callable[[nn.Module], list[An
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield a model's modules, each once. Take away what calls leave in them."""
-    modules = list({id(module): module for _, module in named_modules(model)}.values())
+    modules = list({id(module): module for _, module in model.named_modules()}.values())
     put_back = remember(modules)
     try:
         yield modules

@@ -18,10 +18,9 @@ from mlx_flash.layout.adapterfiles import adapted_bytes, find_adapted
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
 from mlx_flash.layout.held import measure_held
-from mlx_flash.layout.load import LoadedModel
+from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Parameter, Place, Unit, is_embedding, is_linear
 from mlx_flash.layout.trace import rehearse
-from mlx_flash.layout.walk import iter_parameters, named_modules
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
@@ -95,7 +94,7 @@ class _Tree:
     """A model's modules by name, with the parameters below each of them."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        named = named_modules(loaded.model)
+        named = loaded.model.named_modules()
         self._names = {id(module): name for name, module in reversed(named)}
         self.modules = {name: module for name, module in named if self._names[id(module)] == name}
         self.parameters = list(_parameters(loaded))

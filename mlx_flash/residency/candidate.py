@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import attrgetter
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.plan import ResidencyPlan, Streaming
@@ -20,9 +19,6 @@ MAX_TILES = 60
 TILE_ROW_MULTIPLE = 64
 TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 """Padding to pages and alignment that a tile may need beside its rows."""
-
-
-_NAME = attrgetter("name")
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class Candidate:
         """Return its plan, with the predicted time. Of a budget, a pool of experts of open size gets what is left."""
         task, layers, experts = self.task, self.task.sizes.layers, self.task.sizes.experts
         chosen = zip(layers, spread(layers, self.target, self.whole_layers), strict=True)
-        names = tuple([(unit.name, tuple(map(_NAME, some))) for unit, some in chosen if some])
+        names = tuple([(unit.name, tuple([tensor.name for tensor in some])) for unit, some in chosen if some])
         bare = task.bare(self.reserve)
         pool = bare.pool
         if pool is not None and experts is not None and not task.pool_slots and budget is not None:

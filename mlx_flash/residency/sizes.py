@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 from mlx_flash.layout.cachesizes import CacheSizes
@@ -41,8 +40,6 @@ class TensorSize:
     buffer_bytes: int
 
 
-_NBYTES, _BUFFER_BYTES = attrgetter("nbytes"), attrgetter("buffer_bytes")
-
 Chosen = tuple[tuple[TensorSize, ...], int, int]
 """The streamed tensors of a layer, their bytes, and what they take of a buffer."""
 
@@ -58,10 +55,6 @@ class UnitSize:
         copies: whether its direct reads go through a bounce buffer.
         idle_bytes: of experts that a token is not routed to: they are read with the rest, not computed with.
         is_tied: for an embedding table, whether it serves as the head too, which needs all of it for every output.
-        nbytes: of all its tensors.
-        buffer_bytes: memory for all its tensors.
-        computed_bytes: that a token is computed with.
-        whole: all its tensors.
     """
 
     name: str
@@ -70,21 +63,31 @@ class UnitSize:
     copies: bool = False
     idle_bytes: int = 0
     is_tied: bool = False
-    nbytes: int = field(init=False, repr=False, compare=False)
-    buffer_bytes: int = field(init=False, repr=False, compare=False)
-    computed_bytes: int = field(init=False, repr=False, compare=False)
-    whole: Chosen = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        nbytes, buffer_bytes = sum(map(_NBYTES, self.tensors)), sum(map(_BUFFER_BYTES, self.tensors))
-        whole = self.tensors, nbytes, buffer_bytes
-        computed = {"computed_bytes": nbytes - self.idle_bytes, "whole": whole}
-        vars(self).update(nbytes=nbytes, buffer_bytes=buffer_bytes, **computed)
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum([tensor.nbytes for tensor in self.tensors])
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Memory for all its tensors."""
+        return sum([tensor.buffer_bytes for tensor in self.tensors])
+
+    @cached_property
+    def computed_bytes(self) -> int:
+        """Bytes that a token is computed with."""
+        return self.nbytes - self.idle_bytes
+
+    @cached_property
+    def whole(self) -> Chosen:
+        """All its tensors."""
+        return self.tensors, self.nbytes, self.buffer_bytes
 
     @cached_property
     def largest_first(self) -> list[TensorSize]:
         """Its tensors by size."""
-        return sorted(self.tensors, key=_NBYTES, reverse=True)
+        return sorted(self.tensors, key=lambda tensor: tensor.nbytes, reverse=True)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -94,7 +97,7 @@ class UnitSize:
     @cached_property
     def bounds(self) -> tuple[int, int]:
         """Twice the bytes due from which on one of its tensors is streamed, and all of them are."""
-        sizes = list(map(_NBYTES, self.largest_first))
+        sizes = [tensor.nbytes for tensor in self.largest_first]
         return min(sizes, default=0), max([2 * sum(sizes[:i]) + size for i, size in enumerate(sizes)], default=0)
 
 
@@ -210,7 +213,7 @@ class ModelSizes:
     @cached_property
     def copies(self) -> bool:
         """True when direct reads of any unit go through a bounce buffer."""
-        return any(map(attrgetter("copies"), [*self.layers, *self.heads, *self.tables]))
+        return any(unit.copies for unit in [*self.layers, *self.heads, *self.tables])
 
     @cached_property
     def nbytes(self) -> int:
@@ -252,7 +255,7 @@ def _unit_sizes(layout: ModelLayout) -> Callable[[Unit], UnitSize]:
         ids = list(map(id, unit.large))
         key = (unit.name, *ids)
         if key not in found:
-            tensors, idle_bytes = tuple(map(sizes.__getitem__, ids)), sum([idle.get(i, 0) for i in ids]) if idle else 0
+            tensors, idle_bytes = tuple([sizes[i] for i in ids]), sum([idle.get(i, 0) for i in ids])
             found[key] = UnitSize(unit.name, tensors, unit.num_rows, not copied.isdisjoint(ids), idle_bytes)
         return found[key]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -153,7 +152,7 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
 
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
     """Return whether :func:`place_groups` would read any of some parameters through a bounce buffer."""
-    joined = [_joined(group) for group in groups if any(map(attrgetter("nbytes"), group))]
+    joined = [_joined(group) for group in groups if any(record.nbytes for record in group)]
     return any(record is None or not is_aligned(record, alignment) for record in joined)
 
 

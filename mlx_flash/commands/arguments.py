@@ -588,7 +588,7 @@ COMMANDS = {
         "[[NAME=]MODEL ...]",
     ),
     "service": Command(
-        "keep the server running as a service of yours",
+        "keep the server running as a service of this user",
         SERVICE,
         usage="install|status|logs|remove [flags of serve]",
         streams=False,

@@ -512,7 +512,7 @@ def model_of(args: argparse.Namespace) -> Path:
 
 
 def use_name(args: argparse.Namespace) -> None:
-    """Replace the name of a command's model by the model; of a Modelfile, take what the command has use for."""
+    """Replace the name of a command's model by the model, and take the settings of its Modelfile that apply."""
     found = find_modelfile(args.model)
     if found.path.is_file() and found.base != args.model:
         note(f"mlx-flash: {found.path} gives {args.command} its model and settings; `mlx-flash run` takes all of it")

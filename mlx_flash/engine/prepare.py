@@ -230,7 +230,7 @@ def _agreed(
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
-    """Return the directory of a model; one that is named by its Hugging Face repository, or shortly, is downloaded.
+    """Return the directory of a model; one with a Hugging Face repository or a short name is downloaded.
 
     Raises:
         CheckpointNotFoundError: there is neither.

@@ -147,7 +147,9 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
 
 
 def folder_profile(folder: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
-    """Return the profile of the disk that holds a folder, which need not exist yet: a new one writes a file there.
+    """Return the profile of the disk that holds a folder, which need not exist yet.
+
+    A disk without a profile is probed with a temporary file in the folder.
 
     Args:
         folder: the folder.

@@ -38,7 +38,7 @@ while len(published()) < 2:
 for child in children:
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)  # a child that hangs
+        signal.alarm(5)  # a child that hangs
         os.dup2(os.open(f"{kv_folder}.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         exec(child)
         sys.exit(0)

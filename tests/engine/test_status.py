@@ -161,6 +161,16 @@ def test_everything_pinned_has_no_progress(directory: Path) -> None:
         assert json.dumps(told.collect(), allow_nan=False)
 
 
+def test_collecting_is_cheap(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        told, seconds = status_of(model), list[float]()
+        for _ in range(20):
+            began = time.perf_counter()
+            told.collect()
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < 0.002
+
+
 def test_the_kv_cache_shows_in_memory(directory: Path) -> None:
     with streamed_whole(directory) as model:
         told = status_of(model)

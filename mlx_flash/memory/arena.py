@@ -29,8 +29,8 @@ class Arena:
     Args:
         nbytes: usable size.
         pages: evaluated rows of one page to use, instead of new memory.
-        is_read_into: the disk writes to it, which is faster on huge pages. These take time to make.
-        is_read_once: its bytes are read once and stay. These reads commit its pages, where the system can.
+        is_read_into: the disk writes to it, which is faster on huge pages. Reads commit them, where the system can.
+        is_read_once: its bytes are read once and stay. They get small pages while huge ones take long to make.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
@@ -40,17 +40,16 @@ class Arena:
         self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True, is_read_once: bool = False
     ) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
-        is_untouched = is_read_once and commits_lazily()
-        make = untouched if is_untouched else _zeros
+        make = untouched if commits_lazily() else _zeros
         self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        if is_untouched:
+        if pages is None and is_read_once:
             PageChoice().take(self.memory)
-        elif pages is None and is_read_into and not is_read_once:
-            use_huge_pages(self.memory)
+        elif pages is None and is_read_into:
+            use_huge_pages(self.memory, at_once=False)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return an evaluated array whose memory begins ``offset`` bytes into the arena.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
     folder = tmp_path_factory.mktemp("facts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
         dense = save(folder / "dense", LLAMA)
         options = ["--architecture=qwen3_moe", "--experts=8", "--experts-per-token=2", "--dtype=float32"]
         mixture = make_random_model(folder / "mixture", "--layers=2", "--hidden-size=64", *options)

@@ -11,6 +11,7 @@ import termios
 import time
 import tty
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -96,36 +97,37 @@ def monitor(args: argparse.Namespace, out: TextIO) -> int:
     """Show the running engines, until the user quits; Ctrl-C is no failure."""
     color = True if args.no_color else None
     console = Console(file=out, no_color=color, highlight=False, markup=False, emoji=False)
+    watcher = Watcher(args.pid)
     try:
-        if args.once:
-            return once(args, console, out)
-        return stream_json(args, out) if args.json else live(args, console)
+        return print_looks(watcher, args, console, out) if args.once or args.json else live(watcher, args, console)
     except KeyboardInterrupt as error:
         if type(error) is not KeyboardInterrupt:  # SIGTERM and SIGHUP
             raise
         return 0
 
 
-def once(args: argparse.Namespace, console: Console, out: TextIO) -> int:
-    """Print one frame, or one JSON object for each engine."""
-    watcher = Watcher(args.pid)
-    watcher.look()
-    if watcher.histories:
-        time.sleep(ONCE_SECONDS)
+def print_looks(watcher: Watcher, args: argparse.Namespace, console: Console, out: TextIO) -> int:
+    """Print one JSON object for each engine and look; with ``--once``, these or a frame of the second look."""
+    has_none = False
+    for number in count():
         watcher.look()
-    if not watcher.histories:
-        print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
-        return EXIT_NONE
-    if args.json:
-        print_json(watcher, out)
-    else:
-        print_lines(console, draw(watcher, args, console, None))
+        if not watcher.histories and not has_none:
+            print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
+            has_none = True
+        if args.once and has_none:
+            return EXIT_NONE
+        if args.json and (number or not args.once):
+            print_json(watcher, out)
+        elif number:
+            print_lines(console, draw(watcher, args, console, None))
+        if args.once and number:
+            break
+        time.sleep(ONCE_SECONDS if args.once else args.interval)
     return 0
 
 
-def live(args: argparse.Namespace, console: Console) -> int:
+def live(watcher: Watcher, args: argparse.Namespace, console: Console) -> int:
     """Draw frames until the user quits. Without an engine, wait for one."""
-    watcher = Watcher(args.pid)
     with Terminal(console) as terminal:
         while True:
             watcher.look()
@@ -135,19 +137,6 @@ def live(args: argparse.Namespace, console: Console) -> int:
                 return 0
             if key == "\t":
                 watcher.choose_next()
-
-
-def stream_json(args: argparse.Namespace, out: TextIO) -> int:
-    """Print a line of JSON for each engine and look."""
-    watcher = Watcher(args.pid)
-    is_reported = False
-    while True:
-        watcher.look()
-        if not watcher.histories and not is_reported:
-            print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
-            is_reported = True
-        print_json(watcher, out)
-        time.sleep(args.interval)
 
 
 def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: int | None) -> list[Text]:

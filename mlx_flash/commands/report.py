@@ -6,8 +6,7 @@ import platform
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields
-from functools import cache
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TextIO
 
@@ -29,7 +28,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import counted, duration, filled, limit, rate, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
-from mlx_flash.telemetry import FACTS, Facts, Sample, ratio
+from mlx_flash.telemetry import Facts, Sample, ratio
 
 Json = dict[str, Any]
 
@@ -87,17 +86,9 @@ class Recorder:
             sections = {"passes": model.counters, "read": engine.reader.stats, "stream": engine.stream.stats}
             numbers: Any
             for section, numbers in {**sections, "experts": self._experts, "kv": kv}.items():
-                places = _places(section, type(numbers))  # type: ignore[arg-type]
-                values = ((name, getattr(numbers, key)) for name, key in places)
-                found.update({name: value for name, value in values if value is not None})
+                found |= {f"{section}.{name}": value for name, value in asdict(numbers).items() if value is not None}
             found["loans.saved_bytes"] = engine.loans.saved_bytes
         return Sample(time.perf_counter(), found)
-
-
-@cache
-def _places(section: str, numbers: Any) -> list[tuple[str, str]]:
-    """Return the names of the facts that the fields of a class of counters are."""
-    return [(name, field.name) for field in fields(numbers) if (name := f"{section}.{field.name}") in FACTS]
 
 
 def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:

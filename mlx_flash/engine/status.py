@@ -93,17 +93,6 @@ class PassCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A layer or head, and its numbers in the stream: none when it is pinned whole, several for the tiles of a head."""
-
-    name: str
-    kind: str
-    nbytes: int
-    streamed_bytes: int
-    numbers: range
-
-
-@dataclass(frozen=True, slots=True)
 class Running:
     """A model that runs: its plan, its engine, the counters of its calls, and what its KV caches share, if anything."""
 
@@ -203,14 +192,8 @@ class Status:
         # A closed engine has a stream without units.
         states = unit_states(self._own.engine.stream, self._own.counters.last_began) or ["waiting"] * self._num_units
         return [
-            {
-                "name": part.name,
-                "kind": part.kind,
-                "bytes": part.nbytes,
-                "streamed_bytes": part.streamed_bytes,
-                "state": _joint_state([states[i] for i in part.numbers]) if part.numbers else "pinned",
-            }
-            for part in self._parts
+            {**part, "state": _joint_state([states[i] for i in numbers]) if numbers else "pinned"}
+            for part, numbers in self._parts
         ]
 
     def _memory(self) -> Json:
@@ -243,25 +226,24 @@ def _joint_state(states: Sequence[UnitState]) -> UnitState:
     return "reading" if "reading" in states else "resident" if "resident" in states else "waiting"
 
 
-def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> list[_Part]:
+def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> list[tuple[Json, list[int]]]:
     """Return layers in calling order, then heads, among them embedding tables that serve as one.
 
-    ``units`` has for each unit in the stream the unit of the layout that it is, or is a tile of.
+    Each has its numbers in the stream: none if it is pinned whole, several if it is cut into units or tiles. ``units``
+    has for each unit in the stream the unit of the layout that it is, or is a tile of.
     """
     streamed = plan.streaming.parameters(layout)
+    numbers: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        for parameter in unit.large:
+            numbers.setdefault(id(parameter), []).append(number)
     tied = [unit for unit in layout.embeddings if unit.name in layout.tied]
-    kinds = [(layout.layers, "layer"), ([*layout.heads, *tied], "head")]
-    return [_part(unit, kind, units, streamed) for group, kind in kinds for unit in group]
-
-
-def _part(unit: Unit, kind: str, units: Sequence[Unit], streamed: set[str]) -> _Part:
-    """Return a layer or head, which may be streamed whole, as several units, or as tiles."""
-    own = {id(parameter) for parameter in unit.large}
-    numbers = [i for i, other in enumerate(units) if any(id(parameter) in own for parameter in other.large)]
-    if not numbers:
-        return _Part(unit.name, kind, unit.nbytes, 0, range(0))
-    nbytes = sum(parameter.nbytes for parameter in unit.large if parameter.name in streamed)
-    return _Part(unit.name, kind, unit.nbytes, nbytes, range(numbers[0], numbers[-1] + 1))
+    found = []
+    for kind, unit in [*(("layer", each) for each in layout.layers), *(("head", each) for each in (*layout.heads, *tied))]:
+        own = sorted({number for parameter in unit.large for number in numbers.get(id(parameter), ())})
+        nbytes = sum(parameter.nbytes for parameter in unit.large if own and parameter.name in streamed)
+        found.append(({"name": unit.name, "kind": kind, "bytes": unit.nbytes, "streamed_bytes": nbytes}, own))
+    return found
 
 
 def plan_numbers(plan: ResidencyPlan) -> Json:

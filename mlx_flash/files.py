@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from mlx_flash.errors import FlashError, WriteError
 from mlx_flash.forks import finalize
 
 Opened = TypeVar("Opened", bound="AtomicFile")
@@ -100,6 +101,18 @@ def _check(path: Path, status: os.stat_result, limit: int | None = None) -> None
 
 def _too_large(path: Path, nbytes: int, limit: int) -> OSError:
     return OSError(errno.EFBIG, f"it has {nbytes} bytes, at most {limit} are allowed", str(path))
+
+
+@contextmanager
+def write_errors(what: str, otherwise: str) -> Iterator[None]:
+    """Turn the system's errors into a WriteError that begins with ``what``; ``otherwise`` ends its hint."""
+    try:
+        yield
+    except FlashError:
+        raise
+    except OSError as error:
+        hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check who may write there"
+        raise WriteError(f"{what}: {error.strerror or error}. Hint: {hint}, {otherwise}.") from error
 
 
 class AtomicFile:

@@ -7,10 +7,10 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from mlx_flash.errors import WriteError
-from mlx_flash.files import close_all, locked, make_private, open_locked
+from mlx_flash.files import close_all, locked, make_private, open_locked, write_errors
 from mlx_flash.forks import finalize
 
 _PREFIX = "mlx-flash-session-"
@@ -50,16 +50,12 @@ class PrivateFolder:
         self._end = finalize(
             self, _remove_made, made, self.descriptors
         )  # first, in case an interrupt ends what follows
-        try:
+        with write_errors(f"cannot make a folder for {purpose} in {base}", "or set another directory"):
             make_private(base)
             with locked(base):  # or another process might remove the folder before it is locked
                 remove_unheld(base.glob(SESSIONS))
                 made.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
                 self.descriptors.append(open_locked(made[0]))
-        except OSError as error:
-            raise WriteError(
-                f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
-            ) from error
         self.path, self._owner = made[0], os.getpid()
         _folders.add(self)
 
@@ -95,16 +91,10 @@ def is_held(path: Path) -> bool:
 def remove_unheld(paths: Iterable[Path]) -> None:
     """Remove files and folders that no process has locked."""
     for path in paths:
-        try:
+        with suppress(FileNotFoundError, BlockingIOError, PermissionError):  # removed, in use, or another user's
             fd = open_locked(path, wait=False)
-        except (FileNotFoundError, BlockingIOError, PermissionError):
-            continue  # removed, in use, or another user's
-        _remove(path, fd)
-
-
-def _remove(path: Path, fd: int) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
-    else:
-        path.unlink(missing_ok=True)
-    os.close(fd)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
+            else:
+                path.unlink(missing_ok=True)
+            os.close(fd)

@@ -34,7 +34,7 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError, FlashError, WriteError
-from mlx_flash.files import make_private, write_atomically
+from mlx_flash.files import make_private, write_atomically, write_errors
 from mlx_flash.folders import home_directory
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.layout.names import known_models, repository_of
@@ -201,13 +201,9 @@ def keep(name: str, conversation: Conversation) -> None:
     base, described = Path(conversation.modelfile.base), conversation.modelfile.path
     model = described if described.is_file() else base
     found = {"model": str(model.absolute() if model.exists() else model), "messages": conversation.messages}
-    try:
+    with write_errors(f"the conversation is not kept in {path}", "or set XDG_STATE_HOME to another folder"):
         make_private(path.parent)
         write_atomically(path, json.dumps(found, ensure_ascii=False, indent=1))
-    except OSError as error:
-        raise WriteError(
-            f"the conversation is not kept: {error.strerror}: {path}. Hint: set XDG_STATE_HOME to another folder."
-        ) from error
 
 
 def kept(name: str) -> tuple[str, list[dict[str, Any]]]:

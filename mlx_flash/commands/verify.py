@@ -29,7 +29,7 @@ from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.status import plan_numbers
 from mlx_flash.errors import CheckpointError, FileChangedError, ReadError, WriteError
-from mlx_flash.files import write_atomically
+from mlx_flash.files import write_atomically, write_errors
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
@@ -512,9 +512,5 @@ def save_receipt(path: Path, receipt: Json) -> None:
     Raises:
         WriteError: it cannot be written. The old file is unchanged.
     """
-    try:
+    with write_errors(f"cannot write the receipt {path}", "or set another file; --json prints it"):
         write_atomically(path, json.dumps(receipt, indent=1) + "\n", mode=0o644)
-    except OSError as error:
-        raise WriteError(
-            f"cannot write the receipt {path}: {error.strerror}. Hint: --json prints it; set another file."
-        ) from error

@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
-from mlx_flash.convert.pack import Progress, Rewrite, TensorSpec, cut, plan_shards, write_errors
+from mlx_flash.convert.pack import Progress, Rewrite, TensorSpec, cut, plan_shards
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     free_bytes,
@@ -39,6 +39,7 @@ from mlx_flash.files import (
     open_locked,
     read_regular,
     write_atomically,
+    write_errors,
 )
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions

@@ -8,7 +8,6 @@ files beside the weights.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
@@ -45,6 +44,7 @@ from mlx_flash.files import (
     rename_durably,
     write_at,
     write_atomically,
+    write_errors,
 )
 from mlx_flash.layout.fingerprint import State, state_of
 from mlx_flash.layout.load import load_lazily
@@ -86,6 +86,9 @@ COPY_BYTES = 4 << 20
 """Bytes that are read, then written, at a time."""
 
 _LENGTH_BYTES = 8
+
+AGAIN = "then start it again"
+"""Ends the hints of errors when something cannot be written."""
 
 
 class TensorSpec(NamedTuple):
@@ -177,7 +180,7 @@ class ShardPlan:
         pieces: Pieces,
         progress: Callable[[int], object] = lambda nbytes: None,
         check: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> dict[str, int]:
         """Write the file. An older one is replaced at the end; an error leaves it, and removes what was written.
 
         Args:
@@ -186,34 +189,42 @@ class ShardPlan:
             progress: called with the size of each piece after it was written.
             check: called before the file gets its name.
 
+        Returns:
+            The CRC-32 of each tensor.
+
         Raises:
             ValueError: the tensors make no valid header, or the pieces of one have another size.
             WriteError: the system could not write it.
         """
-        path = folder / self.name
-        with write_errors(f"cannot write {path}{PARTIAL_SUFFIX}"), AtomicFile(path, mode=0o666, durable=True) as file:
-            self._fill(file, pieces, progress)
+        path, sums = folder / self.name, dict[str, int]()
+
+        def summed(tensor: TensorSpec) -> Iterator[memoryview]:
+            got = sums[tensor.name] = 0
+            for piece in pieces(tensor):
+                got += len(piece)
+                sums[tensor.name] = zlib.crc32(piece, sums[tensor.name])
+                yield piece
+                del piece  # or its array stays while the next one is computed
+            if got != tensor.nbytes:
+                raise ValueError(f"{self.name}: got {got} of {tensor.nbytes} bytes of {tensor.name!r}")
+
+        with (
+            write_errors(f"cannot write {path}{PARTIAL_SUFFIX}", AGAIN),
+            AtomicFile(path, mode=0o666, durable=True) as file,
+        ):
+            self._fill(file, summed, progress)
             check()
             os.fsync(file.fd)
             drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
+        return sums
 
     def _fill(self, file: AtomicFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
         file.write(self.head)
         for tensor in self.tensors:
-            for piece in self._exactly(tensor, pieces):
+            for piece in pieces(tensor):
                 file.write(piece)
                 progress(len(piece))
-                del piece  # or its array stays while the next one is computed
-
-    def _exactly(self, tensor: TensorSpec, pieces: Pieces) -> Iterator[memoryview]:
-        """Yield the pieces of a tensor. Raise ValueError at the end if they have another size."""
-        got = 0
-        for piece in pieces(tensor):
-            got += len(piece)
-            yield piece
-            del piece  # as above
-        if got != tensor.nbytes:
-            raise ValueError(f"{self.name}: got {got} of {tensor.nbytes} bytes of {tensor.name!r}")
+                del piece  # as above
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:
@@ -225,18 +236,6 @@ def cut(data: memoryview) -> Iterator[memoryview]:
 def copy_buffer() -> memoryview:
     """Return memory for :func:`read_pieces`."""
     return memoryview(mmap.mmap(-1, COPY_BYTES))
-
-
-@contextmanager
-def write_errors(what: str, otherwise: str = "then start it again") -> Iterator[None]:
-    """Turn the system's errors into a WriteError that begins with ``what``; ``otherwise`` ends its hint."""
-    try:
-        yield
-    except FlashError:
-        raise
-    except OSError as error:
-        hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check who may write there"
-        raise WriteError(f"{what}: {error.strerror or error}. Hint: {hint}, {otherwise}.") from error
 
 
 STATE_NAME = ".mlx-flash-pack.json"
@@ -296,7 +295,7 @@ class Rewrite:
         checkpoint: Checkpoint,
         state: State,
         mode: int = 0o777,
-        hint: str = "then start it again",
+        hint: str = AGAIN,
     ) -> None:
         self.target, self.shards = target, shards
         self.partial = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
@@ -371,18 +370,10 @@ class Rewrite:
 
     def write(self, pieces: Pieces, progress: Progress | None) -> None:
         """Write the missing shards. Raise FileChangedError if the checkpoint's files are not those that were read."""
-
-        def summed(tensor: TensorSpec) -> Iterator[memoryview]:
-            for piece in pieces(tensor):
-                self._checksums[tensor.name] = zlib.crc32(piece, self._checksums[tensor.name])
-                yield piece
-                del piece  # or its array stays while the next one is computed
-
         self._progress, self._done = progress, 0
         self._count(self.nbytes - self.missing_bytes)
         for shard in self.missing:
-            self._checksums.update((tensor.name, 0) for tensor in shard.tensors)
-            shard.write(self.partial, summed, self._count, self._check_source)
+            self._checksums |= shard.write(self.partial, pieces, self._count, self._check_source)
             self._take_note()
 
     def _check_source(self) -> None:
@@ -567,7 +558,7 @@ class CompressedPlan(ShardPlan):
 
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each block, coded on all cores, and the bytes of its contents."""
-        num_threads, local = num_cores(), _Local()
+        num_threads, local = num_cores(), _LocalEncoder()
         under_way: deque[tuple[Future[bytes], int]] = deque()
         with ThreadPoolExecutor(num_threads) as pool:
             for block, itemsize in self._blocks(pieces):
@@ -582,7 +573,7 @@ class CompressedPlan(ShardPlan):
         """Yield each block, and the item size of its tensor."""
         for tensor in self.tensors:
             itemsize, rest = DTYPE_SIZES[tensor.dtype], bytearray()
-            source = self._exactly(tensor, pieces)
+            source = iter(pieces(tensor))
             for run in runs_of(0, tensor.nbytes, itemsize, *self._sizes[tensor.name]):
                 for start, end in run.blocks():
                     while len(rest) < end - start:
@@ -593,14 +584,8 @@ class CompressedPlan(ShardPlan):
                 pass
 
 
-class _Local(threading.local):
+class _LocalEncoder(Encoder, threading.local):
     """An encoder of each thread."""
-
-    def __init__(self) -> None:
-        self._encoder = Encoder()
-
-    def encode(self, block: bytes, itemsize: int) -> bytes:
-        return self._encoder.encode(block, itemsize)
 
 
 def worth_compressing(layout: ModelLayout, checkpoint: Checkpoint) -> dict[str, float]:
@@ -765,7 +750,7 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
     for path in others:
         _copy_file(path, folder / path.relative_to(checkpoint.directory))
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
-        with write_errors(f"cannot write {folder / INDEX_NAME}"):
+        with write_errors(f"cannot write {folder / INDEX_NAME}", AGAIN):
             write_atomically(folder / INDEX_NAME, _index(rewrite), mode=0o666, durable=True)
 
 
@@ -786,7 +771,7 @@ def _other_files(checkpoint: Checkpoint, folder: Path, above: frozenset[Path] = 
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    with write_errors(f"cannot copy {source} to {target}"):
+    with write_errors(f"cannot copy {source} to {target}", AGAIN):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)
         with target.open("rb") as file:

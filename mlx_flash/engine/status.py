@@ -238,10 +238,11 @@ def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> l
         for parameter in unit.large:
             numbers.setdefault(id(parameter), []).append(number)
     tied = [unit for unit in layout.embeddings if unit.name in layout.tied]
-    found = []
-    for kind, unit in [*(("layer", each) for each in layout.layers), *(("head", each) for each in (*layout.heads, *tied))]:
+    found = list[tuple[Json, list[int]]]()
+    for unit in [*layout.layers, *layout.heads, *tied]:
         own = sorted({number for parameter in unit.large for number in numbers.get(id(parameter), ())})
         nbytes = sum(parameter.nbytes for parameter in unit.large if own and parameter.name in streamed)
+        kind = "layer" if len(found) < len(layout.layers) else "head"
         found.append(({"name": unit.name, "kind": kind, "bytes": unit.nbytes, "streamed_bytes": nbytes}, own))
     return found
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_flash.config import ALIASES, IDLE, FlashConfig, did_you_mean, own_setting, parse_setting
-from mlx_flash.errors import ConfigError, WriteError
-from mlx_flash.files import make_private, write_atomically
+from mlx_flash.errors import ConfigError
+from mlx_flash.files import make_private, write_atomically, write_errors
 from mlx_flash.folders import settings_file
 from mlx_flash.layout.names import repository_of
 
@@ -76,14 +76,9 @@ def create_model(name: str, modelfile: Modelfile) -> Path:
     """
     check_model_name(name)
     path = models_folder() / name
-    try:
+    with write_errors(f"cannot write the Modelfile {path}", "or set XDG_CONFIG_HOME to another folder"):
         make_private(path.parent)
         write_atomically(path, "".join(f"{line}\n" for line in lines_of(modelfile)))
-    except OSError as error:
-        raise WriteError(
-            f"cannot write the Modelfile {path}: {error.strerror or error}. Hint: make room there, check who may write "
-            "there, or set XDG_CONFIG_HOME to another folder."
-        ) from error
     return path
 
 

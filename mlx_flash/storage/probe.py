@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from mlx_flash import enginethread
-from mlx_flash.errors import WriteError
-from mlx_flash.files import nearest
+from mlx_flash.files import nearest, write_errors
 from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.sessions import PrivateFolder
@@ -36,15 +35,10 @@ def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview
     """
     with closing(PrivateFolder(base, purpose)) as folder:
         path = folder.path / "file"
-        try:
-            with path.open("wb") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise WriteError(
-                f"cannot write the file for {purpose} in {base}: {error.strerror}. Hint: free some space."
-            ) from error
+        with write_errors(f"cannot write the file for {purpose} in {base}", "then try again"), path.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
         yield path
 
 

@@ -187,7 +187,11 @@ QUANTIZED = (
     flag("--quantized-kv-start N", "tokens of a cache before it is quantized", number(int, 0), default=5000),
 )
 ACCESS = (
-    flag("--api-key-file FILE", "a key that clients must send (also MLX_FLASH_API_KEY)", Path),
+    flag(
+        "--api-key-file FILE",
+        "a key that clients must send (also MLX_FLASH_API_KEY), or lines of NAME sha256:HASH",
+        Path,
+    ),
     flag("--no-auth", "let other machines connect without a key"),
 )
 IDLE = (

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
+import logging
 import os
+import re
 import socket
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -25,7 +30,39 @@ OPEN_PATHS = {"/health", "/ready", "/"}
 OPEN_FOLDER = "/page/"
 """The files of the page, which need no key either."""
 
-_MAX_KEY_BYTES = 4096
+_MAX_FILE_BYTES = 1 << 20
+_KEY = re.compile(r"[!-~]{1,4096}")
+_NAMED_KEY = re.compile(r"([\w.@-]{1,64})\s+sha256:([0-9a-f]{64})(?:\s+([1-9][0-9]{0,3}))?", re.ASCII | re.IGNORECASE)
+
+_log = logging.getLogger("mlx_flash")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key that requests may bring.
+
+    Attributes:
+        digest: its SHA-256. Keys are random, so no slower hash is needed.
+        name: in the log and in metrics; empty for a key that has none.
+        most: the most requests with it at a time; None for no limit of its own.
+    """
+
+    digest: bytes
+    name: str = ""
+    most: int | None = None
+
+
+def plain_key(text: str) -> Key:
+    """Return a key without a name.
+
+    Raises:
+        ConfigError: it cannot be sent in a header.
+    """
+    if not _KEY.fullmatch(text):
+        raise ConfigError(
+            "the API key must be printable ASCII without spaces. Hint: make one with `openssl rand -hex 32`."
+        )
+    return Key(hashlib.sha256(text.encode()).digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +70,19 @@ class Access:
     """Keys and origins that may use the server.
 
     Attributes:
-        api_key: the key that each request must bring; None asks for none.
+        keys: each request must bring one of them; none asks for none.
         origins: origins of web pages that may ask, as browsers name them; ``*`` is any.
         is_open: other machines may ask without a key. They may not change which models this machine has.
+        num_requests: requests so far, by names of keys.
     """
 
-    api_key: str | None = None
+    keys: Sequence[Key] = ()
     origins: Sequence[str] = ()
     is_open: bool = False
+    num_requests: Counter[str] = field(default_factory=Counter)
 
-    def check(self, path: str, method: str, headers: Headers) -> None:
-        """Check the length, the origin and the key of a request.
+    def check(self, path: str, method: str, headers: Headers) -> Key | None:
+        """Check the length, the origin and the key of a request. Return its key if it needs one.
 
         Web pages send their origin, programs send none. A request with two lengths is refused: a proxy may use one and
         the server the other, so that they disagree where the request ends.
@@ -62,11 +101,12 @@ class Access:
                 "this server answers no web pages of this origin. Hint: name it with --allowed-origins at the start.",
                 403,
             )
-        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER) and method != "OPTIONS":
-            self.check_key(headers.get("authorization"), headers.get("x-api-key"))
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or method == "OPTIONS":
+            return None
+        return self.check_key(headers.get("authorization"), headers.get("x-api-key"))
 
-    def check_key(self, authorization: str | None, key_header: str | None = None) -> None:
-        """Check the key of a request.
+    def check_key(self, authorization: str | None, key_header: str | None = None) -> Key | None:
+        """Check the key of a request. Return it, or None if none is asked for.
 
         Args:
             authorization: the header, ``Bearer KEY``.
@@ -75,14 +115,16 @@ class Access:
         Raises:
             RefusedError: the key is missing or wrong.
         """
-        if self.api_key is None:
-            return
-        scheme, _, key = (authorization or "").partition(" ")
+        if not self.keys:
+            return None
+        scheme, _, given = (authorization or "").partition(" ")
         if key_header is not None:
-            scheme, key = "bearer", key_header
-        is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
+            scheme, given = "bearer", key_header
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        found = [key for key in self.keys if hmac.compare_digest(digest, key.digest)]  # takes as long for each key
+        if scheme.lower() != "bearer" or not found:
             raise RefusedError("the API key is missing or wrong. Hint: send 'Authorization: Bearer KEY'.", 401)
+        return found[0]
 
 
 class AccessMiddleware:
@@ -96,17 +138,31 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
+        self._num_open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Answer a request, or pass it on. Log it by the name of its key, if that has one."""
+        name, began = "", time.monotonic()
         if scope["type"] == "http":
             try:
-                self._access.check(scope["path"], scope["method"], Headers(scope=scope))
+                key = self._access.check(scope["path"], scope["method"], Headers(scope=scope))
+                if key is not None and key.most is not None and self._num_open[key.name] >= key.most:
+                    raise RefusedError(f"{key.most} requests with this key wait already. Hint: ask again later.", 429)
             except RefusedError as error:
                 response = error_reply(scope["path"], error, {"Connection": "close"})
                 await response(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+            name = "" if key is None else key.name
+        if name:
+            self._access.num_requests[name] += 1
+        self._num_open[name] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_open[name] -= 1
+            if name:
+                seconds = time.monotonic() - began
+                _log.info("%s: %s %s took %.1f s", name, scope["method"], scope["path"], seconds)
 
 
 def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_open: bool) -> Access:
@@ -115,31 +171,50 @@ def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_ope
     Args:
         host: the address that it listens on.
         origins: origins of web pages that may ask.
-        key_file: a file with the API key; None takes that of the environment, if any.
+        key_file: a file with the API key, or several; None takes that of the environment, if any.
         is_open: other machines may connect without a key.
 
     Raises:
         ConfigError: other machines could connect without a key, or there is no usable key.
     """
-    key = os.environ.get(API_KEY_VARIABLE) if key_file is None else _read_key(key_file)
-    if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-        raise ConfigError(
-            "the API key must be printable ASCII without spaces. Hint: make one with `openssl rand -hex 32`."
-        )
-    if key is None and not is_open and not _is_loopback(host):
+    key = os.environ.get(API_KEY_VARIABLE)
+    keys = [] if key is None else [plain_key(key)]
+    if key_file is not None:
+        keys = _keys_in(key_file)
+    if not keys and not is_open and not _is_loopback(host):
         raise ConfigError(
             f"--host {host}: other machines could use this server without a key. Hint: put a key in a file and name it "
             f"with --api-key-file, or set {API_KEY_VARIABLE}, or say --no-auth."
         )
-    return Access(key, tuple(origins), is_open=key is None and is_open and not _is_loopback(host))
+    return Access(keys, tuple(origins), is_open=not keys and is_open and not _is_loopback(host))
 
 
-def _read_key(path: Path) -> str:
+def _keys_in(path: Path) -> list[Key]:
+    """Return the keys of a file: one key as it is, or lines with names and hashes.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is wrong.
+    """
     try:
-        return read_regular(path, _MAX_KEY_BYTES).decode().strip()
+        text = read_regular(path, _MAX_FILE_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the API key from {path}: {reason}.") from error
+    if "sha256:" not in text:
+        return [plain_key(text)]
+    keys: dict[str, Key] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = _NAMED_KEY.fullmatch(line.strip())
+        if match is None or match[1] in keys:
+            fault = "is no API key with a name" if match is None else f"has another API key of {match[1]}"
+            raise ConfigError(
+                f"{path}: line {number} {fault}. Hint: lines are NAME sha256:HASH, or with the most "
+                "requests at a time behind it; printf %s KEY | sha256sum"
+            )
+        keys[match[1]] = Key(bytes.fromhex(match[2]), match[1], int(match[3]) if match[3] else None)
+    return [*keys.values()]
 
 
 def _is_loopback(host: str) -> bool:

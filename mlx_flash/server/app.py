@@ -86,15 +86,17 @@ def _engines() -> list[dict[str, Any]]:
     ]
 
 
-def _families(num_requests: int, ignored: Mapping[str, int]) -> Iterator[Metric]:
+def _families(num_requests: int, ignored: Mapping[str, int], keys: Mapping[str, int]) -> Iterator[Metric]:
     """Yield the metrics that have a value, as :func:`metrics` does."""
     yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", num_requests)
     words = "Requests with a field that had no effect"
-    counts = CounterMetricFamily("mlx_flash_ignored_fields", words, labels=["field"])
-    for name, number in ignored.items():
-        counts.add_metric([name], number)
-    if ignored:
-        yield counts
+    counted = [("ignored_fields", words, "field", ignored), ("key_requests", "Requests with a key", "key", keys)]
+    for name, words, label, numbers in counted:
+        counts = CounterMetricFamily(f"mlx_flash_{name}", words, labels=[label])
+        for each, number in numbers.items():
+            counts.add_metric([each], number)
+        if numbers:
+            yield counts
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for engine in find():
         for fact, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
@@ -105,14 +107,15 @@ def _families(num_requests: int, ignored: Mapping[str, int]) -> Iterator[Metric]
     yield from families.values()
 
 
-def metrics(num_requests: int, ignored: Mapping[str, int]) -> bytes:
+def metrics(num_requests: int, ignored: Mapping[str, int], keys: Mapping[str, int]) -> bytes:
     """Return the metrics of this process.
 
     Args:
         num_requests: requests that run or wait.
         ignored: requests by names of fields that had no effect.
+        keys: requests by names of keys.
     """
-    registry: Any = SimpleNamespace(collect=partial(_families, num_requests, ignored))
+    registry: Any = SimpleNamespace(collect=partial(_families, num_requests, ignored, keys))
     return generate_latest(registry)
 
 
@@ -164,7 +167,8 @@ def make_app(service: Service, access: Access) -> Starlette:
         return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def show_metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(metrics, service.num_requests, dict(service.ignored))
+        counts = dict(service.ignored), dict(access.num_requests)
+        text = await asyncio.to_thread(metrics, service.num_requests, *counts)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     middleware = [Middleware(AccessMiddleware, access=access)]

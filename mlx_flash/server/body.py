@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from mlx_flash.errors import RefusedError
@@ -136,11 +137,9 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
             f"the request has {num_marks} commas, colons and open brackets, {MAX_MARKS} are allowed.", 413
         )
     try:
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the request is not JSON ({type(error).__name__}).", 400) from None
-    if _SURROGATE.search(body) and not _is_text(value):
-        raise RefusedError("the request has half of a surrogate pair, such as \\ud83e alone, which is no text.", 400)
+        value = from_json(bytes(body).removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:
+        raise RefusedError(f"the request is not JSON: {error}.", 400) from None
     if not isinstance(value, dict):
         raise RefusedError("the request must be a JSON object.", 400)
     return value
@@ -198,20 +197,6 @@ def _accepted(error: Any) -> tuple[int, bool, int]:
     place = error["loc"][-1] if error["loc"] else 0
     return len(error["loc"]), not error["type"].endswith("_type"), place if isinstance(place, int) else 0
 
-
-def _is_text(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _UNIONS = {"str", "list", "dict", "int", "float", "bool", "known"}
 """Names that pydantic puts in the place of a field for the kinds of a union, beside those of classes."""

@@ -8,8 +8,7 @@ without `ToolCall` is broken.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import deque
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -171,44 +170,33 @@ class Failed:
 Event: TypeAlias = Progress | Begun | Piece | CallBegun | CallArguments | ToolCall | Vector | End | Failed
 
 
-MAX_EVENTS = 256
-"""Events that may wait for a client. Further pieces of text are joined to the last one, so that none is lost."""
+Events: TypeAlias = asyncio.Queue["tuple[Answer, Event]"]
+"""The events of all answers to one client, in the order in which they come."""
 
 
 class Answer:
-    """The events of an answer, up to ``End`` or ``Failed``. :func:`merged` yields them.
+    """The way of an answer's events to its client, up to ``End`` or ``Failed``. :func:`merged` yields them.
 
     Made in the event loop of the client. :meth:`put` belongs to the generation thread, everything else to the loop.
 
     Args:
         on_leave: called when the client has left before the end.
-        arrived: set when an event has come. The answers to one client share it, so one coroutine waits for all.
+        events: takes the events of all answers to the client.
 
     Attributes:
-        arrived: as given.
+        events: as given.
         is_over: the last event was taken, or the client has left.
     """
 
-    def __init__(self, on_leave: Callable[[], None], arrived: asyncio.Event) -> None:
+    def __init__(self, on_leave: Callable[[], None], events: Events) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._events: deque[Event] = deque()
-        self._on_leave, self.arrived = on_leave, arrived
+        self._on_leave, self.events = on_leave, events
         self.is_over = False
 
     def put(self, event: Event) -> None:
-        """Send an event. Never blocks."""
-        with self._lock:
-            is_awaited = not self._events  # otherwise the loop is awake already
-            if len(self._events) >= MAX_EVENTS and (joined := _joined(self._events[-1], event)) is not None:
-                self._events[-1] = joined
-            else:
-                self._events.append(event)
-        try:
-            if is_awaited:
-                self._loop.call_soon_threadsafe(self.arrived.set)
-        except RuntimeError:  # the loop is closed, and the client with it
-            self._events.clear()
+        """Send an event. Never blocks: a client that reads nothing is dropped after a minute."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the client with it
+            self._loop.call_soon_threadsafe(self.events.put_nowait, (self, event))
 
     def leave(self) -> None:
         """End the answer, because its client has left. Harmless after its end."""
@@ -216,41 +204,13 @@ class Answer:
             self.is_over = True
             self._on_leave()
 
-    @property
-    def first(self) -> Event | None:
-        """The next event; None if it has not come yet."""
-        return self._events[0] if self._events else None
-
-    def take(self) -> Event | None:
-        """Take the next event. Return None if it has not come yet, or the answer is over."""
-        with self._lock:
-            event = self._events.popleft() if self._events and not self.is_over else None
-        self.is_over = self.is_over or isinstance(event, End | Failed)
-        return event
-
 
 async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of the answers to one client as they come, each with the number of its answer.
 
     Callers that stop early call :meth:`Answer.leave`.
     """
-    arrived = answers[0].arrived
-    arrived.set()  # some may be here
     while not all(answer.is_over for answer in answers):
-        await arrived.wait()
-        arrived.clear()
-        for number, answer in enumerate(answers):
-            if (event := answer.take()) is not None:
-                arrived.set()  # there may be more
-                yield number, event
-
-
-def _joined(last: Event, event: Event) -> Event | None:
-    """Return an event that replaces two; None if both have to stay."""
-    if isinstance(last, Progress) and isinstance(event, Progress):
-        return event
-    if isinstance(last, Piece) and isinstance(event, Piece) and last.kind == event.kind:
-        return Piece(last.text + event.text, last.kind, last.tokens + event.tokens)
-    if isinstance(last, CallArguments) and isinstance(event, CallArguments):
-        return CallArguments(last.text + event.text)
-    return None
+        answer, event = await answers[0].events.get()
+        answer.is_over = answer.is_over or isinstance(event, End | Failed)
+        yield answers.index(answer), event

@@ -186,38 +186,32 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
         RefusedError: the request is refused.
         ClientDisconnect: the client has left.
     """
-    began = time.monotonic()
+    began, first = time.monotonic(), list[tuple[int, Event]]()
+
+    async def begin() -> None:
+        async for number, event in merged(answers):
+            if isinstance(event, Failed):
+                raise event.error
+            first.append((number, event))
+            if {number for number, _ in first} == {*range(len(answers))}:
+                return
+
     try:
         with contextlib.suppress(asyncio.TimeoutError):
-            await while_connected(request.receive, asyncio.wait_for(_until_begun(answers), BEAT_SECONDS))
+            await while_connected(request.receive, asyncio.wait_for(begin(), BEAT_SECONDS))
     except BaseException:
         for answer in answers:
             answer.leave()
         raise
-    return Stream(_parts(writer, answers), answers, writer.media_type, writer.beat, began)
+    return Stream(_parts(writer, first, answers), answers, writer.media_type, writer.beat, began)
 
 
-async def _until_begun(answers: Sequence[Answer]) -> None:
-    """Wait for the first event of each answer.
-
-    Raises:
-        RefusedError: an answer begins with an error.
-    """
-    firsts: list[Event | None] = [None]
-    while None in firsts:
-        await answers[0].arrived.wait()
-        answers[0].arrived.clear()
-        firsts = [answer.first for answer in answers]
-        if failed := next((first for first in firsts if isinstance(first, Failed)), None):
-            raise failed.error
-
-
-async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+async def _parts(writer: Writer, first: list[tuple[int, Event]], answers: Sequence[Answer]) -> AsyncIterator[bytes]:
     """Yield the parts of a stream. Of two reports of the same work in a short time there is the first."""
     for part in writer.begin():
         yield part
     stage, sent = None, 0.0
-    async for number, event in merged(answers):
+    async for number, event in _after(first, answers):
         if isinstance(event, Progress):
             now = time.monotonic()
             if event.stage == stage and now - sent < PROGRESS_SECONDS:
@@ -227,6 +221,14 @@ async def _parts(writer: Writer, answers: Sequence[Answer]) -> AsyncIterator[byt
             yield part
         if isinstance(event, Failed):
             return
+
+
+async def _after(first: list[tuple[int, Event]], answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+    """Yield events that were taken, and those that follow."""
+    for each in first:
+        yield each
+    async for each in merged(answers):
+        yield each
 
 
 class Stream(Response):

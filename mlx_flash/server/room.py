@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import threading
 import time
@@ -17,7 +16,7 @@ from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog
-from mlx_flash.server.events import Answer, Failed, Progress
+from mlx_flash.server.events import Answer, Events, Failed, Progress
 from mlx_flash.server.job import Job, ends_alone
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
@@ -116,8 +115,8 @@ class EngineRoom:
         with self._changed:
             if not self.is_alive:
                 raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
-            arrived = asyncio.Event()
-            answers = {each.number: Answer(partial(self._leave, each.number), arrived) for each in asked}
+            events = Events()
+            answers = {each.number: Answer(partial(self._leave, each.number), events) for each in asked}
             self._answers.update(answers)
             self._requests += asked
             self._changed.notify()

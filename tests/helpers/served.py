@@ -80,6 +80,11 @@ class Served:
         """The prompt caches that are kept."""
         return kept_in(self.prompt_cache)
 
+    def submit(self, *requests: GenerationRequest) -> list[ServerAnswer]:
+        """Send requests to the thread together, each with a client of its own."""
+        with self.room._changed:
+            return [answer for request in requests for answer in self.room.submit(request)]
+
     def events(self, request: GenerationRequest) -> list[Event]:
         """Return all events of an answer."""
         return [event for event, _ in self.timed_events(request)]
@@ -97,7 +102,7 @@ class Served:
         """Return all events of some answers that are asked for at once."""
 
         async def collect() -> list[list[Event]]:
-            return await asyncio.gather(*map(every, self.room.submit(*requests)))
+            return await asyncio.gather(*map(every, self.submit(*requests)))
 
         return self.run(collect())
 

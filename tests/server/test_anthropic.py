@@ -11,7 +11,7 @@ import pytest
 from live import Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded
-from mlx_flash.server.access import Access
+from mlx_flash.server.access import Access, plain_key
 from scripted import saying
 
 anthropic: Any = None
@@ -152,7 +152,7 @@ def test_errors_have_anthropics_form(client: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_keys_may_come_as_x_api_key(folder: Path) -> None:
-    with live(str(folder), access=Access("secret")) as locked:
+    with live(str(folder), access=Access([plain_key("secret")])) as locked:
         given = {"base_url": locked.url, "max_retries": 0}
         with anthropic.Anthropic(api_key="secret", **given) as client:
             assert ask(client, HELLO, max_tokens=1).usage.output_tokens == 1

@@ -245,14 +245,14 @@ def test_answers_keep_their_tokens_when_prompts_have_no_room(
     compute = PromptProcessingBatch.prompt
 
     async def collect() -> list[list[Event]]:
-        first, second = served.room.submit(*early)
+        first, second = served.submit(*early)
         head = []
         async for event in events_of(first):
             head.append(event)
             if len(head) == 8:
                 break
         monkeypatch.setattr(PromptProcessingBatch, "prompt", fails)
-        rest = await asyncio.gather(every(first), every(second), *map(every, served.room.submit(*late)))
+        rest = await asyncio.gather(every(first), every(second), *map(every, served.submit(*late)))
         return [head + rest[0], *rest[1:]]
 
     def fails(self: Any, tokens: list[list[int]]) -> None:
@@ -308,13 +308,13 @@ def test_a_request_joins_others_that_run(served: Served, sizes: list[int]) -> No
     expected = expected_of(served, *long_ones, late)
 
     async def collect() -> list[list[Event]]:
-        first, second = served.room.submit(*long_ones)
+        first, second = served.submit(*long_ones)
         events: list[Event] = []
         third: Any = None
         async for event in events_of(first):
             events.append(event)
             if third is None and len(sizes) > 3:
-                third = asyncio.ensure_future(every(*served.room.submit(late)))
+                third = asyncio.ensure_future(every(*served.submit(late)))
         return [events, await every(second), await third]
 
     answers = served.run(collect())
@@ -371,7 +371,7 @@ def test_each_ends_alone(served: Served, sizes: list[int], monkeypatch: pytest.M
 
     async def collect() -> list[list[Event]]:
         odd = [request("bye", max_tokens=500), request("wrong", top_k=77, max_tokens=40)]
-        leaving, *others = served.room.submit(*odd, replace(asked[0], stop=(stop,)), *asked[1:])
+        leaving, *others = served.submit(*odd, replace(asked[0], stop=(stop,)), *asked[1:])
         _, *found = await asyncio.gather(until(leaving, Piece), *map(every, others))
         return found
 
@@ -412,7 +412,7 @@ def test_a_client_leaves_while_prompts_are_computed(served: Served) -> None:
     expected = expected_of(served, *asked)
 
     async def collect() -> list[list[Event]]:
-        first, *others = served.room.submit(*asked)
+        first, *others = served.submit(*asked)
         _, *found = await asyncio.gather(until(first, Progress), *map(every, others))
         return found
 

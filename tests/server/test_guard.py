@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,15 @@ from mlx_flash.server import access as access_module
 from mlx_flash.server import body as body_module
 from mlx_flash.server import service as service_module
 from mlx_flash.server import serving
-from mlx_flash.server.access import Access, make_access
+from mlx_flash.server.access import Access, make_access, plain_key
 from mlx_flash.server.body import MAX_BODY_BYTES, checked, parse
 from mlx_flash.server.catalog import Catalog, Source
-from mlx_flash.server.events import Answer, Failed
+from mlx_flash.server.events import Answer, Events, Failed
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import CompletionRequest
 from waiting import eventually
 
-KEY = "a-key-of-some-length"
+KEY, BOB = "a-key-of-some-length", "bob@work"
 
 
 class Room:
@@ -53,8 +54,8 @@ class Room:
     def submit(self, *requests: Any) -> list[Answer]:
         self.has_begun.set()
         self.num_answers += len(requests)
-        arrived = asyncio.Event()
-        answers = [Answer(lambda: None, arrived) for _ in requests]
+        events = Events()
+        answers = [Answer(lambda: None, events) for _ in requests]
         for answer in answers:
             asyncio.get_running_loop().call_later(self.seconds, self.refuse, answer)
         return answers
@@ -72,7 +73,7 @@ class Room:
 
 @pytest.fixture
 def listener(request: Any) -> Iterator[Live]:
-    made = Live(Room(), Access(KEY, getattr(request, "param", ())))  # type: ignore[arg-type]
+    made = Live(Room(), Access([plain_key(KEY)], getattr(request, "param", ())))  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -160,8 +161,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     compared: list[Any] = []
     monkeypatch.setattr(access_module.hmac, "compare_digest", lambda *pair: compared.append(pair))
     with pytest.raises(RefusedError):
-        Access(KEY).check_key(f"Bearer {KEY}")
-    assert compared == [(KEY.encode(), KEY.encode())]
+        Access([plain_key(KEY)]).check_key(f"Bearer {KEY}")
+    assert compared == [(plain_key(KEY).digest,) * 2]
 
 
 def test_web_pages_of_other_origins_are_refused(listener: Live) -> None:
@@ -182,9 +183,9 @@ def test_web_pages_of_origins_that_are_named(listener: Live) -> None:
 
 def test_key_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text(f"{KEY}\n")
-    assert make_access("0.0.0.0", [], tmp_path / "key", False).api_key == KEY
+    assert make_access("0.0.0.0", [], tmp_path / "key", False).keys == [plain_key(KEY)]
     monkeypatch.setenv("MLX_FLASH_API_KEY", "other")
-    assert make_access("0.0.0.0", [], None, False).api_key == "other"
+    assert make_access("0.0.0.0", [], None, False).keys == [plain_key("other")]
     for text in ("", "two words", "ключ", "x" * 5000):
         (tmp_path / "key").write_text(text)
         with pytest.raises(ConfigError, match="API key"):
@@ -193,14 +194,49 @@ def test_key_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.
         make_access("127.0.0.1", [], tmp_path / "missing", False)
 
 
+def test_named_keys_are_hashed_counted_and_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [
+        f"{name} sha256:{plain_key(key).digest.hex()}{more}" for name, key, more in ((BOB, "b", " 1"), ("al", "a", ""))
+    ]
+    path = tmp_path / "keys"
+    path.write_text("# who may ask\n\n" + "\n".join(lines))
+    access = make_access("0.0.0.0", [], path, False)
+    room = Room()
+    room.seconds = 1.0
+    listener: Any = Live(room, access)  # type: ignore[arg-type]
+    asks = partial(ask, listener, '{"prompt": "x"}')
+    caplog.set_level(logging.INFO, "mlx_flash")
+    with contextlib.closing(listener), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(asks, Authorization="Bearer b")
+        assert room.has_begun.wait(10)
+        status, text = asks(Authorization="Bearer b")
+        assert status == 429 and "1 requests with this key wait already" in text
+        assert asks(Authorization="Bearer a")[0] == waiting.result()[0] == 413
+        assert asks(Authorization="Bearer c")[0] == 401
+        metrics = ask(listener, None, "/metrics", "GET", Authorization="Bearer a")[1]
+    assert f'mlx_flash_key_requests_total{{key="{BOB}"}} 1.0' in metrics
+    assert any(record.message.startswith(f"{BOB}: POST /v1/completions took") for record in caplog.records)
+    for wrong in (
+        f"{lines[0]}\n{lines[0]}",
+        "al sha256:12",
+        f"two words {lines[0]}",
+        f"{lines[0]} 0",
+        f"{lines[0]}\nsecret",
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"keys: line \d .*API key.*sha256sum") as caught:
+            make_access("0.0.0.0", [], path, False)
+        assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("host", "is_loopback"),
     [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("", False), ("192.0.2.1", False)],
 )
 def test_a_server_for_other_machines_needs_a_key(host: str, is_loopback: bool) -> None:
-    assert make_access(host, [], None, True).api_key is None
+    assert not make_access(host, [], None, True).keys
     if is_loopback:
-        assert make_access(host, [], None, False).api_key is None
+        assert not make_access(host, [], None, False).keys
     else:
         with pytest.raises(ConfigError, match="--api-key-file, or set MLX_FLASH_API_KEY, or say --no-auth"):
             make_access(host, [], None, False)

@@ -15,7 +15,7 @@ import pytest
 
 from live import Live, live
 from mlx_flash.server import app as page_module
-from mlx_flash.server.access import Access
+from mlx_flash.server.access import Access, plain_key
 from scripted import make_scripted_model, saying
 
 CHROMIUM = shutil.which("chromium")
@@ -340,7 +340,7 @@ def test_a_lost_server_is_reported(chromium: Any, server: Live) -> None:
 @needs_browser
 def test_the_page_asks_for_a_key(chromium: Any, folder: str) -> None:
     page = chromium.new_page()
-    with live(folder, access=Access("secret")) as locked:
+    with live(folder, access=Access([plain_key("secret")])) as locked:
         page.goto(locked.url)
         page.fill("#key", "secret")
         page.press("#key", "Enter")

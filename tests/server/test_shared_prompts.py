@@ -63,7 +63,7 @@ def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None
         served.prompt_cache.trim_to(n_sequences=0)
 
         async def leave_early() -> list[list[Event]]:
-            leader, *others = served.room.submit(*requests(LONG))
+            leader, *others = served.submit(*requests(LONG))
             async for event in events_of(leader):
                 if isinstance(event, Begun):
                     leader.leave()
@@ -96,7 +96,7 @@ def test_a_streamed_pass_ends_when_its_only_client_leaves(model: str, monkeypatc
         assert served.model.engine is not None and len(served.model.engine.stream.units) > 2
 
         async def submit() -> None:
-            leaver.extend(served.room.submit(other))
+            leaver.extend(served.submit(other))
 
         served.run(submit())
         while not visited:

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.plan import ResidencyPlan, Streaming
-from mlx_flash.residency.selection import Streamed, spread
+from mlx_flash.residency.selection import Streamed
 from mlx_flash.residency.sizes import UnitSize
 from mlx_flash.residency.task import Reserve, Task
 from mlx_flash.residency.timing import pool_of, with_times
@@ -73,12 +73,13 @@ class Candidate:
 
     @property
     def streaming(self) -> Streaming:
-        """The part that passes through the slots, without the names of tensors of layers."""
+        """The part that passes through the slots."""
         task, layers = self.task, self._layers
         heads, rows, in_heads, slot_bytes = self._slots(layers.largest)
         num_units = layers.num_layers + in_heads
         pinned = {unit.name for unit in self._pinned}
         return Streaming(
+            layers=layers.names,
             heads=tuple(zip([head.name for head in heads], rows, strict=True)),
             tables=tuple([table.name for table in task.sizes.tables if table.name not in pinned]),
             num_units=num_units,
@@ -91,19 +92,15 @@ class Candidate:
 
     def plan(self, budget: int | None = None) -> ResidencyPlan:
         """Return its plan, with the predicted time. Of a budget, a pool of experts of open size gets what is left."""
-        task, layers, experts = self.task, self.task.sizes.layers, self.task.sizes.experts
-        chosen = zip(layers, spread(layers, self.target, self.whole_layers), strict=True)
-        names = tuple([(unit.name, tuple([tensor.name for tensor in some])) for unit, some in chosen if some])
+        task, experts = self.task, self.task.sizes.experts
         bare = task.bare(self.reserve)
         pool = bare.pool
         if pool is not None and experts is not None and not task.pool_slots and budget is not None:
             more = max(0, budget - self.peak_bytes) // experts.slot_bytes
             num_slots = min(pool.num_slots + more, task.most_slots(experts))
             pool = pool_of(task.machine, experts, max(num_slots, pool.num_slots))
-        streaming = replace(self.streaming, layers=names)
-        return with_times(
-            task.sizes, task.machine, replace(bare, pinned_bytes=self.pinned_bytes, streaming=streaming, pool=pool)
-        )
+        plan = replace(bare, pinned_bytes=self.pinned_bytes, streaming=self.streaming, pool=pool)
+        return with_times(task.sizes, task.machine, plan)
 
     def _slots(self, largest_layer: int) -> tuple[Sequence[UnitSize], list[int], int, int]:
         """Return the heads in tiles, the rows of their tiles, the number of tiles, and the size of a slot."""

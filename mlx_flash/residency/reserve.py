@@ -87,7 +87,7 @@ def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
         process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
     room = _room(task, budget, reserve, process)
     room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
-    return -(-num_parts // task.ledger(reserve).parts_together(room, context))
+    return -(-num_parts // bare.ledger.parts_together(room, context))
 
 
 def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:
@@ -112,7 +112,7 @@ def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
     sizes, config, context = task.sizes, task.config, reserve.context_length
     if not config.prefill_step_size:
         states = sizes.cache.call_bytes * reserve.prefill_step_size
-        by_step = task.activation_bytes(reserve) - sizes.activations.per_call + states
+        by_step = task.bare(reserve).activation_bytes - sizes.activations.per_call + states
         if by_step > ACTIVATION_SHARE * budget:
             return False
     if config.context_length or context <= CONTEXT_LENGTHS[-1]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate, all_streamed
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.selection import spread
+from mlx_flash.residency.sizes import UnitSize
 from mlx_flash.residency.task import Reserve, Task
 from mlx_flash.residency.timing import pool_of
 
@@ -18,8 +19,6 @@ WORTH_A_SLOT = 0.99
 
 NEARLY = 1.25
 """Row tiles are tried where other plans take so many times the least that is possible."""
-
-SEARCH_STEPS = 15
 
 TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
 """Smallest tiles of a streamed head to try: small ones leave memory, but each is waited for."""
@@ -78,7 +77,7 @@ def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Ca
         for whole_layers in (False,) if task.cut else (True, False):
             for tile_bytes in tilings:
                 all_streamed = Candidate(task, reserve, num_slots, whole_layers, tile_bytes, task.sizes.layer_bytes)
-                target = _fewest_bytes(all_streamed.peak_of, all_streamed.target, budget)
+                target = _fewest_bytes(all_streamed.peak_of, task.sizes.layers, budget)
                 if target is not None:
                     has_room = True
                     found = replace(all_streamed, target=target)
@@ -97,24 +96,27 @@ def _unlike_tiles(task: Task) -> tuple[int, ...]:
 
 def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
     """Yield linear layers in row tiles, as few of them as the budget allows, for each number of slots."""
-    most = sum([unit.nbytes for unit in task.sizes.linears])
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
 
         def peak_of(target: int, num_slots: int = num_slots) -> int:
             return _tiled(task, reserve, num_slots, target).peak_bytes
 
-        target = _fewest_bytes(peak_of, most, budget)
+        target = _fewest_bytes(peak_of, task.sizes.linears, budget)
         if target is None:
             break  # more slots take more
         yield _tiled(task, reserve, num_slots, target)
 
 
-def _fewest_bytes(peak_of: Callable[[int], int], most: int, budget: int) -> int | None:
-    """Find by bisection how few bytes, of ``most``, can be streamed within the budget; None if even all cannot."""
-    low, high = 0, most
-    if peak_of(most) > budget:
+def _fewest_bytes(peak_of: Callable[[int], int], units: Sequence[UnitSize], budget: int) -> int | None:
+    """Find by bisection how few bytes of units can be streamed within the budget; None if even all cannot.
+
+    It ends when less than the smallest tensor is left to decide.
+    """
+    low, high = 0, sum([unit.nbytes for unit in units])
+    least = min([piece.nbytes for unit in units for piece in unit.pieces], default=0)
+    if peak_of(high) > budget:
         return None
-    for _ in range(SEARCH_STEPS):
+    while high - low > max(1, least):
         middle = (low + high) // 2
         if peak_of(middle) <= budget:
             high = middle
@@ -133,7 +135,7 @@ def _tiled(task: Task, reserve: Reserve, num_slots: int, target: int | None = No
     sizes = task.sizes
     chosen = sizes.linears
     if target is not None:
-        chosen = tuple([unit for unit, some in zip(chosen, spread(chosen, target, True), strict=True) if some])
+        chosen = tuple([unit for unit, some in zip(chosen, spread(chosen, target, True).pieces, strict=True) if some])
     tiled = task.tiled(chosen)
     return Candidate(tiled, reserve, num_slots, True, LEAST_TILE_BYTES, tiled.sizes.layer_bytes)
 
@@ -176,7 +178,7 @@ def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     choices = []
     for num_together in {-(-num_parts // num_passes) for num_passes in range(1, plan.prompt_passes(context))}:
         reserve = Reserve(step, context, num_together)
-        taken = max(0, same_cut.parts_bytes(reserve) - free)
+        taken = max(0, same_cut.ledger(reserve).parts_waiting(num_together - 1, context) - free)
         if taken <= PARTS_SHARE * plan.pinned_bytes:
             choices.append((-(-num_parts // num_together) * (plan.read_bytes + taken), reserve))
     for _, reserve in sorted(choices, key=lambda choice: choice[0]):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
@@ -40,8 +40,12 @@ class TensorSize:
     buffer_bytes: int
 
 
-Chosen = tuple[tuple[TensorSize, ...], int, int]
-"""The streamed tensors of a layer, their bytes, and what they take of a buffer."""
+class Piece(NamedTuple):
+    """Tensors of a unit that are streamed together or not at all."""
+
+    names: tuple[str, ...]
+    nbytes: int
+    buffer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,25 +84,20 @@ class UnitSize:
         return self.nbytes - self.idle_bytes
 
     @cached_property
-    def whole(self) -> Chosen:
-        """All its tensors."""
-        return self.tensors, self.nbytes, self.buffer_bytes
+    def whole(self) -> list[Piece]:
+        """All its tensors as one piece."""
+        return [Piece(tuple([tensor.name for tensor in self.tensors]), self.nbytes, self.buffer_bytes)]
 
     @cached_property
-    def largest_first(self) -> list[TensorSize]:
-        """Its tensors by size."""
-        return sorted(self.tensors, key=lambda tensor: tensor.nbytes, reverse=True)
+    def pieces(self) -> list[Piece]:
+        """Each of its tensors as a piece, the largest first."""
+        pieces = [Piece((tensor.name,), tensor.nbytes, tensor.buffer_bytes) for tensor in self.tensors]
+        return sorted(pieces, key=lambda piece: piece.nbytes, reverse=True)
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of an output row of a unit with such."""
         return -(-self.nbytes // (self.num_rows or 1))
-
-    @cached_property
-    def bounds(self) -> tuple[int, int]:
-        """Twice the bytes due from which on one of its tensors is streamed, and all of them are."""
-        sizes = [tensor.nbytes for tensor in self.largest_first]
-        return min(sizes, default=0), max([2 * sum(sizes[:i]) + size for i, size in enumerate(sizes)], default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from mlx_flash.residency.kv import in_memory, ledger_of, on_disk, prefix_bytes, 
 from mlx_flash.residency.ledger import Ledger, reader_bytes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
-from mlx_flash.residency.selection import Streamed, add_up, choose
+from mlx_flash.residency.selection import Streamed, spread
 from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, UnitSize
 from mlx_flash.residency.timing import pool_of
 
@@ -79,11 +79,11 @@ class Task:
         return {}
 
     def streamed(self, target: int, whole_layers: bool) -> Streamed:
-        """Return sums for a number of bytes spread over the layers."""
+        """Return the tensors for a number of bytes spread over the layers."""
         key = target, whole_layers
         found: Streamed | None = self.sizes.sums.get(key)
         if found is None:
-            found = self.sizes.sums[key] = add_up(choose(self.sizes.layers, target, whole_layers))
+            found = self.sizes.sums[key] = spread(self.sizes.layers, target, whole_layers)
         return found
 
     def tiled(self, units: Sequence[UnitSize]) -> Task:
@@ -108,7 +108,10 @@ class Task:
             kv = on_disk(ledger, context, self.kv_room, self.config.kv_ram_gb)
         else:
             kv = in_memory(ledger, context)
-        activations = self.activation_bytes(reserve)
+        # the larger of a prefill step without logits and a short call with all of them
+        num_answer = min(PREFILL_STEPS[-1], ledger.step)
+        activations = ledger.computing(num_answer, round_up(context, CACHE_STEP))
+        parts = ledger.parts_waiting(reserve.num_parts - 1, context)
         copies = sizes.copies or machine.arrival != "in place" or (experts is not None and experts.copies)
         bounces = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
         num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
@@ -127,7 +130,7 @@ class Task:
             kv=kv,
             prefix_bytes=prefix_bytes(sizes.cache, self.config, context),
             activation_bytes=activations,
-            spare_bytes=max(0, self.promised_bytes - kv.nbytes - activations, self.parts_bytes(reserve)),
+            spare_bytes=max(0, self.promised_bytes - kv.nbytes - activations, parts),
             bounce_bytes=num_readers * reader_bytes(machine.disk, bounces=bounces, decodes=decodes),
             read_size=machine.disk.read_size,
             queue_depth=machine.disk.queue_depth,
@@ -141,15 +144,6 @@ class Task:
             compression=machine.compression,
             keeps_states=ledger.keeps_states,
         )
-
-    def activation_bytes(self, reserve: Reserve) -> int:
-        """Return the larger of a prefill step without logits and a short call with all of them."""
-        num_answer = min(PREFILL_STEPS[-1], reserve.prefill_step_size)
-        return self.ledger(reserve).computing(num_answer, round_up(reserve.context_length, CACHE_STEP))
-
-    def parts_bytes(self, reserve: Reserve) -> int:
-        """Return the memory of the parts of a prompt that wait while another one computes."""
-        return self.ledger(reserve).parts_waiting(reserve.num_parts - 1, reserve.context_length)
 
     def most_slots(self, experts: ExpertSizes) -> int:
         """Return the most slots that a pool may have: it is one array."""

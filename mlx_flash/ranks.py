@@ -415,9 +415,8 @@ def complete_folder(directory: Path, peers: Peers) -> RankFolder:
             if found.has(path):
                 (found.path / path.name).symlink_to(path.resolve())
         for name in missing[peers.rank]:
-            with (found.path / name).open("wb") as file:
-                file.write(headers[name])
-                file.truncate(sizes[name])  # a hole, which takes no space
+            (found.path / name).write_bytes(headers[name])
+            os.truncate(found.path / name, sizes[name])  # a hole, which takes no space
     return found
 
 

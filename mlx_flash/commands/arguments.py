@@ -14,8 +14,9 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from mlx_flash import __version__
 from mlx_flash.config import FLAGS, FlashConfig, did_you_mean, parse_setting, setting_kinds
@@ -377,18 +378,18 @@ MANY = 10
 class _Formatter(argparse.HelpFormatter):
     """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags.
 
-    Attributes:
+    Args:
+        prog: as argparse gives it.
         shown: flags in help; None shows all of them.
     """
 
-    shown: frozenset[str] | None = None
-
-    def __init__(self, prog: str) -> None:
+    def __init__(self, prog: str, shown: frozenset[str] | None = None) -> None:
+        self._shown = shown
         width = min(shutil.get_terminal_size().columns, WIDTH)
         super().__init__(prog, max_help_position=HELP_COLUMN, width=width - 2)
 
     def add_argument(self, action: argparse.Action) -> None:
-        if self.shown is None or not action.option_strings or self.shown & {*action.option_strings}:
+        if self._shown is None or not action.option_strings or self._shown & {*action.option_strings}:
             super().add_argument(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -398,22 +399,14 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help may be short.
-
-    Attributes:
-        shown: flags in help; None shows all of them.
-    """
-
-    shown: frozenset[str] | None = None
+    """A parser that takes other names of flags, too."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Formatter, **options)
 
-    def _get_formatter(self) -> argparse.HelpFormatter:
-        formatter = super()._get_formatter()
-        if isinstance(formatter, _Formatter):
-            formatter.shown = self.shown
-        return formatter
+    def show(self, flags: frozenset[str] | None) -> None:
+        """Show these flags in help; None shows all of them."""
+        self.formatter_class = cast(Any, partial(_Formatter, shown=flags))
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         return super().add_argument(*names, *(other for other, own in FLAGS.items() if own in names), **options)
@@ -472,14 +465,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if name is None or command is None:
         return parser.parse_args(argv)
     if _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
-        command.shown = None
+        command.show(None)
         command.print_help()
         command.exit()
     has_rest = name in ("exec", "service")  # words that are another program's
     parse = command.parse_known_args if has_rest else command.parse_known_intermixed_args
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
-        flag, command.shown = next((word for word in unknown if word.startswith("-")), unknown[0]), None
+        command.show(None)
+        flag = next((word for word in unknown if word.startswith("-")), unknown[0])
         nearest = did_you_mean(flag.partition("=")[0], re.findall(r"--[a-z][a-z-]+", command.format_help()))
         command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
     if kind := COMMANDS[name].model:
@@ -507,7 +501,7 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
         if name == chosen:
             found = made
             own = [names for names, _ in command.flags]
-            found.shown = SHOWN if len(own) > MANY else SHOWN.union(*own)
+            found.show(SHOWN if len(own) > MANY else SHOWN.union(*own))
             _add_flags(found, command)
     return parser, found
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
@@ -37,6 +37,7 @@ from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.layout.names import repository_of
+from mlx_flash.layout.standins import write_stand_in
 from mlx_flash.modelfile.parse import (
     Modelfile,
     check_model_name,
@@ -107,30 +108,10 @@ def _fetch(repository: str, revision: str | None, path: Path) -> None:
             continue
         if fnmatch(name, _SHARDS):
             header = api.parse_safetensors_file_metadata(repository, name, revision=revision)
-            _write_shard(path / name, nbytes, header)
+            tensors = {key: (found.dtype, found.shape, found.data_offsets) for key, found in header.tensors.items()}
+            write_stand_in(path / name, tensors, header.metadata, nbytes)  # tensors lie where they lie in the real one
         elif Path(name).suffix in METADATA_SUFFIXES and nbytes <= MAX_METADATA_BYTES:
             api.hf_hub_download(repository, name, revision=revision, local_dir=path)
-
-
-def _write_shard(path: Path, nbytes: int, header: Any) -> None:
-    """Write a file with a header and a hole. Tensors lie where they lie in the real one.
-
-    Args:
-        path: the file.
-        nbytes: size of the real one.
-        header: its header, as ``HfApi.parse_safetensors_file_metadata`` returns it.
-    """
-    tensors = {
-        name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
-        for name, tensor in header.tensors.items()
-    }
-    end = max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
-    metadata = {"__metadata__": header.metadata} if header.metadata else {}
-    text = json.dumps({**metadata, **tensors}, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(nbytes - 8 - end)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
 
 
 DAY = 24 * 3600

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mlx_flash.errors import CheckpointError
 from mlx_flash.folders import cache_directory
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.blocks import LOGICAL_START
-from mlx_flash.storage.safetensors import Checkpoint, Shard, TensorRecord
+from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 
 @contextmanager
@@ -37,23 +37,36 @@ def stock_folder(directory: Path, checkpoint: Checkpoint) -> Iterator[Path]:
             if shard.blocks is None:
                 path.symlink_to(shard.path.resolve())
             else:
-                _write(path, shard)
+                places = [(r, r.extent.offset - LOGICAL_START) for r in shard.tensors]
+                tensors = {r.name: (r.dtype, r.shape, (start, start + r.nbytes)) for r, start in places}
+                write_stand_in(path, tensors, shard.metadata)
                 stand_ins.append(path)
         yield private.path
         for path in stand_ins:
             os.truncate(path, 0)
 
 
-def _write(path: Path, shard: Shard) -> None:
-    entries: dict[str, object] = {"__metadata__": dict(shard.metadata)} if shard.metadata else {}
-    for record in shard.tensors:
-        start = record.extent.offset - LOGICAL_START
-        offsets = [start, start + record.nbytes]
-        entries[record.name] = {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": offsets}
-    text = json.dumps(entries).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + max((record.extent.end for record in shard.tensors), default=0))
+def write_stand_in(
+    path: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int], Sequence[int]]],
+    metadata: Mapping[str, str] | None,
+    nbytes: int = 0,
+) -> None:
+    """Write a safetensors file with a hole in place of the tensors.
+
+    Args:
+        path: the file.
+        tensors: dtype, shape and data offsets by name.
+        metadata: those of the header.
+        nbytes: least size of the file. Blanks in the header move the tensors to its end.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, (dtype, shape, offsets) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+    end = max((offsets[1] for _, _, offsets in tensors.values()), default=0)
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(nbytes - 8 - end)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
 
 
 def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> set[str]:

@@ -137,10 +137,9 @@ class AtomicFile:
         self._path = path
         self._durable = durable
         self.nbytes = 0
-        self._descriptors: list[int] = []
-        finalize(self, _abandon, self.partial, self._descriptors)  # an interrupt may hide this file from its user
-        _lock_into(self._descriptors, self.partial, create=mode, required=False)
-        self.fd = self._descriptors[0]
+        self._lock = HeldLock(self.partial, create=mode, required=False)
+        finalize(self, _abandon, self.partial, self._lock)  # an interrupt may hide this file from its user
+        self.fd = self._lock.fd
         try:
             os.ftruncate(self.fd, 0)
         except BaseException:
@@ -150,7 +149,7 @@ class AtomicFile:
     @property
     def is_open(self) -> bool:
         """False after :meth:`commit` or :meth:`abort`."""
-        return bool(self._descriptors)
+        return self._lock.is_held
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -162,13 +161,13 @@ class AtomicFile:
         if self._durable:
             os.fsync(self.fd)
         self.partial.replace(self._path)  # before the lock is released, or the next writer would empty this file
-        os.close(self._descriptors.pop())
+        self._lock.release()
         if self._durable:
             flush_folder(self._path.parent)
 
     def abort(self) -> None:
         """Remove the partial file. Does nothing after :meth:`commit` or another call, and never fails."""
-        _abandon(self.partial, self._descriptors)
+        _abandon(self.partial, self._lock)
 
     def __enter__(self: Opened) -> Opened:
         return self
@@ -181,12 +180,12 @@ class AtomicFile:
             self.abort()
 
 
-def _abandon(partial: Path, descriptors: list[int]) -> None:
-    while descriptors:
+def _abandon(partial: Path, lock: HeldLock) -> None:
+    if lock.is_held:
         with suppress(OSError):  # the next writer uses it again
-            if _is_at(partial, descriptors[0]):
+            if _is_at(partial, lock.fd):
                 partial.unlink()
-        os.close(descriptors.pop())
+        lock.release()
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -226,67 +225,23 @@ def flush_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def open_locked(
-    path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True, required: bool = True
-) -> int:
-    """Open a file or folder and lock it against other processes and other descriptors of this one.
+class HeldLock:
+    """A lock of a file or folder against other processes and other descriptors of this one.
 
-    The lock ends with the descriptor. A file that was removed or replaced during the wait is opened again, so that the
-    path names the locked file.
+    It is held until it is released, or dropped: an interrupt may hide it from its user. A file that was removed or
+    replaced during the wait is opened again, so that the path names the locked file. As a context manager it yields the
+    descriptor, and is released at the end of the block.
 
     Args:
         path: the file or folder.
         create: permissions, less the umask, of a file to make or write to. None opens what exists for reading.
         shared: allow other shared locks.
         wait: wait for other holders; a number is the longest wait in seconds.
-        required: fail on file systems without locks. Otherwise the descriptor is returned without a lock.
-
-    Returns:
-        The descriptor. The caller closes it.
+        required: fail on file systems without locks. Otherwise the file is open without a lock.
 
     Raises:
         BlockingIOError: another holder has it, and ``wait`` is False or the seconds have passed.
         OSError: it cannot be opened or locked.
-    """
-    descriptors: list[int] = []
-    _lock_into(descriptors, path, create=create, shared=shared, wait=wait, required=required)
-    return descriptors.pop()
-
-
-def _lock_into(
-    descriptors: list[int],
-    path: Path,
-    *,
-    create: int | None = None,
-    shared: bool = False,
-    wait: bool | float = True,
-    required: bool = True,
-) -> None:
-    """Add the descriptor that :func:`open_locked` returns to an empty list, so that no interrupt can hide it."""
-    access = os.O_RDONLY if create is None else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    flags = access | os.O_CLOEXEC | os.O_NONBLOCK  # another user's FIFO must not block
-    while True:
-        try:
-            # one step: no signal handler runs in map and extend, between the opening and the noting
-            descriptors.extend(map(os.open, [path], [flags], [create or 0]))
-            lock(descriptors[0], shared=shared, wait=wait, required=required)
-            if _is_at(path, descriptors[0]):
-                return
-        except BaseException:
-            close_all(descriptors)
-            raise
-        close_all(descriptors)
-
-
-def close_all(descriptors: list[int]) -> None:
-    """Close and forget some descriptors. An interrupt leaves none that is closed and not forgotten, or the reverse."""
-    any(map(os.close, map(descriptors.pop, [-1] * len(descriptors))))  # one step, as above
-
-
-class HeldLock:
-    """A locked file or folder, until it is released, or dropped: an interrupt may hide it from its user.
-
-    Arguments and errors are those of :func:`open_locked`.
     """
 
     def __init__(
@@ -300,7 +255,23 @@ class HeldLock:
     ) -> None:
         self._descriptors: list[int] = []
         finalize(self, close_all, self._descriptors)
-        _lock_into(self._descriptors, path, create=create, shared=shared, wait=wait, required=required)
+        access = os.O_RDONLY if create is None else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        flags = access | os.O_CLOEXEC | os.O_NONBLOCK  # another user's FIFO must not block
+        while not self.is_held:
+            try:
+                # one step: no signal handler runs in map and extend, between the opening and the noting
+                self._descriptors.extend(map(os.open, [path], [flags], [create or 0]))
+                lock(self.fd, shared=shared, wait=wait, required=required)
+                if not _is_at(path, self.fd):
+                    self.release()
+            except BaseException:
+                self.release()
+                raise
+
+    @property
+    def is_held(self) -> bool:
+        """False after :meth:`release`."""
+        return bool(self._descriptors)
 
     @property
     def fd(self) -> int:
@@ -311,19 +282,35 @@ class HeldLock:
         """Unlock the file. Does nothing when called again."""
         close_all(self._descriptors)
 
+    def __enter__(self) -> int:
+        return self.fd
 
-@contextmanager
-def locked(path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True) -> Iterator[int]:
-    """Hold a lock during a block. Arguments, value and errors are those of :func:`open_locked`."""
-    lock = HeldLock(path, create=create, shared=shared, wait=wait)
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close and forget some descriptors. An interrupt leaves none that is closed and not forgotten, or the reverse."""
+    any(map(os.close, map(descriptors.pop, [-1] * len(descriptors))))  # one step, as above
+
+
+def remove_unheld(path: Path) -> bool:
+    """Remove a file or folder, unless a process has locked it. Return True if it is gone."""
     try:
-        yield lock.fd
-    finally:
-        lock.release()
+        with HeldLock(path, wait=False):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)  # the next process removes whatever is left
+            else:
+                path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # in use, or another user's
+    return True
 
 
 def lock(fd: int, *, shared: bool, wait: bool | float, required: bool) -> None:
-    """Lock an open file. Arguments and errors are those of :func:`open_locked`."""
+    """Lock an open file. Arguments and errors are those of :class:`HeldLock`."""
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait is True else fcntl.LOCK_NB)
     deadline = time.monotonic() + wait
     while True:

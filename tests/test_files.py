@@ -21,8 +21,6 @@ from mlx_flash.files import (
     AtomicFile,
     HeldLock,
     check_regular,
-    locked,
-    open_locked,
     open_regular,
     read_regular,
     rename_durably,
@@ -126,32 +124,32 @@ def test_rename_replaces_an_empty_folder(tmp_path: Path) -> None:
 
 def test_exclusive_lock_keeps_others_out(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with locked(path, create=0o600), pytest.raises(BlockingIOError):
-        open_locked(path, shared=True, wait=False)
-    os.close(open_locked(path, wait=False))
+    with HeldLock(path, create=0o600), pytest.raises(BlockingIOError):
+        HeldLock(path, shared=True, wait=False)
+    HeldLock(path, wait=False).release()
 
 
 def test_shared_locks_exclude_only_exclusive_ones(tmp_path: Path) -> None:
-    with locked(tmp_path, shared=True), locked(tmp_path, shared=True, wait=False), pytest.raises(BlockingIOError):
-        open_locked(tmp_path, wait=False)
+    with HeldLock(tmp_path, shared=True), HeldLock(tmp_path, shared=True, wait=False), pytest.raises(BlockingIOError):
+        HeldLock(tmp_path, wait=False)
 
 
 def test_missing_file_is_made_only_on_request(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        open_locked(tmp_path / "lock")
-    with locked(tmp_path / "lock", create=0o640) as fd:
+        HeldLock(tmp_path / "lock")
+    with HeldLock(tmp_path / "lock", create=0o640) as fd:
         assert os.fstat(fd).st_mode & 0o777 == 0o640
 
 
 def test_file_removed_during_the_wait_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held = open_locked(path, create=0o600)
-    waiting = threading.Thread(target=lambda: os.close(open_locked(path, create=0o600)))
+    held = HeldLock(path, create=0o600)
+    waiting = threading.Thread(target=lambda: HeldLock(path, create=0o600).release())
     waiting.start()
     path.unlink()
-    with locked(path, create=0o600) as fd:  # a new file: the old one is locked still
+    with HeldLock(path, create=0o600) as fd:  # a new file: the old one is locked still
         assert os.fstat(fd).st_ino == path.stat().st_ino
-    os.close(held)
+    held.release()
     waiting.join(10)
     assert not waiting.is_alive()
 
@@ -162,8 +160,8 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises(OSError, match="not supported"):
-        open_locked(tmp_path)
-    os.close(open_locked(tmp_path, required=False))
+        HeldLock(tmp_path)
+    HeldLock(tmp_path, required=False).release()
     write_atomically(tmp_path / "data", "new")
     assert (tmp_path / "data").read_text() == "new"
 
@@ -235,7 +233,7 @@ def test_interrupts_leave_no_lock_held(tmp_path: Path) -> None:
         held = list[HeldLock]()
 
         def hold() -> None:
-            with locked(path, create=0o600):
+            with HeldLock(path, create=0o600):
                 pass
 
         run(lambda: held.append(HeldLock(path, create=0o600)))
@@ -245,7 +243,7 @@ def test_interrupts_leave_no_lock_held(tmp_path: Path) -> None:
         held.clear()
         run(hold)
         gc.collect()
-        os.close(open_locked(path, wait=False))
+        HeldLock(path, wait=False).release()
 
     total = total_points(program, ["files.py"])
     assert sum(interrupted_in(program, number, ["files.py"]) is not None for number in range(total)) > 20

@@ -28,7 +28,7 @@ from mlx_flash.convert import derived
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
-from mlx_flash.files import PARTIAL_SUFFIX, free_bytes
+from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, remove_unheld
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
@@ -50,7 +50,7 @@ from mlx_flash.monitor.words import counted, filled, formatted, printable, size
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION
-from mlx_flash.sessions import remove_orphans, remove_unheld
+from mlx_flash.sessions import remove_orphans
 from mlx_flash.storage.probe import PROFILES, sample_in
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
 from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
@@ -187,7 +187,8 @@ def _remove_small_files() -> None:
             path.unlink(missing_ok=True)
     for folder in (cache_directory(), cache_directory() / "verify", sessions_directory()):
         remove_orphans(folder)
-    remove_unheld(derived_directory().glob("*.lock"))
+    for path in derived_directory().glob("*.lock"):
+        remove_unheld(path)
 
 
 def _to_json(copies: Iterable[Copy]) -> list[Json]:

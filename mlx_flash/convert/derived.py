@@ -33,10 +33,10 @@ from mlx_flash.config import GB
 from mlx_flash.convert.pack import Progress, Rewrite, TensorSpec, cut, plan_shards
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
+    HeldLock,
     free_bytes,
     free_floor,
     make_private,
-    open_locked,
     read_regular,
     write_atomically,
     write_errors,
@@ -171,13 +171,10 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def remove(copy: Copy) -> bool:
     """Remove a copy, unless somebody holds it. Return True if it is gone."""
-    fd = _lock(copy.folder)
-    if fd is None:
+    if (lock := _lock(copy.folder)) is None:
         return not copy.folder.exists()
-    try:
+    with lock:
         discard(copy.folder)
-    finally:
-        os.close(fd)
     return True
 
 
@@ -188,23 +185,20 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def hold(folder: Path) -> int | None:
-    """Keep a copy from being removed until the returned descriptor is closed. Return None if there is no copy."""
+def hold(folder: Path) -> HeldLock | None:
+    """Keep a copy from being removed until the returned lock is released. Return None if there is no copy."""
     return _lock(folder, shared=True, wait=True)
 
 
 def is_held(copy: Copy) -> bool:
     """Return True if a process writes or uses a copy."""
-    fd = _lock(copy.folder)
-    if fd is not None:
-        os.close(fd)
-    return fd is None and copy.folder.exists()
+    return _lock(copy.folder) is None and copy.folder.exists()
 
 
-def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> int | None:
+def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> HeldLock | None:
     """Lock a folder. Return None when it does not exist, or when another process has it and ``wait`` is False."""
     try:
-        return open_locked(folder, shared=shared, wait=wait, required=False)
+        return HeldLock(folder, shared=shared, wait=wait, required=False)
     except (FileNotFoundError, NotADirectoryError, BlockingIOError):
         return None
 
@@ -287,7 +281,7 @@ def adopt_derived(
         return
     copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, limit_gb)
     if (held := copying.use()) is not None or (write and (held := copying.make(load, progress)) is not None):
-        weakref.finalize(loaded.model, os.close, held)
+        weakref.finalize(loaded.model, held.release)
         with loaded.streams.in_force():
             copying.adopt()
     elif not write:
@@ -316,8 +310,8 @@ class _Copying:
         self._shards = plan_shards(groups, SHARD_BYTES, metadata, "model-{number:05}.safetensors")
         self._rewrite = Rewrite(self._folder, self._shards, checkpoint, state, 0o700, COPY_HINT)
 
-    def use(self) -> int | None:
-        """Hold the copy if it is complete and unchanged. Return the descriptor, or None."""
+    def use(self) -> HeldLock | None:
+        """Hold the copy if it is complete and unchanged."""
         held = hold(self._folder)
         if held is None:
             return None
@@ -326,10 +320,10 @@ class _Copying:
             with suppress(OSError):  # another user's, or a disk that cannot be written: it is only removed earlier
                 os.utime(self._folder / MANIFEST_NAME)  # the copy used last
             return held
-        os.close(held)
+        held.release()
         return None
 
-    def make(self, load: Callable[[], LoadedModel], progress: Progress | None) -> int | None:
+    def make(self, load: Callable[[], LoadedModel], progress: Progress | None) -> HeldLock | None:
         """Make the copy, or what is left of it, and hold it. Return None when there is no room."""
         with copy_errors(self._folder):
             make_private(derived_directory())

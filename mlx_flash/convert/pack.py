@@ -39,8 +39,8 @@ from mlx_flash.errors import (
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     AtomicFile,
+    HeldLock,
     free_bytes,
-    open_locked,
     rename_durably,
     write_at,
     write_atomically,
@@ -311,21 +311,21 @@ class Rewrite:
     def locked(self, busy: Callable[[], object]) -> Iterator[None]:
         """Make the partial folder, and keep other runs out of it. Call ``busy`` before waiting for another run."""
         with write_errors(f"cannot make {self.partial}", self._hint):
-            fd = self._lock(busy)
+            lock = self._lock(busy)
         try:
             yield
         finally:
             if not self._is_renamed:
                 with suppress(OSError):  # not empty: the next run goes on
                     self.partial.rmdir()
-            os.close(fd)
+            lock.release()
 
-    def _lock(self, busy: Callable[[], object]) -> int:
+    def _lock(self, busy: Callable[[], object]) -> HeldLock:
         wait = False
         while True:
             self.partial.mkdir(mode=self._mode, parents=True, exist_ok=True)
             try:
-                return open_locked(self.partial, wait=wait, required=False)
+                return HeldLock(self.partial, wait=wait, required=False)
             except BlockingIOError:
                 busy()
                 wait = True

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.files import locked, make_private
+from mlx_flash.files import HeldLock, make_private
 from mlx_flash.folders import cache_directory
 
 DEFAULT_GB_PER_DAY = 20.0
@@ -134,7 +134,7 @@ class WriteGovernor:
             try:
                 if writes:
                     make_private(self._path.parent)
-                fd = stack.enter_context(locked(self._path, create=0o600 if writes else None, shared=not writes))
+                fd = stack.enter_context(HeldLock(self._path, create=0o600 if writes else None, shared=not writes))
                 if data := os.pread(fd, _RECORD_BYTES, 0):  # an empty one was made, and not written yet
                     self._record = _Record.decode(data)
             except FileNotFoundError:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_flash.errors import ReadError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, free_bytes, free_floor, locked, make_private, write_at
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, free_bytes, free_floor, make_private, remove_unheld, write_at
 from mlx_flash.kv.writing import FILE_ALIGNMENT, BlobInfo, Draft
 from mlx_flash.memory.pagecache import aligned_offsets, drop_cached, round_up
 
@@ -292,7 +292,7 @@ class PageFolder:
 
     def locked(self) -> AbstractContextManager[int]:
         """Hold the lock under which files are added and removed. Raises: BlockingIOError: another process has it."""
-        return locked(self.directory / "lock", create=0o600, wait=LOCK_SECONDS)
+        return HeldLock(self.directory / "lock", create=0o600, wait=LOCK_SECONDS)
 
     def has(self, page: str) -> bool:
         """Return whether a page is cached."""
@@ -372,9 +372,7 @@ class PageFolder:
     def repair(self) -> tuple[dict[str, CachedPage], list[str]]:
         """Remove useless pages and the unfinished files of killed processes. Return what :meth:`look` found."""
         for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
-            with suppress(FileNotFoundError, BlockingIOError):
-                HeldLock(path, wait=False).release()
-                path.unlink()
+            remove_unheld(path)
         pages, useless = self.look()
         for page in reversed(useless):
             path_of(self.path, page).unlink(missing_ok=True)
@@ -456,25 +454,13 @@ def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, spared
         key = page.key
         if freed >= excess:
             break
-        if num_children[key.page] or key.page == spared or not _remove_unheld(path_of(folder.path, key.page)):
+        if num_children[key.page] or key.page == spared or not remove_unheld(path_of(folder.path, key.page)):
             continue
         freed += page.nbytes
         num_children[key.parent] -= 1
         if key.parent:
             folder.touch(key.parent, pages[key.parent].last_used)
     return freed
-
-
-def _remove_unheld(path: Path) -> bool:
-    try:
-        lock = HeldLock(path, wait=False)
-    except BlockingIOError:
-        return False
-    try:
-        path.unlink(missing_ok=True)
-    finally:
-        lock.release()
-    return True
 
 
 def _spare_bytes(folder: PageFolder) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_flash.errors import ReadError
-from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder, open_locked
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
@@ -273,8 +273,9 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
         if not claim(page.new_bytes):
             return "wear"
         partial = folder.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-        if (fd := _reserve(partial, page)) is None:
+        if (lock := _reserve(partial, page)) is None:
             return "draft"
+    fd = lock.fd
     try:
         page.write(fd)
         # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
@@ -291,10 +292,10 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
             page.draft.name()
         return ""
     finally:
-        _give_up(partial, fd)
+        _give_up(partial, lock)
 
 
-def _reserve(partial: Path, page: EncodedPage) -> int | None:
+def _reserve(partial: Path, page: EncodedPage) -> HeldLock | None:
     """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open.
 
     Return None if the page's draft is gone: its caches were dropped.
@@ -304,16 +305,16 @@ def _reserve(partial: Path, page: EncodedPage) -> int | None:
             page.draft.path.rename(partial)
         except FileNotFoundError:
             return None
-    fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
+    lock = HeldLock(partial, create=0o600, shared=True)  # as long as its writer lives
     try:
-        os.ftruncate(fd, page.nbytes)
+        os.ftruncate(lock.fd, page.nbytes)
     except BaseException:
-        _give_up(partial, fd)
+        _give_up(partial, lock)
         raise
-    return fd
+    return lock
 
 
-def _give_up(partial: Path, fd: int) -> None:
+def _give_up(partial: Path, lock: HeldLock) -> None:
     with suppress(OSError):  # the next opening removes it
         partial.unlink()
-    os.close(fd)
+    lock.release()

@@ -482,7 +482,7 @@ def test_room_is_made_of_what_was_used_longest_ago() -> None:
     held = copies.hold(new)
     assert held is not None
     assert not make_room(10**6, "/here", "mine", 10**6 + 10_000)
-    os.close(held)
+    held.release()
     assert make_room(10**6, "/here", "mine", 10**6 + 10_000)
     assert not new.exists()
 

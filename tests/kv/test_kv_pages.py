@@ -24,7 +24,7 @@ from mlx_lm.models.cache import KVCache
 from children import HELPERS
 from kv_on_disk import feed, on_disk
 from mlx_flash.errors import TruncatedFileError, WriteError
-from mlx_flash.files import locked, open_locked
+from mlx_flash.files import HeldLock
 from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvfiles import KVFiles, Stored, StoredRows
@@ -194,16 +194,16 @@ def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_p
     path = tmp_path / "a.page"
     page = write_stored(path, WIDE, random_rows(WIDE, 10))
     files = files_read_by(reader)
-    with locked(path):
+    with HeldLock(path):
         assert files.open(page, WIDE.components) is None
     assert files.open(replaced(page), WIDE.components) is None
     kept = files.open(page, WIDE.components)
     assert kept is not None and files.open(page, WIDE.components) == kept
     with pytest.raises(BlockingIOError):
-        os.close(open_locked(path, wait=False))
+        HeldLock(path, wait=False).release()
     assert files.open(replaced(page), WIDE.components) is None
     del kept
-    os.close(open_locked(path, wait=False))
+    HeldLock(path, wait=False).release()
     path.unlink()
     assert files.open(page, WIDE.components) is None
     reader.close()

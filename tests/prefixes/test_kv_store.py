@@ -33,7 +33,7 @@ from hypothesis.stateful import (
 )
 
 from children import HELPERS
-from mlx_flash.files import locked
+from mlx_flash.files import HeldLock
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import BlobInfo
 from mlx_flash.prefixes import folder as page_folder
@@ -615,7 +615,7 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
     monkeypatch.setattr(page_folder, "LOCK_SECONDS", 0.1)
     store = opened()
     put(store, TOKENS)
-    with locked(opened.directory / "lock", create=0o600):
+    with HeldLock(opened.directory / "lock", create=0o600):
         assert found(store, TOKENS) == 6 and store.is_writable, "lookups take no lock"
         assert held(store, TOKENS).fd and store.is_writable
         put(store, [1] * STEP)

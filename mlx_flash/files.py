@@ -11,12 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from mlx_flash.errors import FlashError, WriteError
 from mlx_flash.forks import finalize
-
-Opened = TypeVar("Opened", bound="AtomicFile")
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
@@ -115,77 +112,45 @@ def write_errors(what: str, otherwise: str) -> Iterator[None]:
         raise WriteError(f"{what}: {error.strerror or error}. Hint: {hint}, {otherwise}.") from error
 
 
-class AtomicFile:
-    """A new version of a file, which replaces the old one when it is complete.
+class NewFile:
+    """A file that is written from its beginning: its descriptor, and the bytes written so far."""
 
-    The bytes go to ``<name>.partial`` in the same folder, which the writer locks. The next writer uses the partial file
-    of a killed one again. As a context manager it commits at the end of the block, or aborts if the block raised.
-
-    Args:
-        path: the file to replace. Its folder must exist.
-        mode: permissions of the new file, less the umask.
-        durable: bytes and name reach the disk before :meth:`commit` returns.
-
-    Attributes:
-        fd: descriptor of the partial file.
-        partial: path of the partial file.
-        nbytes: bytes written so far.
-    """
-
-    def __init__(self, path: Path, *, mode: int = 0o600, durable: bool = False) -> None:
-        self.partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
-        self._path = path
-        self._durable = durable
-        self.nbytes = 0
-        self._lock = HeldLock(self.partial, create=mode, required=False)
-        finalize(self, _abandon, self.partial, self._lock)  # an interrupt may hide this file from its user
-        self.fd = self._lock.fd
-        try:
-            os.ftruncate(self.fd, 0)
-        except BaseException:
-            self.abort()
-            raise
-
-    @property
-    def is_open(self) -> bool:
-        """False after :meth:`commit` or :meth:`abort`."""
-        return self._lock.is_held
+    def __init__(self, fd: int) -> None:
+        self.fd, self.nbytes = fd, 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         write_at(self.fd, data, self.nbytes)
         self.nbytes += len(data)
 
-    def commit(self) -> None:
-        """Replace the old file by the new one."""
-        if self._durable:
-            os.fsync(self.fd)
-        self.partial.replace(self._path)  # before the lock is released, or the next writer would empty this file
-        self._lock.release()
-        if self._durable:
-            flush_folder(self._path.parent)
 
-    def abort(self) -> None:
-        """Remove the partial file. Does nothing after :meth:`commit` or another call, and never fails."""
-        _abandon(self.partial, self._lock)
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o600, durable: bool = False) -> Iterator[NewFile]:
+    """Replace a file by one that a block writes, unless the block raises.
 
-    def __enter__(self: Opened) -> Opened:
-        return self
+    The bytes go to ``<name>.partial`` in the same folder, which the writer locks. The next writer uses the partial file
+    of a killed one again.
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    Args:
+        path: the file to replace. Its folder must exist.
+        mode: permissions of the new file, less the umask.
+        durable: bytes and name reach the disk before the block ends.
+    """
+    partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
+    with HeldLock(partial, create=mode, required=False) as fd:
         try:
-            if kind is None:
-                self.commit()
-        finally:
-            self.abort()
-
-
-def _abandon(partial: Path, lock: HeldLock) -> None:
-    if lock.is_held:
-        with suppress(OSError):  # the next writer uses it again
-            if _is_at(partial, lock.fd):
-                partial.unlink()
-        lock.release()
+            os.ftruncate(fd, 0)
+            yield NewFile(fd)
+            if durable:
+                os.fsync(fd)
+            partial.replace(path)  # before the lock is released, or the next writer would empty this file
+        except BaseException:
+            with suppress(OSError):  # the next writer uses it again
+                if _is_at(partial, fd):
+                    partial.unlink()
+            raise
+    if durable:
+        flush_folder(path.parent)
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -198,12 +163,12 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
 def write_atomically(path: Path, data: bytes | str, *, mode: int = 0o600, durable: bool = False) -> None:
     """Replace a file. Readers see the old bytes or all of the new ones, also after the process is killed.
 
-    Arguments are those of :class:`AtomicFile`; text is encoded as UTF-8.
+    Arguments are those of :func:`atomic_file`; text is encoded as UTF-8.
 
     Raises:
         OSError: the file cannot be written. The old one is unchanged.
     """
-    with AtomicFile(path, mode=mode, durable=durable) as file:
+    with atomic_file(path, mode=mode, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

@@ -18,8 +18,8 @@ from interrupt_points import Operation, interrupted_in, total_points
 from mlx_flash.errors import WriteError
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
-    AtomicFile,
     HeldLock,
+    atomic_file,
     check_regular,
     open_regular,
     read_regular,
@@ -62,7 +62,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_exception_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_text("old")
-    with pytest.raises(KeyError), AtomicFile(path) as file:
+    with pytest.raises(KeyError), atomic_file(path) as file:
         file.write(b"half")
         raise KeyError
     assert path.read_text() == "old"
@@ -72,10 +72,10 @@ def test_exception_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from mlx_flash.files import AtomicFile
-file = AtomicFile(Path(sys.argv[1]))
-file.write(b"half of a long text")
-os.kill(os.getpid(), 9)
+from mlx_flash.files import atomic_file
+with atomic_file(Path(sys.argv[1])) as file:
+    file.write(b"half of a long text")
+    os.kill(os.getpid(), 9)
 """
 
 

@@ -38,8 +38,9 @@ from mlx_flash.errors import (
 )
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
-    AtomicFile,
     HeldLock,
+    NewFile,
+    atomic_file,
     free_bytes,
     rename_durably,
     write_at,
@@ -210,7 +211,7 @@ class ShardPlan:
 
         with (
             write_errors(f"cannot write {path}{PARTIAL_SUFFIX}", AGAIN),
-            AtomicFile(path, mode=0o666, durable=True) as file,
+            atomic_file(path, mode=0o666, durable=True) as file,
         ):
             self._fill(file, summed, progress)
             check()
@@ -218,7 +219,7 @@ class ShardPlan:
             drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
         return sums
 
-    def _fill(self, file: AtomicFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
+    def _fill(self, file: NewFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
         file.write(self.head)
         for tensor in self.tensors:
             for piece in pieces(tensor):
@@ -545,7 +546,7 @@ class CompressedPlan(ShardPlan):
         """Logical offset of the first tensor."""
         return LOGICAL_START
 
-    def _fill(self, file: AtomicFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
+    def _fill(self, file: NewFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
         count = sum(num_blocks(tensor.nbytes, *self._sizes[tensor.name]) for tensor in self.tensors)
         header = {"header": self.header, "blocks": {name: list(sizes) for name, sizes in self._sizes.items()}}
         sizes = array("I", bytes(4 * count))

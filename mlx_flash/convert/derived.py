@@ -192,7 +192,9 @@ def hold(folder: Path) -> HeldLock | None:
 
 def is_held(copy: Copy) -> bool:
     """Return True if a process writes or uses a copy."""
-    return _lock(copy.folder) is None and copy.folder.exists()
+    if (lock := _lock(copy.folder)) is not None:
+        lock.release()
+    return lock is None and copy.folder.exists()
 
 
 def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> HeldLock | None:

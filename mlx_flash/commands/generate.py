@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -63,13 +63,13 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     if group is not None:
         out = rank_output(group, out)
         args.verbose = args.verbose and group.rank() == 0
-    saved = open_prompt_cache(args)
-    tokenizer = load_tokenizer(path, args, saved.tokenizer_config, None if args.resident else make_config(args))
+    cache, num_cached, settings = open_prompt_cache(args)
+    tokenizer = load_tokenizer(path, args, settings, None if args.resident else make_config(args))
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)
     began = time.perf_counter()
-    model, draft = load(path, args, saved.num_tokens + len(prompt), group)
+    model, draft = load(path, args, num_cached + len(prompt), group)
     with contextlib.ExitStack() as stack:
         for streamed in (model, draft):
             if isinstance(streamed, FlashLLM):
@@ -78,7 +78,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
         progress = stack.enter_context(Status("Prefill", args.verbose)).show
         options = generation_options(args, tokenizer)
-        options |= {"prompt_cache": saved.cache, "draft_model": draft}
+        options |= {"prompt_cache": cache, "draft_model": draft}
         if args.num_draft_tokens is not None:
             options["num_draft_tokens"] = args.num_draft_tokens
         responses = stream_generate(
@@ -103,30 +103,18 @@ def end(args: argparse.Namespace, run: Recorder, step: int, interrupted: Keyboar
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class SavedCache:
-    """A prompt cache from ``--prompt-cache-file``.
-
-    Attributes:
-        cache: the cache; None without a file.
-        num_tokens: tokens in it.
-        tokenizer_config: settings of the tokenizer that made its prompt.
-    """
-
-    cache: list[Any] | None = None
-    num_tokens: int = 0
-    tokenizer_config: dict[str, Any] = field(default_factory=dict)
-
-
-def open_prompt_cache(args: argparse.Namespace) -> SavedCache:
+def open_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, int, dict[str, Any]]:
     """Return the prompt cache that ``--prompt-cache-file`` names, checked as ``mlx_lm.generate`` checks it.
+
+    Returns:
+        The cache, None without a file; the number of tokens in it; settings of the tokenizer that made its prompt.
 
     Raises:
         ConfigError: the cache is of another model, or quantized otherwise, or there is a draft model.
     """
     file = args.prompt_cache_file
     if file is None:
-        return SavedCache()
+        return None, 0, {}
     if args.draft_model is not None:
         raise ConfigError(
             f"--prompt-cache-file {file} has no keys and values of --draft-model {args.draft_model}. "
@@ -142,7 +130,7 @@ def open_prompt_cache(args: argparse.Namespace) -> SavedCache:
         found = f"--kv-bits {first.bits} --kv-group-size {first.group_size}"
         raise ConfigError(f"--prompt-cache-file {file} is quantized with {found}: give these flags")
     num_tokens = max((entry.offset for entry in cache if isinstance(getattr(entry, "offset", None), int)), default=0)
-    return SavedCache(cache, num_tokens, json.loads(metadata["tokenizer_config"]))
+    return cache, num_tokens, json.loads(metadata["tokenizer_config"])
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:

@@ -548,39 +548,35 @@ class Talk:
         return filled(INFO, facts)
 
 
-class Format:
-    """The form of the answers of one model.
+def processors_of_format(text: str, tokenizer: Any) -> Callable[[list[int]], list[Any]]:
+    """Return what makes the logits processors of the answer to a prompt, so that all answers have a form.
 
     Args:
         text: ``json``, or a file with a JSON schema.
-        tokenizer: mlx-lm's wrapper. Made before the plan, which then counts the memory of this.
+        tokenizer: mlx-lm's wrapper. This is called before the plan, which then counts the memory of the grammar.
 
     Raises:
         ConfigError: the file is no schema, or llguidance is not installed.
         RefusedError: the schema is not supported, or the model's answers have no form that it could have.
     """
+    from mlx_flash.server.grammar import Grammars, json_grammar
+    from mlx_flash.server.prompts import state_of, whole
+    from mlx_flash.server.request import GenerationRequest
 
-    def __init__(self, text: str, tokenizer: Any) -> None:
-        from mlx_flash.server.grammar import Grammars, json_grammar
+    try:
+        schema = None if text == "json" else json.loads(Path(text).read_bytes())
+        request = GenerationRequest(model="", messages=(), grammar=json_grammar(schema, "--format"))
+    except ModuleNotFoundError as error:
+        raise ConfigError("--format needs llguidance. Hint: pip install llguidance") from error
+    except (FileNotFoundError, TypeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"--format {text}: {error}. Hint: json, or a file with a JSON schema.") from error
+    grammars = Grammars(tokenizer, len(tokenizer))
 
-        try:
-            schema = None if text == "json" else json.loads(Path(text).read_bytes())
-            self._rule = json_grammar(schema, "--format")
-        except ModuleNotFoundError as error:
-            raise ConfigError("--format needs llguidance. Hint: pip install llguidance") from error
-        except (FileNotFoundError, TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"--format {text}: {error}. Hint: json, or a file with a JSON schema.") from error
-        self._tokenizer, self._grammars = tokenizer, Grammars(tokenizer, len(tokenizer))
-        self.processors([])  # makes the table of the vocabulary
+    def processors(prompt: list[int]) -> list[Any]:
+        return [grammars.processor(str(grammars.of(request, whole(prompt, state_of(tokenizer, prompt)))))]
 
-    def processors(self, prompt: list[int]) -> list[Any]:
-        """Return the logits processors of the answer to a prompt."""
-        from mlx_flash.server.prompts import state_of, whole
-        from mlx_flash.server.request import GenerationRequest
-
-        request = GenerationRequest(model="", messages=(), grammar=self._rule)
-        grammar = self._grammars.of(request, whole(prompt, state_of(self._tokenizer, prompt)))
-        return [self._grammars.processor(str(grammar))]
+    processors([])  # makes the table of the vocabulary
+    return processors
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
@@ -643,7 +639,7 @@ def _opening(
     path, settings = fetched(modelfile.base), {"trust_remote_code": bool(args.trust_remote_code)}
     options: dict[str, Any] = {}
     if args.format is not None:
-        options["processors"] = Format(args.format, load_tokenizer(path, settings)).processors
+        options["processors"] = processors_of_format(args.format, load_tokenizer(path, settings))
     if not is_vision(args, path, prefers=False):
         xtc = {"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold}
         kind = partial(Conversation, max_kv_size=args.max_kv_size, xtc=xtc, **options)

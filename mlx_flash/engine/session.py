@@ -98,19 +98,17 @@ class Session:
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, governor)
             limit_buffers(self, plan.cache_limit)
             if config.telemetry:
-                status = Status(name, plan, prepared.layout, self.engine, self._counters, self._kv, _running)
-                status.tell("writes", governor.telemetry)
-                self._publish(status)
+                self._publish()
             self._has_started = True
             stack.pop_all()
 
-    def _publish(self, status: Status) -> None:
+    def _publish(self) -> None:
         """Publish the state for flash-monitor."""
-        status.tell("budget", ModelManager.of_process().telemetry)
-        if self.chain is not None:
-            status.tell("ranks", self.chain.telemetry)
-        if self.prefixes is not None:
-            status.tell("prefixes", self.prefixes.telemetry)
+        own = Running(self._prepared.plan, self.engine, self._counters, self._kv)
+        sections = {"writes": self._governor.telemetry, "budget": ModelManager.of_process().telemetry}
+        sections |= {} if self.chain is None else {"ranks": self.chain.telemetry}
+        sections |= {} if self.prefixes is None else {"prefixes": self.prefixes.telemetry}
+        status = Status(self._name, own, self._prepared.layout, _running, sections)
         self._publisher = Publisher(status.collect)
         self._publisher.start()
 

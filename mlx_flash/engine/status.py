@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import mlx.core as mx
 
@@ -123,35 +124,26 @@ class Status:
 
     Args:
         name: of the model, for people.
-        plan: the plan that the engine carries out.
-        layout: the model's units; only numbers are taken from it.
-        engine: the engine.
-        counters: of the model's calls.
-        kv: what its KV caches share; None where they are mlx-lm's own.
+        own: the model.
+        layout: its units; only numbers are taken from it.
         running: returns the models of the process that run.
+        sections: returns further sections by name, whose numbers may belong to any thread.
     """
 
     def __init__(
         self,
         name: str,
-        plan: ResidencyPlan,
+        own: Running,
         layout: ModelLayout,
-        engine: Engine,
-        counters: PassCounters,
-        kv: KVPool | None = None,
         running: Callable[[], Sequence[Running]] = tuple,
+        sections: Mapping[str, Callable[[], Json]] = MappingProxyType({}),
     ) -> None:
-        self._own, self._running = Running(plan, engine, counters, kv), running
-        self._num_units = len(engine.stream.units)
-        trunk = layout if plan.pool is None else trunk_of(layout)
-        self._parts = _parts(trunk, plan, engine.units)
-        self._model = {"name": name, "bytes": plan.model_bytes}
-        self._told_plan = plan_numbers(plan)
-        self._others: dict[str, Callable[[], Json]] = {}
-
-    def tell(self, section: str, collect: Callable[[], Json]) -> None:
-        """Add a section, whose numbers may belong to any thread."""
-        self._others[section] = collect
+        self._own, self._running, self._sections = own, running, sections
+        self._num_units = len(own.engine.stream.units)
+        trunk = layout if own.plan.pool is None else trunk_of(layout)
+        self._parts = _parts(trunk, own.plan, own.engine.units)
+        self._model = {"name": name, "bytes": own.plan.model_bytes}
+        self._told_plan = plan_numbers(own.plan)
 
     def collect(self) -> Json:
         """Return the state now. Touches no MLX array, so any thread may call it.
@@ -172,7 +164,7 @@ class Status:
             "memory": self._memory(),
             "experts": self._experts(),
             "kv": None if self._own.kv is None else asdict(self._own.kv.usage),
-            **{section: collect() for section, collect in self._others.items()},
+            **{section: collect() for section, collect in self._sections.items()},
         }
 
     def _experts(self) -> Json | None:

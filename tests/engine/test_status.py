@@ -20,7 +20,7 @@ import zoo
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import status
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.engine.status import PassCounters, Running, Status
 from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
@@ -40,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def status_of(model: FlashLLM, counters: PassCounters | None = None) -> Status:
     assert model.engine is not None
-    return Status("tiny", model.plan, model.layout, model.engine, counters or PassCounters())
+    return Status("tiny", Running(model.plan, model.engine, counters or PassCounters(), None), model.layout)
 
 
 def states(told: dict[str, Any]) -> dict[str, str]:

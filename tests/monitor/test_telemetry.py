@@ -274,7 +274,10 @@ def test_a_killed_process_leaves_a_file_that_the_next_look_removes() -> None:
     assert [published.pid for published in find()] == [process.pid]
     (path.parent / f"{path.name}.partial").write_text("half")
     process.send_signal(signal.SIGKILL)
-    eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    killed = psutil.Process(process.pid)
+    eventually(
+        lambda: killed.status() == psutil.STATUS_ZOMBIE and killed.num_threads() == 1
+    )  # files close with the last
     assert path.exists()
     assert find() == []  # a zombie: nobody has asked for its exit status yet
     assert list(path.parent.parent.iterdir()) == []

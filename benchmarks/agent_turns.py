@@ -74,7 +74,7 @@ class Recorder:
         self.known.append([*found.tokens, *tokenizer.encode(self.answer, add_special_tokens=False)])
         return found
 
-    def sampler_of(self, sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+    def sampler_of(self, sampling: Any, tokenizer: Any, vocab_size: int) -> Any:
         """Return a sampler that chooses the tokens of the answer, and then the end."""
         tokens = iter([*tokenizer.encode(self.answer, add_special_tokens=False), *sorted(tokenizer.eos_token_ids)])
         return lambda logprobs: mx.array([next(tokens)])

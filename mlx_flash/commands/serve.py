@@ -24,8 +24,8 @@ try:
     from mlx_flash.server.access import make_access
     from mlx_flash.server.batch import BatchOptions
     from mlx_flash.server.catalog import Catalog, Source, source_of
+    from mlx_flash.server.request import Defaults
     from mlx_flash.server.room import EngineRoom
-    from mlx_flash.server.sampling import Defaults
     from mlx_flash.server.serving import Server, take_port
 except ModuleNotFoundError as error:
     raise CompatibilityError(

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many, Needed
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
 from mlx_flash.server.openai import (
     Count,
@@ -42,7 +41,7 @@ from mlx_flash.server.request import (
     tool_fields,
 )
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
-from mlx_flash.server.service import Service
+from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
 
 
 class Source(Lenient):

@@ -15,7 +15,7 @@ from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.layout.names import repository_of
 from mlx_flash.modelfile.conversation import first_messages
 from mlx_flash.modelfile.parse import Modelfile, named_models, recent_tokens
-from mlx_flash.server.sampling import Defaults
+from mlx_flash.server.request import Defaults
 
 DEFAULT_NAME = "default_model"
 """The name that always means the first model of the command line, as in mlx-lm's server."""

@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Lenient, Many
 from mlx_flash.server.openai import Count, Name, Token, head, prompts_in
 from mlx_flash.server.replies import Whole, collect_all
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.service import Service
+from mlx_flash.server.service import Asking, Lenient, Many, Service
 
 _NUM_TOGETHER = 64
 """Texts of a request that are sent to the generation thread at a time."""

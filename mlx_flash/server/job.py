@@ -18,7 +18,6 @@ from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Answer, End, Event, Failed, Reason
 from mlx_flash.server.prompts import NO_PROMPT, Prompt
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.sampling import named_seed
 from mlx_flash.server.text import TextStream
 
 _log = logging.getLogger("mlx_flash")
@@ -29,7 +28,7 @@ class Job:
     """A request.
 
     Attributes:
-        request: as the dialect made it, with the messages that every conversation with the model begins with.
+        request: as the dialect made it, with the settings and the first messages of its model.
         source: its model.
         answer: the way to its client; None on other ranks than 0.
         prompt: its prompt; without tokens until its model is in memory.
@@ -82,7 +81,7 @@ class Job:
     @property
     def is_apart(self) -> bool:
         """True if it gets the same answer each time: it has a seed, or the hidden states of its prompt are wanted."""
-        return self.reading is not None or named_seed(self.request.sampling, self.source.defaults) is not None
+        return self.reading is not None or self.request.sampling.named_seed is not None
 
     def begin(self) -> None:
         """Note that its prompt is computed from now on."""

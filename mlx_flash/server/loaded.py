@@ -165,10 +165,9 @@ class LoadedModel:
         Raises:
             RefusedError: it cannot be answered by this model.
         """
-        request, defaults = job.request, self.source.defaults
+        request, options = job.request, self.source.defaults.template_options or {}
         check_tools(self.tokenizer, request.tools)
-        most = defaults.max_tokens if request.max_tokens is None else request.max_tokens
-        job.max_tokens = 1 if request.work == "embed" else max(1, most)
+        job.max_tokens = 1 if request.work == "embed" else max(1, request.max_tokens or 0)
         job.reading = self._reading(job) if request.is_read else None
         with refused("prompt" if request.messages is None else "messages"):
             if num_prompt := least_tokens(request, self.tokenizer):
@@ -176,10 +175,10 @@ class LoadedModel:
                     self._shorten(job, num_prompt)
                 except RefusedError as error:  # the prompt has more tokens
                     raise RefusedError(f"counted in pieces: {error}", error.status) from None
-            job.prompt = self._prompt(request, defaults.template_options or {})
+            job.prompt = self._prompt(request, options)
             job.grammar = self._grammars.of(request, job.prompt)
-        sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
-        processors_of(request.sampling, defaults, self.vocab_size)
+        sampler_of(request.sampling, self.tokenizer, self.vocab_size)
+        processors_of(request.sampling, self.vocab_size)
         if request.work != "count":
             self._shorten(job, len(job.prompt.tokens))
 
@@ -259,8 +258,8 @@ class LoadedModel:
             self._compute(job)
 
     def _compute(self, job: Job) -> None:
-        request, defaults, options = job.request, self.source.defaults, self._options
-        stops = [*request.stop, *defaults.stop, *(END_TEXTS if request.suffix is not None else ())]
+        request, options = job.request, self._options
+        stops = [*request.stop, *(END_TEXTS if request.suffix is not None else ())]
         state = "raw" if request.messages is None else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
         job.text = TextStream(self.tokenizer, stops, state, request.tools, after)
@@ -270,7 +269,7 @@ class LoadedModel:
             cache, job.num_cached = self.kept.longest(job.prompt.tokens)
         else:  # the same tokens may stand for another picture
             cache = None
-            pictures = self._sight.inputs(request, defaults.template_options or {})
+            pictures = self._sight.inputs(request, self.source.defaults.template_options or {})
             job.inputs = {"inputs": pictures}
         self._batch.insert_as(
             job.number,
@@ -278,7 +277,7 @@ class LoadedModel:
             max_tokens=job.max_tokens,
             caches=cache or self._batch.make_cache(),
             all_tokens=job.prompt.tokens[: job.num_cached],
-            samplers=sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size),
+            samplers=sampler_of(request.sampling, self.tokenizer, self.vocab_size),
             logits_processors=self._processors(job),
             stop_sequences=self._stops,
         )
@@ -356,7 +355,7 @@ class LoadedModel:
             job.fail(error)
 
     def _processors(self, job: Job) -> Sequence[Any]:
-        found: list[Any] = list(processors_of(job.request.sampling, self.source.defaults, self.vocab_size))
+        found: list[Any] = list(processors_of(job.request.sampling, self.vocab_size))
         if job.grammar is not None:
             found.append(self._grammars.processor(job.grammar))
         return found

@@ -42,7 +42,6 @@ from mlx_flash.modelfile.parse import (
     recent_tokens,
 )
 from mlx_flash.monitor.words import seconds_of
-from mlx_flash.server.body import Asking, Checked, Lenient, Many
 from mlx_flash.server.catalog import LATEST, Catalog, Source
 from mlx_flash.server.embeddings import Text, normalized, read_texts
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
@@ -50,16 +49,12 @@ from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.openai import (
     Count,
+    Divisor,
     Effort,
     Name,
     NumLikeliest,
-    Penalty,
-    Seed,
-    Share,
-    Stop,
-    Temperature,
+    SamplingOptions,
     Tool,
-    TopK,
     message_of,
     sampling_of,
     shown_logprobs,
@@ -81,7 +76,7 @@ from mlx_flash.server.replies import (
 from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options, tool_fields
 from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.service import Answerer, Service
+from mlx_flash.server.service import Answerer, Asking, Checked, Lenient, Many, Service
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.vision.detect import is_installed, loads_with_vlm
 
@@ -96,20 +91,12 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-class Options(Lenient):
+class Options(SamplingOptions, Lenient):
     """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
 
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    seed: Seed | None = None
-    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    stop: Stop | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = Field(default=None, alias="repeat_penalty")
+    repetition_penalty: Divisor | None = Field(default=None, alias="repeat_penalty")
     repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
 
 
 KeepAlive = Annotated[

@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many, Needed
 from mlx_flash.server.events import (
     CallArguments,
     CallBegun,
@@ -46,7 +45,7 @@ from mlx_flash.server.request import (
     tool_fields,
 )
 from mlx_flash.server.requestpictures import content_of, picture_part
-from mlx_flash.server.service import Service
+from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
 
 MAX_CHOICES = 16
 """The most answers to one prompt."""
@@ -65,6 +64,7 @@ Limit = Annotated[Count | None, BeforeValidator(lambda number: None if number ==
 """The most tokens of an answer; -1 is as many as the server allows."""
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
+Divisor = Annotated[float, Field(ge=0, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(0, number))]
 Seed = Annotated[int, Field(ge=-1, lt=2**63)]
@@ -75,21 +75,28 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/@+-]{1,256}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class SamplingFields(Asking):
-    """Fields of every request for text: OpenAI's, and those that mlx-lm's server adds."""
+class SamplingOptions(Body):
+    """Settings of an answer that OpenAI's dialect and Ollama's have."""
 
-    model: ModelName = "default_model"
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
     min_p: Share | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    repetition_penalty: Divisor | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class SamplingFields(Asking, SamplingOptions):
+    """Fields of every request for text: OpenAI's, and those that mlx-lm's server adds."""
+
+    model: ModelName = "default_model"
     xtc_probability: Share | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
     repetition_context_size: Recent | None = None
-    presence_penalty: Penalty | None = None
     presence_context_size: Recent | None = None
-    frequency_penalty: Penalty | None = None
     frequency_context_size: Recent | None = None
     logit_bias: (
         Annotated[
@@ -98,10 +105,8 @@ class SamplingFields(Asking):
         ]
         | None
     ) = None
-    seed: Seed | None = None
     max_tokens: Limit = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     adapters: str | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from mlx_flash.errors import RefusedError
@@ -12,7 +12,7 @@ from mlx_flash.errors import RefusedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The choice of tokens. None takes the default of the model.
+    """The choice of tokens. None takes the default of the model, or mlx-lm's.
 
     Attributes:
         temperature: 0 takes the likeliest token.
@@ -34,18 +34,43 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_context_size: int | None = None
-    presence_context_size: int = 20
-    frequency_context_size: int = 20
+    presence_context_size: int | None = None
+    frequency_context_size: int | None = None
     logit_bias: Sequence[tuple[int, float]] = ()
     seed: int | None = None
     choice: int = 0
     drawn_seed: int = 0
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return fields that are set, of all or some."""
+        values = {name: getattr(self, name) for name in names or (each.name for each in fields(Sampling))}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def named_seed(self) -> int | None:
+        """The seed of an answer, if its request or the model names one: it has the same tokens each time."""
+        return None if self.seed is None or self.seed < 0 else (self.seed + self.choice) % 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults(Sampling):
+    """The settings of requests that leave them out.
+
+    Attributes:
+        max_tokens: the most tokens of an answer.
+        stop: texts that end an answer, beside those of the request.
+        template_options: variables of the chat template, below those of the request.
+    """
+
+    max_tokens: int = 4096
+    stop: Sequence[str] = ()
+    template_options: Mapping[str, Any] | None = None
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -143,6 +168,15 @@ class GenerationRequest:
     one_call: bool = False
     continues: bool = False
     keep_alive: float | None = None
+
+    def completed(self, defaults: Defaults) -> GenerationRequest:
+        """Return the request with the settings of its model where it has none of its own."""
+        return replace(
+            self,
+            sampling=replace(defaults, **self.sampling.given()),
+            max_tokens=defaults.max_tokens if self.max_tokens is None else self.max_tokens,
+            stop=(*self.stop, *defaults.stop),
+        )
 
     @property
     def has_prompt(self) -> bool:

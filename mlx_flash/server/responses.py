@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.body import Asking, Body, Lenient, Many, Needed
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
 from mlx_flash.server.openai import (
     AnyToolChoice,
@@ -40,7 +39,7 @@ from mlx_flash.server.request import (
     text_function,
     thinking_options,
 )
-from mlx_flash.server.service import Service
+from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
 
 KEPT_SECONDS = 3600.0
 """The time that a conversation or an item is kept after its last use."""

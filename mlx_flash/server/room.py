@@ -221,7 +221,7 @@ class EngineRoom:
         answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
         with ends_alone(lambda error: None if answer is None else answer.put(Failed(error))):
             source = self.catalog.find(request.model, request.adapter)
-            job = Job(opened(request, source.first_messages), source, answer)
+            job = Job(opened(request.completed(source.defaults), source.first_messages), source, answer)
             model = self.models.get(job.source)
             if model is not None and request.has_prompt:
                 model.prepare(job)

@@ -23,7 +23,7 @@ from mlx_flash.modelfile.conversation import Conversation, first_messages, sampl
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
 from mlx_flash.server.catalog import Source, source_of
 from mlx_flash.server.prompts import opened_with
-from mlx_flash.server.sampling import Defaults
+from mlx_flash.server.request import Defaults
 from models import GEMMA3, MAMBA2, make_random_model, save
 from terminals import Shell
 

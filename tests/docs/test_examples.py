@@ -132,7 +132,7 @@ def test_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls), "It is b."]
     prompts: list[str] = []
 
-    def sampler_of(sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+    def sampler_of(sampling: Any, tokenizer: Any, vocab_size: int) -> Any:
         said = tokenizer.encode(words[prompts[-1].count("<|tool|>")], add_special_tokens=False)
         tokens = iter([*said, *sorted(tokenizer.eos_token_ids)])
         return lambda logprobs: mx.array([next(tokens)])

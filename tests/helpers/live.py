@@ -19,8 +19,8 @@ from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.server.access import Access
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source, source_of
+from mlx_flash.server.request import Defaults
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port
 
 if TYPE_CHECKING:  # half a second, of which the workers with other tests need nothing

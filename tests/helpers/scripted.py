@@ -58,7 +58,7 @@ def saying(text: str, prompts: list[str] | None = None) -> Iterator[None]:
         prompts: takes the texts of the prompts.
     """
 
-    def sampler_of(sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+    def sampler_of(sampling: Any, tokenizer: Any, vocab_size: int) -> Any:
         tokens = iter([*tokenizer.encode(text, add_special_tokens=False), *sorted(tokenizer.eos_token_ids)])
         return lambda logprobs: mx.array([next(tokens)])
 

@@ -132,7 +132,7 @@ class Agent:
         self.num_results = sum(message["role"] == "tool" for message in request.messages)
         return self._make_prompt(request, *given)
 
-    def _sampler_of(self, sampling: Any, defaults: Any, tokenizer: Any, vocab_size: int) -> Any:
+    def _sampler_of(self, sampling: Any, tokenizer: Any, vocab_size: int) -> Any:
         if self.text is not None:
             words = cycle(tokenizer.encode(self.text, add_special_tokens=False))
             return lambda logprobs: mx.array([next(words)])

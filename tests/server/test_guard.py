@@ -25,15 +25,14 @@ from live import Live
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.server import access as access_module
-from mlx_flash.server import body as body_module
 from mlx_flash.server import service as service_module
 from mlx_flash.server import serving
 from mlx_flash.server.access import Access, make_access, plain_key
-from mlx_flash.server.body import MAX_BODY_BYTES, checked, parse
 from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import Answer, Events, Failed
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import CompletionRequest
+from mlx_flash.server.service import MAX_BODY_BYTES, checked, parse
 from waiting import eventually
 
 KEY, BOB = "a-key-of-some-length", "bob@work"
@@ -327,7 +326,7 @@ def test_lengths_that_are_refused(listener: Live, length: str) -> None:
 
 
 def test_a_body_without_a_length_is_cut_off(listener: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr(service_module, "MAX_BODY_BYTES", 10_000)
     assert ask(listener, "x" * 20_000)[0] == 413
     parts = (b"x" * 1000 for _ in range(20))  # in chunks
     assert ask(listener, parts)[0] == 413

@@ -18,8 +18,8 @@ from live import Live, live
 from mlx_flash.server import ollama
 from mlx_flash.server.anthropic import CountRequest, MessagesRequest
 from mlx_flash.server.openai import ChatRequest, CompletionRequest
+from mlx_flash.server.request import Defaults
 from mlx_flash.server.responses import ResponseRequest
-from mlx_flash.server.sampling import Defaults
 from models import make_random_model
 from schemas import JSON, bodies
 from tool_models import with_template

@@ -18,9 +18,8 @@ from dialects import events_of, text_of
 from live import Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import grammar, loaded, prompts
-from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.request import Defaults, GenerationRequest
 from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.sampling import Defaults
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"

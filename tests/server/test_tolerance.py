@@ -15,9 +15,9 @@ from dialects import events_of
 from live import Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import responses
-from mlx_flash.server.body import checked
+from mlx_flash.server.request import Defaults
 from mlx_flash.server.responses import ResponseRequest
-from mlx_flash.server.sampling import Defaults
+from mlx_flash.server.service import checked
 from scripted import make_scripted_model, saying
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

@@ -33,14 +33,14 @@ from mlx_flash.server.openai import (
 from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, reply, sent
 from mlx_flash.server.request import (
     GenerationRequest,
-    called,
+    Messages,
     continues,
     function,
     stop_texts,
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.requestpictures import content_of, data_url, picture_part
+from mlx_flash.server.requestpictures import data_url, picture_part
 from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
 
 
@@ -172,47 +172,46 @@ def generation_request(body: Conversation) -> GenerationRequest:
 
 
 def _messages(body: Conversation) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    found = Messages(between="\n")
     if body.system:
-        found.append({"role": "system", "content": _texts(_parts(body.system, "system"))})
-    names: dict[str, str] = {}
+        texts = [part for part in _parts(body.system, "system") if part["type"] == "text"]
+        found.add("system", texts)
     for i, message in enumerate(body.messages):
-        if message.role == "assistant":
-            found.append(_of_assistant(message, names, body, f"messages.{i}.content"))
-        else:
-            found += _of_user(message, names, f"messages.{i}.content")
-    return found
+        found.begin()
+        blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+        for j, block in enumerate(blocks or [Block(type="text", text="")]):
+            place = f"messages.{i}.content"
+            if message.role == "assistant":
+                _add_answer(found, block, body, f"{place}.{j}.type")
+            elif block.type == "tool_result":
+                name = {"name": found.names[block.tool_use_id]} if block.tool_use_id in found.names else {}
+                found.add_result(block.tool_use_id, _parts(block.content or "", f"{place}.{j}.content"), **name)
+            else:
+                found.add(message.role, _parts([block], place, j))
+    return found.found
 
 
-def _of_user(message: Message, names: dict[str, str], field: str) -> list[dict[str, Any]]:
-    """Return the results of calls, each as a message of its own, and the text and pictures between them.
+def _add_answer(found: Messages, block: Block, body: Conversation, field: str) -> None:
+    """Add a block of the assistant's to a conversation. What only Anthropic's servers make is ignored.
 
     Args:
-        message: a message of the user, or of the system.
-        names: of the functions of earlier calls, by the number of the call.
-        field: its place in the request.
+        found: the conversation.
+        block: of the request.
+        body: the request.
+        field: the place of its type there.
+
+    Raises:
+        RefusedError: the assistant has no such blocks.
     """
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    found: list[dict[str, Any]] = []
-    for i, block in enumerate(message.content):
-        if block.type == "tool_result":
-            parts = _parts(block.content or "", f"{field}.{i}.content")
-            result = {"role": "tool", "content": _texts(parts), "tool_call_id": block.tool_use_id}
-            if block.tool_use_id in names:
-                result["name"] = names[block.tool_use_id]
-            found.append(result)
-            more = [part for part in parts if part["type"] == "image"]  # templates show them in messages of the user
-        else:
-            more = _parts([block], field, i)
-        if more:
-            if not found or found[-1]["role"] != message.role:
-                found.append({"role": message.role, "content": []})
-            found[-1]["content"] += more
-    for each in found:
-        if isinstance(each["content"], list):
-            each["content"] = content_of(each["content"], between="\n")
-    return found or [{"role": message.role, "content": ""}]
+    if block.type == "tool_use":
+        found.add_call(block.id, block.name, block.input or {})
+    elif block.type in ("text", "thinking"):
+        found.add_answer(block.text or "", block.thinking or "")
+    elif block.type in Block.needed:
+        raise RefusedError(f"a message of the assistant has no {block.type} blocks", 400, field)
+    else:
+        found.add_answer()
+        body.ignore(f"messages.content ({block.type})")
 
 
 def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[dict[str, str]]:
@@ -251,30 +250,6 @@ def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[di
 
 def _plain(*texts: str | None) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts if text]
-
-
-def _texts(parts: Sequence[dict[str, str]]) -> str:
-    return "\n".join(part["text"] for part in parts if part["type"] == "text")
-
-
-def _of_assistant(message: Message, names: dict[str, str], body: Conversation, field: str) -> dict[str, Any]:
-    if isinstance(message.content, str):
-        return {"role": "assistant", "content": message.content}
-    found: dict[str, Any] = {"role": "assistant", "content": ""}
-    for i, block in enumerate(message.content):
-        if block.type == "text":
-            found["content"] += block.text
-        elif block.type == "thinking" and block.thinking:
-            found["reasoning_content"] = found.get("reasoning_content", "") + block.thinking
-        elif block.type == "tool_use":
-            names[block.id] = block.name
-            found.setdefault("tool_calls", []).append(called(block.id, block.name, block.input or {}))
-        elif block.type in Block.needed and block.type != "thinking":
-            words = f"a message of the assistant has no {block.type} blocks"
-            raise RefusedError(words, 400, f"{field}.{i}.type")
-        elif block.type not in Block.needed:
-            body.ignore(f"messages.content ({block.type})")
-    return found
 
 
 def _tools(body: Conversation) -> list[dict[str, Any]]:

@@ -73,8 +73,16 @@ from mlx_flash.server.replies import (
     reply,
     while_connected,
 )
-from mlx_flash.server.request import GenerationRequest, Sampling, continues, stop_texts, thinking_options, tool_fields
-from mlx_flash.server.requestpictures import content_of, data_url, picture_part
+from mlx_flash.server.request import (
+    GenerationRequest,
+    Sampling,
+    content_of,
+    continues,
+    stop_texts,
+    thinking_options,
+    tool_fields,
+)
+from mlx_flash.server.requestpictures import data_url, picture_part
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.service import Answerer, Asking, Checked, Lenient, Many, Service
 from mlx_flash.storage.safetensors import read_checkpoint

@@ -38,13 +38,14 @@ from mlx_flash.server.request import (
     GenerationRequest,
     Sampling,
     called,
+    content_of,
     function,
     stop_texts,
     text_function,
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.requestpictures import content_of, picture_part
+from mlx_flash.server.requestpictures import picture_part
 from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
 
 MAX_CHOICES = 16
@@ -140,8 +141,8 @@ class Part(Lenient):
     image_url: ImageUrl | str | None = None
 
 
-def content_in(content: str | Sequence[Part] | None, field: str) -> str | list[dict[str, str]]:
-    """Return the content of a message as chat templates take it.
+def parts_in(content: str | Sequence[Part] | None, field: str) -> list[dict[str, str]]:
+    """Return texts and pictures of a message.
 
     Args:
         content: of the request.
@@ -151,7 +152,7 @@ def content_in(content: str | Sequence[Part] | None, field: str) -> str | list[d
         RefusedError: a picture cannot be used.
     """
     if content is None or isinstance(content, str):
-        return content or ""
+        return [{"type": "text", "text": content or ""}]
     found = []
     for i, part in enumerate(content):
         if isinstance(part.image_url, ImageUrl):
@@ -160,7 +161,7 @@ def content_in(content: str | Sequence[Part] | None, field: str) -> str | list[d
             found.append(picture_part(part.image_url, f"{field}.{i}.image_url"))
         else:
             found.append({"type": "text", "text": part.text or part.refusal or ""})
-    return content_of(found)
+    return found
 
 
 class Called(Lenient):
@@ -517,7 +518,7 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
         RefusedError: a picture cannot be used.
     """
     role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": content_in(message.content, f"{field}.content")}
+    found: dict[str, Any] = {"role": role, "content": content_of(parts_in(message.content, f"{field}.content"))}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.modelfile.conversation import num_common
-from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.request import GenerationRequest, joined
 
 _ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
 """The words before messages for models without a chat template, as in mlx-lm's server."""
@@ -220,18 +220,10 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         is_first = all(other["role"] == "system" for other in found)
         role = "user" if message["role"] == "system" and not is_first else message["role"]
         if found and found[-1]["role"] == role and role in ("system", "user"):
-            found[-1]["content"] = _joined(found[-1]["content"], message["content"])
+            found[-1]["content"] = joined(found[-1]["content"], message["content"], "\n\n")
         else:
             found.append({**message, "role": role})
     return found
-
-
-def _joined(first: Any, second: Any) -> Any:
-    """Return the contents of two messages as one: text, or parts if one has pictures."""
-    if isinstance(first, str) and isinstance(second, str):
-        return "\n\n".join(text for text in (first, second) if text)
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
-    return [*parts[0], *parts[1]]
 
 
 def state_of(tokenizer: Any, tokens: Sequence[int]) -> str:

@@ -208,6 +208,84 @@ def called(number: str | None, name: str, arguments: str | dict[str, Any]) -> di
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def content_of(parts: Sequence[dict[str, str]], between: str = "") -> str | list[dict[str, str]]:
+    """Return the content of a message: text alone if it has no picture.
+
+    Args:
+        parts: texts and pictures.
+        between: what separates texts.
+    """
+    if all(part["type"] == "text" for part in parts):
+        return between.join(part["text"] for part in parts)
+    return list(parts)
+
+
+def joined(first: Any, second: Any, between: str) -> Any:
+    """Return the contents of two messages as one: text, or parts if one has pictures."""
+    if isinstance(first, str) and isinstance(second, str):
+        return between.join(text for text in (first, second) if text)
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second) if each]
+    return [part for each in parts for part in each]
+
+
+class Messages:
+    """A conversation as chat templates take it, from the parts of a request in their order.
+
+    Parts of one role in a row are one message until :meth:`begin`. Results of calls are messages of their own.
+
+    Args:
+        earlier: messages before them.
+        between: what separates texts of a message.
+
+    Attributes:
+        found: all messages.
+        names: of functions that were called, by the numbers of the calls.
+    """
+
+    def __init__(self, earlier: Sequence[dict[str, Any]] = (), between: str = "") -> None:
+        self.found = list(earlier)
+        self._between = between
+        self.names: dict[str | None, str] = {}
+        self._is_new = True
+
+    def begin(self) -> Messages:
+        """Let the next part begin a message."""
+        self._is_new = True
+        return self
+
+    def add(self, role: str, parts: Sequence[dict[str, str]]) -> None:
+        """Add texts and pictures."""
+        message = self._last("system" if role == "developer" else role)
+        message["content"] = joined(message["content"], content_of(parts, self._between), self._between)
+
+    def add_answer(self, text: str = "", reasoning: str = "") -> None:
+        """Add a part of the model's answer."""
+        message = self._last("assistant")
+        message["content"] += text
+        if reasoning:
+            message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+
+    def add_call(self, number: str | None, name: str, arguments: str | dict[str, Any]) -> None:
+        """Add a call of the model's."""
+        self.names[number] = name
+        self._last("assistant").setdefault("tool_calls", []).append(called(number, name, arguments))
+
+    def add_result(self, number: str | None, parts: Sequence[dict[str, str]], **more: str) -> None:
+        """Add the result of a call. Its pictures follow in a message of the user, where templates show them."""
+        texts = self._between.join(part["text"] for part in parts if part["type"] == "text")
+        self.found.append({"role": "tool", "content": texts, "tool_call_id": number, **more})
+        self._is_new = False
+        if pictures := [part for part in parts if part["type"] == "image"]:
+            self.add("user", pictures)
+
+    def _last(self, role: str) -> dict[str, Any]:
+        """Return the message that goes on."""
+        if self._is_new or self.found[-1]["role"] != role:
+            self.found.append({"role": role, "content": ""})
+        self._is_new = False
+        return self.found[-1]
+
+
 def without_broken_calls(request: GenerationRequest) -> GenerationRequest:
     """Return a request whose broken calls are text of their message, and the results of these the user's."""
     found: list[dict[str, Any]] = []

@@ -55,18 +55,6 @@ def data_url(data: str) -> str:
     return f"data:;base64,{data}"
 
 
-def content_of(parts: Sequence[dict[str, str]], between: str = "") -> str | list[dict[str, str]]:
-    """Return the content of a message: text alone if it has no picture.
-
-    Args:
-        parts: texts and pictures.
-        between: what separates texts.
-    """
-    if all(part["type"] == "text" for part in parts):
-        return between.join(part["text"] for part in parts)
-    return list(parts)
-
-
 def with_pictures(request: GenerationRequest, folder: Path | None) -> GenerationRequest:
     """Return a request with its pictures taken out of its messages, where their places stay marked.
 

@@ -26,15 +26,15 @@ from mlx_flash.server.openai import (
     Temperature,
     Thinking,
     chosen_tools,
-    content_in,
     grammar_of,
+    parts_in,
     sampling_of,
 )
 from mlx_flash.server.replies import Whole, Writer, reply, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
-    called,
+    Messages,
     function,
     text_function,
     thinking_options,
@@ -393,9 +393,9 @@ async def respond(kept: KeptResponses, service: Service, request: Request, body:
 
     def keep(items: list[dict[str, Any]]) -> None:
         if body.store is not False:
-            conversation = _Messages(body, kept, messages)
+            conversation = Messages(messages)
             for i, item in enumerate(items):
-                conversation.add(InputItem.model_validate(item), f"output.{i}")
+                _add(conversation, InputItem.model_validate(item), f"output.{i}", body, kept)
                 kept.keep(item["id"], item)
             kept.keep(head["id"], conversation.found)
 
@@ -448,72 +448,46 @@ def _messages(body: ResponseRequest, kept: KeptResponses) -> list[dict[str, Any]
     earlier = (
         [] if body.previous_response_id is None else kept.find(body.previous_response_id, list, "previous_response_id")
     )
-    messages = _Messages(body, kept, earlier)
-    if isinstance(body.input, str):
-        messages.found.append({"role": "user", "content": body.input})
-    else:
-        for number, item in enumerate(body.input):
-            messages.add(item, f"input.{number}")
+    messages = Messages(earlier)
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for number, item in enumerate(items):
+        _add(messages, item, f"input.{number}", body, kept)
     if not messages.found:
         raise RefusedError("input has no messages.", 400, "input")
     return messages.found
 
 
-class _Messages:
-    """Items of a conversation as messages: what the model wrote in one answer is one message, as templates want it.
+def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest, kept: KeptResponses) -> None:
+    """Add an item to a conversation. What the model wrote in one answer is one message, as templates want it.
 
     Args:
+        messages: the conversation.
+        item: of the request, or of the answer to it.
+        field: its place in the request.
         body: the request.
         kept: items that others name.
-        earlier: messages before them.
 
-    Attributes:
-        found: all messages.
+    Raises:
+        RefusedError: a part of it is missing, or cannot be used.
     """
-
-    def __init__(self, body: ResponseRequest, kept: KeptResponses, earlier: Sequence[dict[str, Any]]) -> None:
-        self.found = list(earlier)
-        self._num_earlier = len(self.found)
-        self._body, self._kept = body, kept
-
-    def add(self, item: InputItem, field: str) -> None:
-        """Add an item.
-
-        Raises:
-            RefusedError: a part of it is missing, or cannot be used.
-        """
-        if item.type == "item_reference":
-            item = InputItem.model_validate(self._kept.find(item.id or "", dict, f"{field}.id"))
-        if item.type == "message":
-            if item.role is None:
-                raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
-            content = content_in(item.content, f"{field}.content")
-            if item.role == "assistant":
-                self._answer()["content"] += content if isinstance(content, str) else ""
-            else:
-                role = "system" if item.role == "developer" else item.role
-                self.found.append({"role": role, "content": content})
-        elif item.type == "reasoning":
-            parts = item.content if isinstance(item.content, list) else item.summary
-            if text := "".join(part.text for part in parts or ()):
-                answer = self._answer()
-                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
-        elif item.type in ("function_call", "custom_tool_call"):
-            given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else item.arguments or ""
-            calls = self._answer().setdefault("tool_calls", [])
-            calls.append(called(item.call_id, flat_name(item.namespace, item.name or ""), given))
-        elif item.type in ("function_call_output", "custom_tool_call_output"):
-            content = content_in(item.output, f"{field}.output")
-            pictures = [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
-            texts = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-            self.found.append({"role": "tool", "content": texts, "tool_call_id": item.call_id})
-            if pictures:  # templates show pictures in messages of the user
-                self.found.append({"role": "user", "content": pictures})
-        elif item.type != "additional_tools":
-            self._body.ignore(f"input ({item.type})")
-
-    def _answer(self) -> dict[str, Any]:
-        """Return the message of the model that goes on; a new one after other messages."""
-        if len(self.found) == self._num_earlier or self.found[-1]["role"] != "assistant":
-            self.found.append({"role": "assistant", "content": ""})
-        return self.found[-1]
+    if item.type == "item_reference":
+        item = InputItem.model_validate(kept.find(item.id or "", dict, f"{field}.id"))
+    if item.type == "message":
+        if item.role is None:
+            raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
+        parts = parts_in(item.content, f"{field}.content")
+        if item.role == "assistant":
+            messages.add_answer("".join(part.get("text", "") for part in parts))
+        else:
+            messages.begin().add(item.role, parts)
+    elif item.type == "reasoning":
+        reasons = item.content if isinstance(item.content, list) else item.summary
+        if text := "".join(part.text for part in reasons or ()):
+            messages.add_answer(reasoning=text)
+    elif item.type in ("function_call", "custom_tool_call"):
+        given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else item.arguments or ""
+        messages.add_call(item.call_id, flat_name(item.namespace, item.name or ""), given)
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
+        messages.add_result(item.call_id, parts_in(item.output, f"{field}.output"))
+    elif item.type != "additional_tools":
+        body.ignore(f"input ({item.type})")

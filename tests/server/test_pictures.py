@@ -23,8 +23,8 @@ from mlx_flash.commands.serve import serve
 from mlx_flash.server import requestpictures
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama import shown
-from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.requestpictures import MAX_NAME, content_of, data_url, decoded, picture_part, with_pictures
+from mlx_flash.server.request import GenerationRequest, content_of
+from mlx_flash.server.requestpictures import MAX_NAME, data_url, decoded, picture_part, with_pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
 

@@ -15,21 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.server import openai
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.openai import (
-    Count,
-    Effort,
-    Form,
-    FunctionName,
-    ModelName,
-    Share,
-    StopText,
-    Temperature,
-    Thinking,
-    TopK,
-    grammar_of,
-    sampling_of,
-)
 from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, reply, sent
 from mlx_flash.server.request import (
     GenerationRequest,
@@ -96,7 +83,7 @@ class Tool(Lenient):
     needed: ClassVar[Needed] = {None: ("input_schema",), "custom": ("input_schema",)}
 
     type: str | None = None
-    name: FunctionName
+    name: openai.FunctionName
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -108,28 +95,28 @@ class ToolChoice(Body):
     needed: ClassVar[Needed] = {"tool": ("name",)}
 
     type: Literal["auto", "none", "any", "tool"]
-    name: FunctionName | None = None
+    name: openai.FunctionName | None = None
     disable_parallel_tool_use: bool = False
 
 
 class OutputConfig(Body):
     """The form of the answer, and how much work it is worth."""
 
-    format: Form | None = None
-    effort: Effort | None = None
+    format: openai.Form | None = None
+    effort: openai.Effort | None = None
 
 
 class Conversation(Asking):
     """A conversation."""
 
-    model: ModelName
+    model: openai.ModelName
     messages: Annotated[Many[Message], Field(min_length=1)]
     system: str | Many[Block] | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: openai.Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Form | None = None
+    output_format: openai.Form | None = None
 
 
 class CountRequest(Conversation):
@@ -139,12 +126,12 @@ class CountRequest(Conversation):
 class MessagesRequest(Conversation):
     """A request for the next message of a conversation."""
 
-    max_tokens: Count
-    stop_sequences: Annotated[Many[StopText], Field(max_length=64)] | None = None
+    max_tokens: openai.Count
+    stop_sequences: Annotated[Many[openai.StopText], Field(max_length=64)] | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
+    temperature: openai.Temperature | None = None
+    top_p: openai.Share | None = None
+    top_k: openai.TopK | None = None
 
 
 def generation_request(body: Conversation) -> GenerationRequest:
@@ -166,7 +153,7 @@ def generation_request(body: Conversation) -> GenerationRequest:
         continues=continues(messages),
         **tool_fields(tools, must_call=kind in ("any", "tool"), allowed=None if name is None else [name]),
         template_options=thinking_options(None if thinking is None else thinking.thinks, effort),
-        grammar=grammar_of(form, "output_config.format"),
+        grammar=openai.grammar_of(form, "output_config.format"),
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
     )
 
@@ -270,7 +257,7 @@ async def answer_messages(service: Service, request: Request, body: MessagesRequ
     """Answer a request for the next message of a conversation."""
     asked = replace(
         generation_request(body),
-        sampling=sampling_of(body),
+        sampling=openai.sampling_of(body),
         max_tokens=body.max_tokens,
         stop=stop_texts(body.stop_sequences),
     )

@@ -42,25 +42,12 @@ from mlx_flash.modelfile.parse import (
     recent_tokens,
 )
 from mlx_flash.monitor.words import seconds_of
+from mlx_flash.server import openai
 from mlx_flash.server.catalog import LATEST, Catalog, Source
 from mlx_flash.server.embeddings import Text, normalized, read_texts
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
-from mlx_flash.server.openai import (
-    Count,
-    Divisor,
-    Effort,
-    Name,
-    NumLikeliest,
-    SamplingOptions,
-    Tool,
-    message_of,
-    sampling_of,
-    shown_logprobs,
-    shown_tools,
-)
-from mlx_flash.server.openai import Message as OpenAIMessage
 from mlx_flash.server.replies import (
     Stream,
     Whole,
@@ -99,10 +86,10 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-class Options(SamplingOptions, Lenient):
+class Options(openai.SamplingOptions, Lenient):
     """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
 
-    repetition_penalty: Divisor | None = Field(default=None, alias="repeat_penalty")
+    repetition_penalty: openai.Divisor | None = Field(default=None, alias="repeat_penalty")
     repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
 
@@ -116,14 +103,14 @@ KeepAlive = Annotated[
 class Asked(Asking):
     """Fields of requests for text."""
 
-    model: Name
+    model: openai.Name
     stream: bool | None = None
     options: Options | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     keep_alive: KeepAlive = None
-    think: bool | Effort | None = None
+    think: bool | openai.Effort | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLikeliest | None = None
+    top_logprobs: openai.NumLikeliest | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> Asked:
@@ -132,7 +119,7 @@ class Asked(Asking):
         return self
 
 
-class Message(OpenAIMessage):
+class Message(openai.Message):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -146,7 +133,7 @@ class ChatRequest(Asked):
     """A request for the next message of a conversation. One without messages loads or unloads the model."""
 
     messages: Many[Message] | None = None
-    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
+    tools: Annotated[Many[openai.Tool], Field(max_length=512)] | None = None
 
 
 class GenerateRequest(Asked):
@@ -178,7 +165,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
             model=body.model,
             messages=messages,
             continues=continues(messages),
-            **tool_fields(shown_tools(body.tools, body)),
+            **tool_fields(openai.shown_tools(body.tools, body)),
         )
     return await _answer(service, request, body, asked)
 
@@ -256,7 +243,7 @@ class _Lines(Writer):
         else:
             found |= {"response": text, **thinking}
         if tokens:
-            found["logprobs"] = shown_logprobs(tokens)
+            found["logprobs"] = openai.shown_logprobs(tokens)
         return {**found, "done": False}
 
     def end(self, end: End) -> dict[str, Any]:
@@ -317,7 +304,7 @@ def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:
 
 
 def _sampling(options: Options) -> Sampling:
-    found, recent = sampling_of(options), recent_tokens(options.repeat_last_n)
+    found, recent = openai.sampling_of(options), recent_tokens(options.repeat_last_n)
     if recent == 0:
         return replace(found, repetition_penalty=0.0, presence_penalty=0.0, frequency_penalty=0.0)
     found = replace(found, presence_context_size=recent, frequency_context_size=recent)
@@ -344,7 +331,7 @@ def _message(message: Message, field: str) -> dict[str, Any]:
         message: the message.
         field: its place in the request.
     """
-    found = {**message_of(message, field), "content": _content(message.content, message.images, f"{field}.")}
+    found = {**openai.message_of(message, field), "content": _content(message.content, message.images, f"{field}.")}
     if message.tool_name is not None:
         found["name"] = message.tool_name
     if message.thinking:
@@ -355,10 +342,10 @@ def _message(message: Message, field: str) -> dict[str, Any]:
 class EmbeddingRequest(Asking):
     """Ollama's request for the vectors of texts, or for that of its older ``prompt``."""
 
-    model: Name
+    model: openai.Name
     input: str | Annotated[Many[Text], Field(max_length=2048)] = ""
     prompt: str = ""
-    dimensions: Count | None = None
+    dimensions: openai.Count | None = None
     keep_alive: KeepAlive = None
 
 
@@ -545,8 +532,8 @@ LongText = Annotated[str, Field(max_length=1 << 20)]
 class NamedRequest(Lenient):
     """A request about a model. Older clients say ``name`` for ``model``; Ollama's own command sends all fields."""
 
-    model: Name | Literal[""] = ""
-    name: Name | Literal[""] = ""
+    model: openai.Name | Literal[""] = ""
+    name: openai.Name | Literal[""] = ""
     stream: bool | None = None
 
     @model_validator(mode="after")
@@ -564,7 +551,7 @@ class NamedRequest(Lenient):
 class CreateRequest(NamedRequest):
     """A request to give a name to a model with settings."""
 
-    base: Name | None = Field(None, alias="from")
+    base: openai.Name | None = Field(None, alias="from")
     modelfile: LongText | None = None
     system: LongText | None = None
     template: LongText | None = None
@@ -586,8 +573,8 @@ class CreateRequest(NamedRequest):
 class CopyRequest(Lenient):
     """A request to give a model a second name."""
 
-    source: Name
-    destination: Name
+    source: openai.Name
+    destination: openai.Name
 
 
 async def pull(service: Service, request: Request, body: NamedRequest) -> Response:

@@ -14,22 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.server import openai
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.openai import (
-    AnyToolChoice,
-    Form,
-    FunctionName,
-    Limit,
-    ModelName,
-    Part,
-    Share,
-    Temperature,
-    Thinking,
-    chosen_tools,
-    grammar_of,
-    parts_in,
-    sampling_of,
-)
 from mlx_flash.server.replies import Whole, Writer, reply, sent
 from mlx_flash.server.request import (
     TEXT,
@@ -105,14 +91,14 @@ class InputItem(Lenient):
     type: Annotated[str, Field(max_length=100)] = "message"
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Many[Part] | None = None
-    summary: Many[Part] | None = None
+    content: str | Many[openai.Part] | None = None
+    summary: Many[openai.Part] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | Many[Part] | None = None
+    output: str | Many[openai.Part] | None = None
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
 
 
@@ -122,7 +108,7 @@ class OneTool(Lenient):
     needed: ClassVar[Needed] = dict.fromkeys(("function", "custom", "namespace"), ("name",))
 
     type: Annotated[str, Field(max_length=100)]
-    name: FunctionName | None = None
+    name: openai.FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -138,26 +124,26 @@ class ResponseTool(OneTool):
 class TextOptions(Body):
     """Options of the text."""
 
-    format: Form | None = None
+    format: openai.Form | None = None
 
 
 class ResponseRequest(Asking):
     """A request for the next items of a conversation."""
 
-    model: ModelName = "default_model"
+    model: openai.ModelName = "default_model"
     input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    max_output_tokens: Limit = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
+    max_output_tokens: openai.Limit = None
+    temperature: openai.Temperature | None = None
+    top_p: openai.Share | None = None
     stream: bool | None = None
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
-    tool_choice: AnyToolChoice | None = None
+    tool_choice: openai.AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Thinking | None = None
+    reasoning: openai.Thinking | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
     background: Literal[False] | None = None
@@ -412,11 +398,11 @@ def _generation_request(
     return GenerationRequest(
         model=body.model,
         messages=[*opening, *messages],
-        **chosen_tools(body.tool_choice, [_shown(name, tool) for name, (_, tool) in functions.items()], names),
+        **openai.chosen_tools(body.tool_choice, [_shown(name, tool) for name, (_, tool) in functions.items()], names),
         template_options=None if reasoning is None else thinking_options(reasoning.thinks, reasoning.effort),
-        sampling=sampling_of(body),
+        sampling=openai.sampling_of(body),
         max_tokens=body.max_output_tokens,
-        grammar=grammar_of(body.text.format if body.text is not None else None, "text.format"),
+        grammar=openai.grammar_of(body.text.format if body.text is not None else None, "text.format"),
         one_call=body.parallel_tool_calls is False,
     )
 
@@ -475,7 +461,7 @@ def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest,
     if item.type == "message":
         if item.role is None:
             raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
-        parts = parts_in(item.content, f"{field}.content")
+        parts = openai.parts_in(item.content, f"{field}.content")
         if item.role == "assistant":
             messages.add_answer("".join(part.get("text", "") for part in parts))
         else:
@@ -488,6 +474,6 @@ def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest,
         given = {TEXT: item.input or ""} if item.type == "custom_tool_call" else item.arguments or ""
         messages.add_call(item.call_id, flat_name(item.namespace, item.name or ""), given)
     elif item.type in ("function_call_output", "custom_tool_call_output"):
-        messages.add_result(item.call_id, parts_in(item.output, f"{field}.output"))
+        messages.add_result(item.call_id, openai.parts_in(item.output, f"{field}.output"))
     elif item.type != "additional_tools":
         body.ignore(f"input ({item.type})")

@@ -55,21 +55,20 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
         ConfigError: settings contradict each other, or the disk has no room for the KV cache.
     """
-    plan = _plan(sizes, config, small := _with_small_reads(config, machine))
-    if small == machine:
-        return plan
-    try:
-        wanted = _plan(sizes, config, machine, most=plan.budget_bytes)
-    except BudgetError:
-        return plan
-    if plan.seconds < wanted.seconds or _tokens(wanted) != _tokens(plan):
-        return plan
-    return replace(wanted, minimum_bytes=plan.minimum_bytes)
-
-
-def _tokens(plan: ResidencyPlan) -> tuple[int, int]:
-    """Return the prefill step and the context of a plan, which do not depend on the reads that a disk likes."""
-    return plan.prefill_step_size, plan.context_length
+    plans: list[ResidencyPlan] = []
+    errors: list[BudgetError] = []
+    small = _with_small_reads(config, machine)
+    for kv_on_disk in _places_of_kv(sizes, config, machine):
+        task = Task(sizes, config, small, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)
+        try:
+            plans.append(_plan(task, machine, like_memory=bool(plans)))
+        except BudgetError as error:
+            errors.append(error.with_traceback(None))
+    errors.sort(key=lambda error: error.minimum_bytes)
+    if not plans:
+        raise errors.pop(0)  # an error that its own frame kept would keep the model
+    minimum = min([plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors])
+    return replace(_preferred(plans), minimum_bytes=minimum)
 
 
 def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
@@ -85,23 +84,6 @@ def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
         return machine
     speed = SMALL_READS_SHARE * disk.bytes_per_second
     return replace(machine, disk=replace(disk, bytes_per_second=speed, read_size=read_size, queue_depth=queue_depth))
-
-
-def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine, most: int | None = None) -> ResidencyPlan:
-    """Return the fastest plan for the reads that the disk likes best, of those whose budget is ``most`` at most."""
-    plans: list[ResidencyPlan] = []
-    errors: list[BudgetError] = []
-    for kv_on_disk in _places_of_kv(sizes, config, machine):
-        task = Task(sizes, config, machine, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)
-        try:
-            plans.append(_plan_with_kv(task, most, like_memory=bool(plans)))
-        except BudgetError as error:
-            errors.append(error.with_traceback(None))
-    errors.sort(key=lambda error: error.minimum_bytes)
-    if not plans:
-        raise errors.pop(0)  # an error that its own frame kept would keep the model
-    minimum = min([plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors])
-    return replace(_preferred(plans), minimum_bytes=minimum)
 
 
 def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> tuple[bool, ...]:
@@ -128,9 +110,10 @@ def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     return min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
 
 
-def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> ResidencyPlan:
+def _plan(task: Task, liked: Machine, *, like_memory: bool) -> ResidencyPlan:
     """Return the fastest plan, given the place of the KV cache.
 
+    The task has small reads; ``liked`` is the machine with those that the disk likes best.
     ``like_memory`` takes the prefill step and context of a plan with the cache in memory: times decide between the two.
     """
     machine, options = task.machine, _options(task)
@@ -140,8 +123,6 @@ def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> Residen
     # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
     memory = MemoryReading(machine.total_memory, machine.available_memory)
     budget = budget_of(task.config, memory, machine.base_bytes, max(reached, options[0][1].peak_bytes))
-    if most is not None and budget > most:
-        raise BudgetError("a smaller budget is enough", minimum)
     if budget < machine.reached_bytes and least < reached:
         raise BudgetError(
             f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to "
@@ -155,8 +136,11 @@ def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> Residen
     if not usable:
         raise BudgetError(_too_small(budget, min((p for _, p in options), key=lambda p: p.peak_bytes)), minimum)
     rooms = (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,)
-    with_room = [(task.with_(kv_room=room), least) for task, least in usable for room in rooms]
-    plans = [(task, best(task, budget, tokens) or least) for task, least in with_room]
+    plans = []
+    for option, fallback in usable:
+        reserve = next((r for r in tokens if smallest(option, r).peak_bytes <= budget), tokens[-1])
+        chosen = _with_reads(option, liked, budget, reserve)
+        plans += [(t, best(t, budget, reserve) or fallback) for t in [chosen.with_(kv_room=room) for room in rooms]]
     task, plan = min(plans, key=lambda entry: entry[1].seconds)
     plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
     plan = with_room_for_parts(task, replace(plan, opening_seconds=opening_seconds(task, plan)))
@@ -169,16 +153,32 @@ def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> Residen
     return plan
 
 
+def _with_reads(task: Task, liked: Machine, budget: int, reserve: Reserve) -> Task:
+    """Return the task with the reads that the disk likes best, if their buffers have room, and are worth it.
+
+    They are if reading the weights that the budget does not hold takes no longer. The reserve is the same in any case.
+    """
+    other, experts = task.with_(machine=liked), task.sizes.experts
+    if smallest(other, reserve).peak_bytes > budget:
+        return task
+    held = budget - (experts.nbytes if experts is not None else 0)
+    small, large = (
+        max(0, everything(each, reserve).peak_bytes - held) / each.machine.disk.bytes_per_second
+        for each in (task, other)
+    )
+    return other if large <= small else task
+
+
 def _options(task: Task) -> list[Option]:
     """Return the ways to read the model: expert by expert if it has any, then layer by layer."""
     config, trunk = task.config, task.sizes.trunk
     reserve = least_reserve(config)
     if trunk is None or config.expert_pool_gb == 0:
-        return [(task, smallest(task, reserve))]
+        return [(task, smallest(task, reserve).plan())]
     by_expert = _with_experts(task, trunk)
     # A pool that was asked for is left out only if everything fits.
-    by_layer = everything(task, reserve).plan() if config.expert_pool_gb else smallest(task, reserve)
-    return [(by_expert, smallest(by_expert, reserve)), (task, by_layer)]
+    by_layer = everything(task, reserve) if config.expert_pool_gb else smallest(task, reserve)
+    return [(by_expert, smallest(by_expert, reserve).plan()), (task, by_layer.plan())]
 
 
 def _usable(options: Sequence[Option], budget: int, reserve: Reserve) -> list[Option]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate, all_streamed
@@ -30,12 +30,12 @@ PARTS_SHARE = 0.75
 """Share of their memory that pinned weights leave to parts at most: lent memory is copied to, and read again later."""
 
 
-def smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
-    """Return the smallest plan: the fewest slots and no pinned layer, or a tiny model in memory."""
+def smallest(task: Task, reserve: Reserve) -> Candidate:
+    """Return the smallest candidate: the fewest slots and no pinned layer, or a tiny model in memory."""
     candidates = all_streamed(task, reserve, task.config.num_slots or 1)
     if _can_be_tiled(task):  # two slots, so that reading and computing overlap, cost little here
         candidates.append(_tiled(task, reserve, task.config.num_slots or 2))
-    return min([*candidates, everything(task, reserve)], key=lambda candidate: candidate.peak_bytes).plan()
+    return min([*candidates, everything(task, reserve)], key=lambda candidate: candidate.peak_bytes)
 
 
 def everything(task: Task, reserve: Reserve) -> Candidate:
@@ -43,16 +43,13 @@ def everything(task: Task, reserve: Reserve) -> Candidate:
     return Candidate(task, reserve, pins_tables=True)
 
 
-def best(task: Task, budget: int, reserves: Iterable[Reserve]) -> ResidencyPlan | None:
-    """Return the fastest plan with the first of some reserves that the budget has room for; None if it has for none."""
-    for reserve in reserves:
-        plans = [candidate.plan(budget) for candidate in _candidates(task, budget, reserve)]
-        is_good = plans and _fastest(plans).weights_seconds <= NEARLY * _least_seconds(task, budget)
-        if not is_good and _can_be_tiled(task):
-            plans += [candidate.plan(budget) for candidate in _tiled_candidates(task, budget, reserve)]
-        if plans:
-            return _fastest(plans)
-    return None
+def best(task: Task, budget: int, reserve: Reserve) -> ResidencyPlan | None:
+    """Return the fastest plan with a reserve; None if the budget has no room for it."""
+    plans = [candidate.plan(budget) for candidate in _candidates(task, budget, reserve)]
+    is_good = plans and _fastest(plans).weights_seconds <= NEARLY * _least_seconds(task, budget)
+    if not is_good and _can_be_tiled(task):
+        plans += [candidate.plan(budget) for candidate in _tiled_candidates(task, budget, reserve)]
+    return _fastest(plans) if plans else None
 
 
 def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:

@@ -53,8 +53,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         mx.random.seed(args.seed)
     path = model_of(args)
     if is_vision(args, path, prefers=False):
-        run, step, interrupted = generate_with_pictures(args, path, out)
-        return end(args, run, step, interrupted, out)
+        return end(args, *generate_with_pictures(args, path, out), out)
     if args.draft_model is not None:
         args.draft_model = find_modelfile(args.draft_model).base
         ask_to_download(args.draft_model, args)
@@ -84,11 +83,11 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         responses = stream_generate(
             model, tokenizer, prompt, prefill_step_size=step, prompt_progress_callback=progress, **options
         )
-        interrupted = follow(responses, run, None if args.json else out)
-    return end(args, run, step, interrupted, out)
+        follow(responses, run, None if args.json else out)
+    return end(args, run, step, out)
 
 
-def end(args: argparse.Namespace, run: Recorder, step: int, interrupted: KeyboardInterrupt | None, out: TextIO) -> int:
+def end(args: argparse.Namespace, run: Recorder, step: int, out: TextIO) -> int:
     """Print the summary of a run: JSON to stdout, or text to stderr. Pass on what interrupted it. Return 0."""
     if run.tokens:
         report = make_report(run, args.model, step)
@@ -98,8 +97,8 @@ def end(args: argparse.Namespace, run: Recorder, step: int, interrupted: Keyboar
             print_rich(render_run(report), sys.stderr)
         elif not report["prefill_as_mlx_lm"]:
             note(f"mlx-flash: {step_in_words(step, make_config(args))}")
-    if interrupted is not None:
-        raise interrupted
+    if run.interrupt is not None:
+        raise run.interrupt
     return 0
 
 

@@ -51,6 +51,7 @@ class Recorder:
         plan: the model's plan; None when mlx-lm alone runs it.
         texts, tokens: the output so far.
         finish_reason: mlx-lm's, or ``"interrupted"``.
+        interrupt: what ended the run before its end; None if nothing did.
         start, first, last: samples at the start of prefill, at the first token and at the last one.
     """
 
@@ -65,6 +66,7 @@ class Recorder:
         self.texts: list[str] = []
         self.tokens: list[int] = []
         self.finish_reason = "interrupted"
+        self.interrupt: KeyboardInterrupt | None = None
         self.start = self.first = self.last = self.sample()
 
     def add(self, response: Any) -> None:
@@ -91,8 +93,8 @@ class Recorder:
         return Sample(time.perf_counter(), found)
 
 
-def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:
-    """Record responses as they come, and write their text. Return the interrupt that ends them, if one does."""
+def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> None:
+    """Record responses as they come, and write their text. An interrupt ends them, and is recorded."""
     try:
         with closing(responses):
             for response in responses:
@@ -100,11 +102,10 @@ def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | N
                 if out is not None:
                     print(response.text, end="", file=out, flush=True)
     except KeyboardInterrupt as interrupt:
-        return interrupt
+        run.interrupt = interrupt
     finally:
         if out is not None and run.tokens:
             print(file=out, flush=True)
-    return None
 
 
 def make_report(run: Recorder, model: str, prefill_step_size: int) -> Json:

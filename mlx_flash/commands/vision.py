@@ -189,11 +189,11 @@ def _with_places(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": [*marks, text] if marks else message["content"]}
 
 
-def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> tuple[Recorder, int, Any]:
+def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> tuple[Recorder, int]:
     """Write the answer to a prompt with pictures as mlx-vlm generates it.
 
     Returns:
-        The records of the run, the prefill step, and the interrupt that ended it, or None.
+        The records of the run, and the prefill step.
 
     Raises:
         ConfigError: a flag is not available here.
@@ -222,8 +222,8 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
         run = Recorder(language, num_prompt, time.perf_counter() - began)
         options = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
         found = responses(model, processor, prompt, temperature=args.temp, prefill_step_size=step, **options)
-        interrupt = follow(found, run, None if args.json else out)
-    return run, step, interrupt
+        follow(found, run, None if args.json else out)
+    return run, step
 
 
 def _check_flags(args: argparse.Namespace) -> None:

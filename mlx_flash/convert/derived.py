@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -329,8 +330,9 @@ class _Copying:
         """Make the copy, or what is left of it, and hold it. Return None when there is no room."""
         with copy_errors(self._folder):
             make_private(derived_directory())
+        busy = partial(_log.warning, "another process computes the same parameters: waiting for it (%s)")
         while (held := self.use()) is None:  # another process may remove a copy before it is held
-            with self._rewrite.locked(self._tell_busy):
+            with self._rewrite.locked(partial(busy, self._rewrite.partial)):
                 if (held := self.use()) is not None:
                     return held  # another process was faster
                 if not self._has_room():
@@ -339,11 +341,11 @@ class _Copying:
         return held
 
     def _write(self, load: Callable[[], LoadedModel], progress: Progress | None) -> None:
-        partial = self._rewrite.partial
+        folder = self._rewrite.partial
         self._rewrite.clear()
         name = model_name(self._source)
         manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
-        write_manifest(partial, manifest)
+        write_manifest(folder, manifest)
         missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
         other = load()
         arrays = {p.spec.name: p.array for p in derived_parameters(other) if p.spec in missing}
@@ -352,7 +354,7 @@ class _Copying:
         gc.collect()  # the rest of that model, which is in cycles
         with reads_explained(streams, sources, self._checkpoint):
             self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
-        write_manifest(partial, {**manifest, "files": self._stamps(partial)})
+        write_manifest(folder, {**manifest, "files": self._stamps(folder)})
         if self._folder.exists():
             discard(self._folder)  # damaged
         self._rewrite.finish()
@@ -387,9 +389,6 @@ class _Copying:
         except FileNotFoundError:
             return {}
         return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
-
-    def _tell_busy(self) -> None:
-        _log.warning("another process computes the same parameters: waiting for it (%s)", self._rewrite.partial)
 
     def _has_room(self, *, removes: bool = True) -> bool:
         """Return the result of :func:`make_room` for the rest of the copy. A warning says when there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from rich.text import Text
@@ -428,22 +428,17 @@ def _chart(label: str, words: tuple[str, str], series: Series, history: History,
     yield from (_line("", (row, colour)) for row in others)
 
 
+TIMES = (("disk wait", "yellow"), ("compute", "green"), ("other", "cyan"), ("between calls", "dim"))
+"""Names and styles of the shares of the time."""
+
+
 def _times(history: History, canvas: Canvas) -> Iterator[Text]:
     """Yield the shares of the time, the limit of the speed, and the rates of the expert pool."""
     rates, shares = history.rates, history.rates.shares
     if shares is not None:
-        parts = canvas.glyphs.parts
-        yield from _bar(
-            "time",
-            [
-                (parts[0], "disk wait", shares.disk, "yellow", f"{shares.disk:.0%}"),
-                (parts[1], "compute", shares.compute, "green", f"{shares.compute:.0%}"),
-                (parts[2], "other", shares.calls, "cyan", f"{shares.calls:.0%}"),
-                (canvas.glyphs.rest, "between calls", shares.between, "dim", f"{shares.between:.0%}"),
-            ],
-            1.0,
-            canvas,
-        )
+        glyphs, named = (*canvas.glyphs.parts[:3], canvas.glyphs.rest), zip(TIMES, astuple(shares), strict=True)
+        parts = [(glyph, name, n, style, f"{n:.0%}") for glyph, ((name, style), n) in zip(glyphs, named, strict=True)]
+        yield from _bar("time", parts, 1.0, canvas)
         in_calls = 1 - shares.between
         if rates.reading_share is not None and in_calls >= SHORT_SHARE:
             limited, source = limit(shares.disk / in_calls, rates.cached_share)

@@ -15,10 +15,9 @@ STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A layer or head (its ``kind``): its large parameters, those of them that passes read, and one of `STATES`."""
+    """A layer or head (its ``kind``): the bytes of it that passes read, and one of `STATES`."""
 
     kind: str
-    nbytes: float
     streamed_bytes: float
     state: str
 
@@ -50,7 +49,6 @@ def units(state: Json) -> list[Unit]:
     return [
         Unit(
             kind="head" if entry.get("kind") == "head" else "layer",
-            nbytes=checked(entry.get("bytes")) or 0.0,
             streamed_bytes=checked(entry.get("streamed_bytes")) or 0.0,
             state=entry["state"] if entry.get("state") in STATES else "waiting",
         )

@@ -138,7 +138,7 @@ def test_sparklines_bars_and_strips() -> None:
     assert bar([1, 1, 2], 4, 8) == [2, 2, 4]
     assert bar([3, 3], 4, 8) == [6, 2]
     assert bar([1], 0, 8) == [0]
-    unit = [Unit("layer", 1, 1, name) for name in ("done", "done", "computing", "waiting", "waiting")]
+    unit = [Unit("layer", 1, name) for name in ("done", "done", "computing", "waiting", "waiting")]
     assert strip(unit, 80, 3) == [["done", "done", "computing", "waiting", "waiting"]]
     assert strip(unit, 3, 3) == [["done", "done", "computing"], ["waiting", "waiting"]]
     assert strip(unit, 3, 1) == [["done", "computing", "waiting"]]
@@ -147,7 +147,7 @@ def test_sparklines_bars_and_strips() -> None:
 
 @given(num_units=st.integers(1, 3000), width=st.integers(1, 150), max_rows=st.integers(1, 4))
 def test_a_strip_fits_and_hides_no_computing_layer(num_units: int, width: int, max_rows: int) -> None:
-    found = [Unit("layer", 1, 1, "computing" if i == num_units // 2 else "waiting") for i in range(num_units)]
+    found = [Unit("layer", 1, "computing" if i == num_units // 2 else "waiting") for i in range(num_units)]
     rows = strip(found, width, max_rows)
     assert len(rows) <= max_rows and all(1 <= len(row) <= width for row in rows)
     assert sum(row.count("computing") for row in rows) == 1

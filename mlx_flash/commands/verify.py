@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -135,19 +135,9 @@ Report = Callable[[int, int], None]
 """Called with (steps done, steps to do)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A forward call of a model.
-
-    Attributes:
-        tokens: that the model was given.
-        logits: digest of its logits; empty for a part of a prompt.
-        layers: digest of each layer's output, by name.
-    """
-
-    tokens: list[int]
-    logits: str
-    layers: dict[str, str]
+CALL = ("tokens", "layers", "logits")
+"""A forward call: the tokens that the model was given, a digest of the output of each layer, by name, and one of the
+logits, which is empty for a part of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +158,7 @@ class Subject:
     compute: Callable[[Any], Computed]
     num_calls: int
 
-    def stream(self, model: Any, report: Report) -> tuple[list[Call], Json]:
+    def stream(self, model: Any, report: Report) -> tuple[list[Json], Json]:
         """Return the calls of a started streamed model, and the numbers of bytes that were read, compared and wrong."""
         check = ByteCheck()
         towers = model.towers.before_release(check.segments) if model.layout.towers else nullcontext()
@@ -179,7 +169,7 @@ class Subject:
         numbers = {"bytes_read": model.engine.reader.stats.nbytes, "bytes_compared": check.nbytes}
         return calls, {**numbers, "wrong_bytes": list(check.wrong.values())}
 
-    def repeat(self, path: Path, *, resident: bool, report: Report) -> list[Call]:
+    def repeat(self, path: Path, *, resident: bool, report: Report) -> list[Json]:
         """Return the same calls of the library's own model, which reads the weights itself.
 
         Args:
@@ -214,7 +204,7 @@ class Subject:
         layers: dict[str, nn.Module],
         report: Report,
         then: Callable[[nn.Module], None] | None = None,
-    ) -> list[Call]:
+    ) -> list[Json]:
         """Compute with a model. Return the digests of its calls.
 
         Args:
@@ -225,7 +215,7 @@ class Subject:
         """
         names = {id(module): name for name, module in layers.items()}
         digests: dict[str, str] = {}
-        calls: list[Call] = []
+        calls: list[Json] = []
 
         def note(module: nn.Module, result: Any) -> None:
             name = names[id(module)]
@@ -235,7 +225,8 @@ class Subject:
 
         with watching(list(layers.values()), note):
             for tokens, logits in self.compute(model):
-                calls.append(Call(tokens, "" if logits is None else digest_of(logits), dict(digests)))
+                digest = "" if logits is None else digest_of(logits)
+                calls.append(dict(zip(CALL, (tokens, dict(digests), digest), strict=True)))
                 digests.clear()
                 report(len(calls), self.num_calls)
         return calls
@@ -338,16 +329,15 @@ def digest_of(*arrays: mx.array, before: str = "") -> str:
     return found.hexdigest()[:32]
 
 
-def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | None:
+def first_difference(expected: Sequence[Json], found: Sequence[Json]) -> str | None:
     """Return where two traces part, in words; None where they are equal."""
     if len(expected) != len(found):
         return f"the number of calls, {len(expected)} and {len(found)},"
     for number, (one, other) in enumerate(zip(expected, found, strict=True), 1):
-        layers = [name for name in one.layers if one.layers[name] != other.layers.get(name)]
-        output = f"output of {layers[0] if layers else 'other layers'}"
-        parts = {"tokens": "tokens", "layers": output, "logits": "logits"}
-        if differs := [words for name, words in parts.items() if getattr(one, name) != getattr(other, name)]:
-            return f"call {number} of {len(found)}: {differs[0]}"
+        if differs := [name for name in CALL if one[name] != other[name]]:
+            layers = [name for name, digest in one["layers"].items() if digest != other["layers"].get(name)]
+            output = f"output of {layers[0] if layers else 'other layers'}"
+            return f"call {number} of {len(found)}: {output if differs[0] == 'layers' else differs[0]}"
     return None
 
 
@@ -424,12 +414,12 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "reference": "resident" if resident else "layers",
         "seconds": time.perf_counter() - began,
         "files": digests,
-        "calls": [asdict(call) for call in calls],
+        "calls": calls,
         "plan": {"model_bytes": plan.model_bytes, **plan_numbers(plan)},
         "way_of_reading": way_of_reading(),
         **surroundings(),
     }
-    against = [] if earlier is None else differences(earlier, receipt, calls)
+    against = [] if earlier is None else differences(earlier, receipt)
     _write(args, receipt, against, out)
     return 0 if receipt["is_exact"] and not against else EXIT_DIFFERS
 
@@ -444,32 +434,27 @@ def _stock_copy(path: Path) -> Iterator[Path]:
         yield pack(path, private.path / path.name).target
 
 
-def differences(earlier: Json, receipt: Json, calls: Sequence[Call]) -> list[str]:
-    """Return the ways in which two receipts are of other weights or other results, in words.
-
-    Args:
-        earlier: one of them, with its calls as objects.
-        receipt: the other.
-        calls: of the other.
-    """
+def differences(earlier: Json, receipt: Json) -> list[str]:
+    """Return the ways in which two receipts are of other weights or other results, in words."""
     found = []
     files = {*earlier["files"], *receipt["files"]}
     if other := sorted(name for name in files if earlier["files"].get(name) != receipt["files"].get(name)):
         found.append(f"other bytes in {', '.join(other)}")
-    difference = first_difference(earlier["calls"], calls)
+    difference = first_difference(earlier["calls"], receipt["calls"])
     return [*found, difference] if difference is not None else found
 
 
 def read_receipt(path: Path) -> Json:
-    """Return a receipt, with its calls as objects.
+    """Return a receipt.
 
     Raises:
         CheckpointError: it is no receipt, or cannot be read.
     """
     try:
         match json.loads(path.read_bytes()):
-            case {"format": number, "calls": list(calls), "files": dict()} as receipt if number == FORMAT:
-                return {**receipt, "calls": [Call(**call) for call in calls]}
+            case {"format": number, "calls": [*calls], "files": dict()} as receipt if number == FORMAT:
+                if all({*call} == {*CALL} and isinstance(call["layers"], dict) for call in calls):
+                    return cast(Json, receipt)
     except OSError as error:
         raise CheckpointError(f"cannot read the receipt {path}: {error}") from error
     except (TypeError, ValueError, RecursionError):

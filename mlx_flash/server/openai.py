@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -375,52 +375,67 @@ class Chunks(Writer):
 
     Args:
         body: the request.
-        names: of its number, and of a whole reply and of a chunk.
         num_answers: of the reply.
         num_prompts: several answers to one prompt count it once.
+
+    Attributes:
+        names: of its number, and of a whole reply and of a chunk.
     """
 
-    def __init__(
-        self, body: SamplingFields, names: tuple[str, str, str], num_answers: int, num_prompts: int = 1
-    ) -> None:
+    names: ClassVar[tuple[str, str, str]]
+
+    def __init__(self, body: SamplingFields, num_answers: int, num_prompts: int = 1) -> None:
         self._wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        prefix, whole, part = names
+        prefix, whole, part = self.names
         self._head = head(prefix, part if body.stream else whole, body.model)
         self._num_answers, self._num_prompts = num_answers, num_prompts
         self._ends: dict[int, End] = {}
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
         """Return the reply that has complete answers."""
-        choices = [self.whole_choice(i, whole) for i, whole in enumerate(wholes)]
+        choices = [
+            self._choice(i, self.message(whole), whole.tokens, whole.end.reason) for i, whole in enumerate(wholes)
+        ]
         return {**self._head, "choices": choices, "usage": usage_of([each.end for each in wholes], self._num_prompts)}
 
     @abstractmethod
-    def whole_choice(self, number: int, whole: Whole) -> dict[str, Any]:
+    def message(self, whole: Whole) -> dict[str, Any]:
         """Return a complete answer."""
 
     @abstractmethod
-    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+    def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
         """Return the part of an answer for an event, an empty one for None; None for events that have no part."""
 
-    def write(self, number: int, event: Event) -> Iterable[bytes]:
+    @abstractmethod
+    def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+        """Return details of the tokens of a part."""
+
+    def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the parts for an event. A comment shows how far the work before the next token is."""
         if isinstance(event, Progress):
             yield f": {event.stage} {event.done}/{event.total}\n\n".encode()
         elif isinstance(event, Failed):
             yield sent(error_body("/v1", event.error))
-        elif (choice := self.choice(number, event)) is not None:
-            yield self.chunk(choice)
-        if isinstance(event, End):
+        elif isinstance(event, End):
+            yield self._chunk(self._choice(number, self.part(number, None), reason=event.reason))
             self._ends[number] = event
             if len(self._ends) == self._num_answers:
                 yield from self._close()
+        elif (part := self.part(number, event)) is not None:
+            yield self._chunk(self._choice(number, part, event.tokens if isinstance(event, Piece) else ()))
 
     def beat(self) -> bytes:
         """Return a chunk whose choice has nothing new."""
-        return self.chunk(self.choice(0, None) or {})
+        return self._chunk(self._choice(0, self.part(0, None)))
 
-    def chunk(self, *choices: dict[str, Any]) -> bytes:
-        """Return a chunk."""
+    def _choice(
+        self, number: int, part: dict[str, Any] | None, tokens: Sequence[TokenDetail] = (), reason: str | None = None
+    ) -> dict[str, Any]:
+        part = part or {}
+        logprobs = self.logprobs(number, part, tokens) if tokens else None
+        return {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
+
+    def _chunk(self, *choices: dict[str, Any]) -> bytes:
         return sent({**self._head, **({"usage": None} if self._wants_usage else {}), "choices": choices})
 
     def _close(self) -> Iterator[bytes]:
@@ -458,7 +473,7 @@ def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer a request for the next message of a conversation."""
     answers = service.submit(generation_request(body))
-    return await reply(request, answers, _Chunks(body, len(answers)), streams=body.stream)
+    return await reply(request, answers, _MessageChunks(body, len(answers)), streams=body.stream)
 
 
 def generation_request(body: ChatRequest) -> GenerationRequest:
@@ -535,10 +550,6 @@ def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:
     return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def _logprobs(tokens: Sequence[TokenDetail]) -> dict[str, Any] | None:
-    return {"content": shown_logprobs(tokens), "refusal": None} if tokens else None
-
-
 def shown_logprobs(tokens: Sequence[TokenDetail]) -> list[dict[str, Any]]:
     """Return the probabilities of some tokens as a client reads them."""
 
@@ -549,14 +560,16 @@ def shown_logprobs(tokens: Sequence[TokenDetail]) -> list[dict[str, Any]]:
     return [{**shown(chosen), "top_logprobs": [shown(chance) for chance in likeliest]} for chosen, *likeliest in tokens]
 
 
-class _Chunks(Chunks):
+class _MessageChunks(Chunks):
     """A stream of messages."""
 
+    names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+
     def __init__(self, body: ChatRequest, num_answers: int) -> None:
-        super().__init__(body, ("chatcmpl", "chat.completion", "chat.completion.chunk"), num_answers)
+        super().__init__(body, num_answers)
         self._num_calls = [0] * num_answers
 
-    def whole_choice(self, number: int, whole: Whole) -> dict[str, Any]:
+    def message(self, whole: Whole) -> dict[str, Any]:
         """Return a complete message."""
         message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
         if whole.reasoning:
@@ -564,35 +577,30 @@ class _Chunks(Chunks):
         if whole.calls:
             calls = [_call(call, json.dumps(call.arguments, ensure_ascii=False)) for call in whole.calls]
             message |= {"tool_calls": calls, "content": whole.text or None}
-        logprobs = _logprobs(whole.tokens)
-        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": whole.end.reason}
+        return {"message": message}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the beginning of each message."""
         for number in range(len(self._num_calls)):
-            yield self.chunk(_delta(number, {"role": "assistant", "content": ""}))
+            yield self._chunk(self._choice(number, {"delta": {"role": "assistant", "content": ""}}))
 
-    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
+    def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
         """Return the part of a message for an event."""
         if isinstance(event, Piece):
-            return _delta(number, {"content" if event.kind == "text" else "reasoning": event.text}, event.tokens)
+            return {"delta": {"content" if event.kind == "text" else "reasoning": event.text}}
         if isinstance(event, CallBegun):
             self._num_calls[number] += 1
-            return self._call_delta(number, _call(event, ""))
+            return self._call_part(number, _call(event, ""))
         if isinstance(event, CallArguments):
-            return self._call_delta(number, {"function": {"arguments": event.text}})
-        if isinstance(event, End):
-            return _delta(number, {}, reason=event.reason)
-        return _delta(number, {}) if event is None else None
+            return self._call_part(number, {"function": {"arguments": event.text}})
+        return {"delta": {}} if event is None else None
 
-    def _call_delta(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
-        return _delta(number, {"tool_calls": [{"index": self._num_calls[number] - 1, **call}]})
+    def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+        """Return details of the tokens of a part."""
+        return {"content": shown_logprobs(tokens), "refusal": None}
 
-
-def _delta(
-    number: int, delta: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": number, "delta": delta, "logprobs": _logprobs(tokens), "finish_reason": reason}
+    def _call_part(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        return {"delta": {"tool_calls": [{"index": self._num_calls[number] - 1, **call}]}}
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -624,22 +632,31 @@ def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) ->
     return [replace(plain, prompt=each) if isinstance(each, str) else replace(plain, tokens=each) for each in prompts]
 
 
-def _text_choice(
-    index: int, text: str, tokens: Sequence[TokenDetail], offset: int, reason: str | None = None
-) -> dict[str, Any]:
-    """Return an answer, or a part of one.
+class _TextChunks(Chunks):
+    """A stream of texts."""
 
-    Args:
-        index: number of the answer.
-        text: its text.
-        tokens: their details.
-        offset: characters before the text.
-        reason: of its end.
-    """
-    logprobs = None
-    if tokens:
+    names = ("cmpl", "text_completion", "text_completion")
+
+    def __init__(self, body: CompletionRequest, num_answers: int, num_prompts: int) -> None:
+        super().__init__(body, num_answers, num_prompts)
+        self._lengths = [0] * num_answers
+
+    def message(self, whole: Whole) -> dict[str, Any]:
+        """Return a complete text."""
+        return {"text": whole.text}
+
+    def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
+        """Return the part of a text for an event."""
+        if isinstance(event, Piece):
+            self._lengths[number] += len(event.text)
+            return {"text": event.text}
+        return {"text": ""} if event is None else None
+
+    def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+        """Return details of the tokens of a part, each with the number of characters before it."""
         texts = [chosen.text for chosen, *_ in tokens]
-        logprobs = {
+        offset = max(0, self._lengths[number] - len(part["text"]))
+        return {
             "tokens": texts,
             "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
             "top_logprobs": [
@@ -648,26 +665,3 @@ def _text_choice(
             ],
             "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
         }
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-class _TextChunks(Chunks):
-    """A stream of texts."""
-
-    def __init__(self, body: CompletionRequest, num_answers: int, num_prompts: int) -> None:
-        super().__init__(body, ("cmpl", "text_completion", "text_completion"), num_answers, num_prompts)
-        self._offsets = [0] * num_answers
-
-    def whole_choice(self, number: int, whole: Whole) -> dict[str, Any]:
-        """Return a complete text."""
-        return _text_choice(number, whole.text, whole.tokens, 0, whole.end.reason)
-
-    def choice(self, number: int, event: Event | None) -> dict[str, Any] | None:
-        """Return the part of a text for an event."""
-        offset = self._offsets[number]
-        if isinstance(event, Piece):
-            self._offsets[number] += len(event.text)
-            return _text_choice(number, event.text, event.tokens, offset)
-        if isinstance(event, End):
-            return _text_choice(number, "", (), offset, event.reason)
-        return _text_choice(number, "", (), offset) if event is None else None

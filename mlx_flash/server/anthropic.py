@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.replies import Whole, Writer, collect_all, error_body, reply, sent
+from mlx_flash.server.replies import Asked, Whole, Writer, collect_all, error_body, sent
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -253,15 +253,19 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-async def answer_messages(service: Service, request: Request, body: MessagesRequest) -> Response:
-    """Answer a request for the next message of a conversation."""
+def answer_messages(body: MessagesRequest) -> Asked:
+    """Translate a request for the next message of a conversation.
+
+    Raises:
+        RefusedError: a field is wrong.
+    """
     asked = replace(
         generation_request(body),
         sampling=openai.sampling_of(body),
         max_tokens=body.max_tokens,
         stop=stop_texts(body.stop_sequences),
     )
-    return await reply(request, service.submit(asked), _Writer(body), streams=body.stream)
+    return Asked([asked], _Writer(body), streams=bool(body.stream))
 
 
 async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:

@@ -138,12 +138,11 @@ def openai_routes(service: Service) -> list[BaseRoute]:
             return error_reply(request.url.path, error)
         return JSONResponse(shown(name))
 
-    respond_here = partial(respond, KeptResponses())
     return [
-        *(service.post(path, ChatRequest, chat) for path in ("/v1/chat/completions", "/chat/completions")),
+        *(service.generates(path, ChatRequest, chat) for path in ("/v1/chat/completions", "/chat/completions")),
         *(service.post(path, RerankRequest, rerank) for path in ("/v1/rerank", "/rerank")),
-        service.post("/v1/completions", CompletionRequest, complete),
-        service.post("/v1/responses", ResponseRequest, respond_here),
+        service.generates("/v1/completions", CompletionRequest, complete),
+        service.generates("/v1/responses", ResponseRequest, partial(respond, KeptResponses())),
         service.post("/v1/embeddings", EmbeddingRequest, embed),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
@@ -188,7 +187,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         *page_routes(service),
         *openai_routes(service),
         *ollama_routes(service, may_manage=not access.is_open),
-        service.post("/v1/messages", MessagesRequest, answer_messages),
+        service.generates("/v1/messages", MessagesRequest, answer_messages),
         service.post("/v1/messages/count_tokens", CountRequest, count_tokens),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})

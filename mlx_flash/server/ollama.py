@@ -49,6 +49,7 @@ from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDe
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.replies import (
+    Asked,
     Stream,
     Whole,
     Writer,
@@ -57,7 +58,6 @@ from mlx_flash.server.replies import (
     error_body,
     error_reply,
     line,
-    reply,
     while_connected,
 )
 from mlx_flash.server.request import (
@@ -100,7 +100,7 @@ KeepAlive = Annotated[
 """Seconds, or a duration such as ``1h30m``, which becomes seconds."""
 
 
-class Asked(Asking):
+class TextRequest(Asking):
     """Fields of requests for text."""
 
     model: openai.Name
@@ -113,7 +113,7 @@ class Asked(Asking):
     top_logprobs: openai.NumLikeliest | None = None
 
     @model_validator(mode="after")
-    def _has_logprobs(self) -> Asked:
+    def _has_logprobs(self) -> TextRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         return self
@@ -129,14 +129,14 @@ class Message(openai.Message):
     tool_name: str | None = None
 
 
-class ChatRequest(Asked):
+class ChatRequest(TextRequest):
     """A request for the next message of a conversation. One without messages loads or unloads the model."""
 
     messages: Many[Message] | None = None
     tools: Annotated[Many[openai.Tool], Field(max_length=512)] | None = None
 
 
-class GenerateRequest(Asked):
+class GenerateRequest(TextRequest):
     """A request to answer a text. One without a text loads or unloads the model."""
 
     prompt: str | None = None
@@ -156,22 +156,26 @@ class GenerateRequest(Asked):
         return self
 
 
-async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
-    """Answer a request for the next message of a conversation."""
-    asked = None
-    if body.messages:
-        messages = [_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
-        asked = GenerationRequest(
-            model=body.model,
-            messages=messages,
-            continues=continues(messages),
-            **tool_fields(openai.shown_tools(body.tools, body)),
-        )
-    return await _answer(service, request, body, asked)
+def chat(body: ChatRequest) -> Asked:
+    """Translate a request for the next message of a conversation.
+
+    Raises:
+        RefusedError: a field is wrong.
+    """
+    if not body.messages:
+        return _asked(body, None)
+    messages = [_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    tools = tool_fields(openai.shown_tools(body.tools, body))
+    asked = GenerationRequest(model=body.model, messages=messages, continues=continues(messages), **tools)
+    return _asked(body, asked)
 
 
-async def generate(service: Service, request: Request, body: GenerateRequest) -> Response:
-    """Answer a request that has a text."""
+def generate(body: GenerateRequest) -> Asked:
+    """Translate a request that has a text.
+
+    Raises:
+        RefusedError: a field is wrong.
+    """
     asked = None
     if body.prompt and (body.raw or body.suffix):
         asked = GenerationRequest(model=body.model, prompt=body.prompt, suffix=body.suffix or None)
@@ -182,19 +186,13 @@ async def generate(service: Service, request: Request, body: GenerateRequest) ->
         asked = GenerationRequest(
             model=body.model, messages=messages, context=body.context or (), tells_tokens=not body.images
         )
-    return await _answer(service, request, body, asked)
+    return _asked(body, asked)
 
 
-async def _answer(service: Service, request: Request, body: Asked, asked: GenerationRequest | None) -> Response:
-    """Answer a request.
-
-    Args:
-        asked: the conversation or the text; None loads the model, or unloads it.
-    """
-    writer = _Lines(body)
+def _asked(body: TextRequest, asked: GenerationRequest | None) -> Asked:
+    """Return a translated request. One without a conversation or a text loads the model, or unloads it."""
     asked = load_request(body.model, body.keep_alive) if asked is None else _with_settings(asked, body)
-    writer.work = asked.work
-    return await reply(request, service.submit(asked), writer, streams=body.stream is not False)
+    return Asked([asked], _Lines(body, asked.work), streams=body.stream is not False)
 
 
 def load_request(model: str, keep_alive: float | None) -> GenerationRequest:
@@ -207,16 +205,13 @@ class _Lines(Writer):
 
     Args:
         body: the request, which comes now.
-
-    Attributes:
         work: for the generation thread.
     """
 
     media_type = "application/x-ndjson"
-    work: str
 
-    def __init__(self, body: Asked) -> None:
-        self._body, self._began = body, time.perf_counter_ns()
+    def __init__(self, body: TextRequest, work: str) -> None:
+        self._body, self._work, self._began = body, work, time.perf_counter_ns()
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
         """Return the object that has a complete answer."""
@@ -248,8 +243,8 @@ class _Lines(Writer):
 
     def end(self, end: End) -> dict[str, Any]:
         """Return what the last part has beside the fields of others. Durations are nanoseconds."""
-        if self.work != "answer":
-            return {"done": True, "done_reason": self.work}
+        if self._work != "answer":
+            return {"done": True, "done_reason": self._work}
         reason = "length" if end.reason == "length" else "stop"
         context = {"context": end.tokens} if end.tokens else {}
         seconds = {"load": end.load_seconds, "prompt_eval": end.prompt_seconds, "eval": end.answer_seconds}
@@ -283,7 +278,7 @@ class _Lines(Writer):
         return line(self.part())
 
 
-def _with_settings(asked: GenerationRequest, body: Asked) -> GenerationRequest:
+def _with_settings(asked: GenerationRequest, body: TextRequest) -> GenerationRequest:
     """Return a request for an answer with the settings of Ollama's.
 
     Raises:
@@ -786,8 +781,8 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         return service.post(path, kind, answer if may_manage else refuse, method)
 
     return [
-        service.post("/api/chat", ChatRequest, chat),
-        service.post("/api/generate", GenerateRequest, generate),
+        service.generates("/api/chat", ChatRequest, chat),
+        service.generates("/api/generate", GenerateRequest, generate),
         *(service.post(path, EmbeddingRequest, embed) for path in ("/api/embed", "/api/embeddings")),
         service.post("/api/show", NamedRequest, show),
         managed("/api/pull", NamedRequest, pull),

@@ -14,8 +14,6 @@ from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
@@ -32,7 +30,7 @@ from mlx_flash.server.events import (
     ToolCall,
 )
 from mlx_flash.server.grammar import json_grammar
-from mlx_flash.server.replies import Whole, Writer, error_body, reply, sent
+from mlx_flash.server.replies import Asked, Whole, Writer, error_body, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
@@ -46,7 +44,7 @@ from mlx_flash.server.request import (
     tool_fields,
 )
 from mlx_flash.server.requestpictures import picture_part
-from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
+from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed
 
 MAX_CHOICES = 16
 """The most answers to one prompt."""
@@ -470,19 +468,13 @@ def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
     }
 
 
-async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
-    """Answer a request for the next message of a conversation."""
-    answers = service.submit(generation_request(body))
-    return await reply(request, answers, _MessageChunks(body, len(answers)), streams=body.stream)
-
-
-def generation_request(body: ChatRequest) -> GenerationRequest:
-    """Return the answers that a request asks for.
+def chat(body: ChatRequest) -> Asked:
+    """Translate a request for the next message of a conversation.
 
     Raises:
         RefusedError: a field is wrong.
     """
-    return GenerationRequest(
+    asked = GenerationRequest(
         model=body.model,
         adapter=body.adapters,
         messages=[message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)],
@@ -497,6 +489,7 @@ def generation_request(body: ChatRequest) -> GenerationRequest:
         one_call=body.parallel_tool_calls is False,
         continues=bool(body.continue_final_message),
     )
+    return Asked([asked], _MessageChunks(body, asked.num_choices), streams=bool(body.stream))
 
 
 def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]]:
@@ -603,20 +596,18 @@ class _MessageChunks(Chunks):
         return {"delta": {"tool_calls": [{"index": self._num_calls[number] - 1, **call}]}}
 
 
-async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
-    """Answer a request to go on with some texts."""
-    prompts = prompts_in(body.prompt)
-    answers = service.submit(*_completions(body, prompts))
-    return await reply(request, answers, _TextChunks(body, len(answers), len(prompts)), streams=body.stream)
-
-
 def prompts_in(given: str | Sequence[Any]) -> list[str | list[int]]:
     """Return the prompts of a request: it has one as text or as tokens, or several."""
     is_one = isinstance(given, str) or isinstance(given[0], int)
     return [cast("str | list[int]", given)] if is_one else [*given]
 
 
-def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[GenerationRequest]:
+def complete(body: CompletionRequest) -> Asked:
+    """Translate a request to go on with some texts.
+
+    Raises:
+        RefusedError: a field is wrong.
+    """
     plain = GenerationRequest(
         model=body.model,
         adapter=body.adapters,
@@ -629,7 +620,10 @@ def _completions(body: CompletionRequest, prompts: Sequence[str | list[int]]) ->
         sampling=sampling_of(body),
         num_choices=body.n or 1,
     )
-    return [replace(plain, prompt=each) if isinstance(each, str) else replace(plain, tokens=each) for each in prompts]
+    prompts = prompts_in(body.prompt)
+    asked = [replace(plain, prompt=each) if isinstance(each, str) else replace(plain, tokens=each) for each in prompts]
+    writer = _TextChunks(body, plain.num_choices * len(prompts), len(prompts))
+    return Asked(asked, writer, streams=bool(body.stream))
 
 
 class _TextChunks(Chunks):

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector, merged
+from mlx_flash.server.request import GenerationRequest
 
 _log = logging.getLogger("mlx_flash")
 
@@ -122,6 +123,20 @@ class Writer(ABC):
         """Return a part that changes nothing, and that clients count as an event."""
 
 
+class Asked(NamedTuple):
+    """A request of a dialect in the form that all have.
+
+    Attributes:
+        requests: for the generation thread.
+        writer: makes the reply from their answers.
+        streams: the reply grows with the answers.
+    """
+
+    requests: Sequence[GenerationRequest]
+    writer: Writer
+    streams: bool
+
+
 def sent(value: Mapping[str, Any]) -> bytes:
     """Return an event of a stream, which is named after its type if it has one."""
     name = f"event: {value['type']}\n" if "type" in value else ""
@@ -164,7 +179,7 @@ def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | Non
     return JSONResponse(error_body(path, error), error.status, headers)
 
 
-async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, streams: bool | None) -> Response:
+async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, streams: bool) -> Response:
     """Return the reply that has some answers: whole, or as they grow.
 
     Raises:

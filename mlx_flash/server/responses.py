@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
 from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.replies import Whole, Writer, reply, sent
+from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
@@ -25,7 +23,7 @@ from mlx_flash.server.request import (
     text_function,
     thinking_options,
 )
-from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
+from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed
 
 KEPT_SECONDS = 3600.0
 """The time that a conversation or an item is kept after its last use."""
@@ -371,11 +369,14 @@ class ResponseWriter(Writer):
         return sent(value)
 
 
-async def respond(kept: KeptResponses, service: Service, request: Request, body: ResponseRequest) -> Response:
-    """Answer a request for the next items of a conversation."""
+def respond(kept: KeptResponses, body: ResponseRequest) -> Asked:
+    """Translate a request for the next items of a conversation.
+
+    Raises:
+        RefusedError: a field is wrong, or names what is not kept.
+    """
     messages, functions = _messages(body, kept), functions_of(body)
     head: dict[str, Any] = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
-    answers = service.submit(_generation_request(body, messages, functions))
 
     def keep(items: list[dict[str, Any]]) -> None:
         if body.store is not False:
@@ -385,8 +386,8 @@ async def respond(kept: KeptResponses, service: Service, request: Request, body:
                 kept.keep(item["id"], item)
             kept.keep(head["id"], conversation.found)
 
-    writer = ResponseWriter(body, head, functions, keep)
-    return await reply(request, answers, writer, streams=body.stream)
+    asked = _generation_request(body, messages, functions)
+    return Asked([asked], ResponseWriter(body, head, functions, keep), streams=bool(body.stream))
 
 
 def _generation_request(

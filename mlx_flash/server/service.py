@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.server.events import Answer
-from mlx_flash.server.replies import error_reply
+from mlx_flash.server.replies import Asked, error_reply, reply
 from mlx_flash.server.request import GenerationRequest, without_broken_calls
 from mlx_flash.server.requestpictures import with_pictures
 from mlx_flash.server.room import EngineRoom
@@ -303,6 +303,21 @@ class Service:
                 return Response(status_code=499)  # nobody reads it
 
         return Route(path, reply, methods=[method])
+
+    def generates(self, path: str, kind: type[Checked], translate: Callable[[Checked], Asked]) -> Route:
+        """Return the route of requests for answers, whose dialect translates them and what is generated.
+
+        Args:
+            path: of their URL.
+            kind: of their bodies.
+            translate: returns a checked body in the form that all dialects have.
+        """
+
+        async def answer(service: Service, request: Request, body: Checked) -> Response:
+            asked = translate(body)
+            return await reply(request, self.submit(*asked.requests), asked.writer, streams=asked.streams)
+
+        return self.post(path, kind, answer)
 
     async def _known(self, name: str) -> str:
         """Return the name of the model that answers requests for a name."""

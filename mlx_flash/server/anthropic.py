@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
-from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
-from mlx_flash.server.replies import Asked, Whole, Writer, collect_all, error_body, sent
+from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Piece, ToolCall
+from mlx_flash.server.replies import Asked, Whole, Writer, collect_all, sent
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -346,8 +346,6 @@ class _Writer(Writer):
             usage = _usage(event, event.num_tokens)
             yield sent({"type": "message_delta", "delta": _ending(self._body, event), "usage": usage})
             yield sent({"type": "message_stop"})
-        elif isinstance(event, Failed):
-            yield sent(error_body("/v1/messages", event.error))
 
     def beat(self) -> bytes:
         """Return an event that changes nothing: mostly one that clients skip."""

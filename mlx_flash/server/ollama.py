@@ -45,7 +45,7 @@ from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server import openai
 from mlx_flash.server.catalog import LATEST, Catalog, Source
 from mlx_flash.server.embeddings import Text, normalized, read_texts
-from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
+from mlx_flash.server.events import End, Event, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.replies import (
@@ -270,8 +270,10 @@ class _Lines(Writer):
             yield line(self.part(calls=[event]))
         elif isinstance(event, End):
             yield line({**self.part(), **self.end(event)})
-        elif isinstance(event, Failed):
-            yield line(error_body("/api/chat", event.error))
+
+    def fail(self, path: str, error: RefusedError) -> bytes:
+        """Return the line that ends a stream with an error."""
+        return line(error_body(path, error))
 
     def beat(self) -> bytes:
         """Return a line without text."""

@@ -22,7 +22,6 @@ from mlx_flash.server.events import (
     CallBegun,
     End,
     Event,
-    Failed,
     Piece,
     Progress,
     TokenChance,
@@ -30,7 +29,7 @@ from mlx_flash.server.events import (
     ToolCall,
 )
 from mlx_flash.server.grammar import json_grammar
-from mlx_flash.server.replies import Asked, Whole, Writer, error_body, sent
+from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
@@ -412,8 +411,6 @@ class Chunks(Writer):
         """Yield the parts for an event. A comment shows how far the work before the next token is."""
         if isinstance(event, Progress):
             yield f": {event.stage} {event.done}/{event.total}\n\n".encode()
-        elif isinstance(event, Failed):
-            yield sent(error_body("/v1", event.error))
         elif isinstance(event, End):
             yield self._chunk(self._choice(number, self.part(number, None), reason=event.reason))
             self._ends[number] = event

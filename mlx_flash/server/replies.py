@@ -118,6 +118,10 @@ class Writer(ABC):
             event: what the generation thread has sent.
         """
 
+    def fail(self, path: str, error: RefusedError) -> bytes:
+        """Return the last part of a stream whose request came to a path, and that an error ends."""
+        return sent(error_body(path, error))
+
     @abstractmethod
     def beat(self) -> bytes:
         """Return a part that changes nothing, and that clients count as an event."""
@@ -218,10 +222,13 @@ async def stream(request: Request, answers: Sequence[Answer], writer: Writer) ->
         for answer in answers:
             answer.leave()
         raise
-    return Stream(_parts(writer, first, answers), answers, writer.media_type, writer.beat, began)
+    parts = _parts(request.url.path, writer, first, answers)
+    return Stream(parts, answers, writer.media_type, writer.beat, began)
 
 
-async def _parts(writer: Writer, first: list[tuple[int, Event]], answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+async def _parts(
+    path: str, writer: Writer, first: list[tuple[int, Event]], answers: Sequence[Answer]
+) -> AsyncIterator[bytes]:
     """Yield the parts of a stream. Of two reports of the same work in a short time there is the first."""
     for part in writer.begin():
         yield part
@@ -232,10 +239,11 @@ async def _parts(writer: Writer, first: list[tuple[int, Event]], answers: Sequen
             if event.stage == stage and now - sent < PROGRESS_SECONDS:
                 continue
             stage, sent = event.stage, now
+        if isinstance(event, Failed):
+            yield writer.fail(path, event.error)
+            return
         for part in writer.write(number, event):
             yield part
-        if isinstance(event, Failed):
-            return
 
 
 async def _after(first: list[tuple[int, Event]], answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
-from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Failed, Piece, ToolCall
+from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Piece, ToolCall
 from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import (
     TEXT,
@@ -303,9 +303,10 @@ class ResponseWriter(Writer):
             self._keep(self._items)
             ended = response_of(self._body, self._head, event, self._items)
             yield self._event(f"response.{ended['status']}", response=ended)
-        elif isinstance(event, Failed):
-            error = event.error
-            yield self._event("error", code="server_error", message=str(error), param=error.field)
+
+    def fail(self, path: str, error: RefusedError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return self._event("error", code="server_error", message=str(error), param=error.field)
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
         """Return the response of a complete answer."""

@@ -271,7 +271,7 @@ def remove_unheld(path: Path) -> bool:
         return True
     except OSError:
         return False  # in use, or another user's
-    return True
+    return not path.exists()
 
 
 def lock(fd: int, *, shared: bool, wait: bool | float, required: bool) -> None:

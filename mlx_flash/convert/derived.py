@@ -39,6 +39,7 @@ from mlx_flash.files import (
     free_floor,
     make_private,
     read_regular,
+    remove_unheld,
     write_atomically,
     write_errors,
 )
@@ -46,6 +47,7 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
 from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name, reads_explained
 from mlx_flash.layout.parts import bind
+from mlx_flash.sessions import is_held
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _DTYPES = {
@@ -170,39 +172,11 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
 
 
-def remove(copy: Copy) -> bool:
-    """Remove a copy, unless somebody holds it. Return True if it is gone."""
-    if (lock := _lock(copy.folder)) is None:
-        return not copy.folder.exists()
-    with lock:
-        discard(copy.folder)
-    return True
-
-
-def discard(folder: Path) -> None:
-    """Remove a copy, even one in use."""
-    with copy_errors(folder):
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is not complete
-        shutil.rmtree(folder)
-
-
 def hold(folder: Path) -> HeldLock | None:
     """Keep a copy from being removed until the returned lock is released. Return None if there is no copy."""
-    return _lock(folder, shared=True, wait=True)
-
-
-def is_held(copy: Copy) -> bool:
-    """Return True if a process writes or uses a copy."""
-    if (lock := _lock(copy.folder)) is not None:
-        lock.release()
-    return lock is None and copy.folder.exists()
-
-
-def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> HeldLock | None:
-    """Lock a folder. Return None when it does not exist, or when another process has it and ``wait`` is False."""
     try:
-        return HeldLock(folder, shared=shared, wait=wait, required=False)
-    except (FileNotFoundError, NotADirectoryError, BlockingIOError):
+        return HeldLock(folder, shared=True, required=False)
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -225,12 +199,12 @@ def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, 
     room = free_bytes(folder) - (free_floor(folder) if limit is None else 0)
     if limit is not None:
         room = min(room, limit - sum(copy.nbytes for copy in copies))
-    others = [copy for copy in copies if copy.fingerprint != fingerprint and not is_held(copy)]
+    others = [copy for copy in copies if copy.fingerprint != fingerprint and not is_held(copy.folder)]
     excess = needed - room
     if excess > sum(copy.nbytes for copy in others) or not removes:
         return excess <= sum(copy.nbytes for copy in others)
     for copy in sorted(others, key=lambda copy: (copy.source != source, copy.last_used)):
-        if excess > 0 and remove(copy):
+        if excess > 0 and remove_unheld(copy.folder):
             _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
             excess -= copy.nbytes
     return excess <= 0
@@ -356,11 +330,12 @@ class _Copying:
             self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
         write_manifest(folder, {**manifest, "files": self._stamps(folder)})
         if self._folder.exists():
-            discard(self._folder)  # damaged
+            with copy_errors(self._folder):
+                shutil.rmtree(self._folder)  # damaged
         self._rewrite.finish()
         for copy in list_copies():  # of what the source was before, and of no known source
             if copy.source in (self._source, "") and copy.fingerprint != self._fingerprint:
-                remove(copy)
+                remove_unheld(copy.folder)
 
     def assume(self) -> None:
         """Treat the copy as made, if there is room for it."""

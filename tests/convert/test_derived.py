@@ -213,7 +213,7 @@ def test_an_interrupted_run_is_taken_up_where_it_ended(
     with pytest.raises(KeyboardInterrupt):
         adopt_derived(loaded, lambda: load(directory)[0], checkpoint, directory)
     (copy,) = list_copies()
-    assert not copy.is_complete and not copies.is_held(copy)
+    assert not copy.is_complete and not copies.is_held(copy.folder)
     assert len(computed) == 4
     assert same_bits(logits(loaded.model), logits(stock(directory))), "the model is as it was"
 

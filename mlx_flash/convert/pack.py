@@ -304,7 +304,6 @@ class Rewrite:
         self._checkpoint, self._state = checkpoint, state
         self._checksums: dict[str, int] = {}
         self._mode, self._hint = mode, hint
-        self._is_renamed = False
         self._progress: Progress | None = None
         self._done = 0
 
@@ -316,9 +315,8 @@ class Rewrite:
         try:
             yield
         finally:
-            if not self._is_renamed:
-                with suppress(OSError):  # not empty: the next run goes on
-                    self.partial.rmdir()
+            with suppress(OSError):  # it was renamed, or is not empty: the next run goes on
+                self.partial.rmdir()
             lock.release()
 
     def _lock(self, busy: Callable[[], object]) -> HeldLock:
@@ -415,7 +413,6 @@ class Rewrite:
                 raise
         with write_errors(f"cannot rename {self.partial} to {self.target}", self._hint):
             rename_durably(self.partial, self.target)
-            self._is_renamed = True
             (self.target / STATE_NAME).unlink()
 
 

@@ -110,7 +110,7 @@ def _fewest_bytes(peak_of: Callable[[int], int], units: Sequence[UnitSize], budg
     It ends when less than the smallest tensor is left to decide.
     """
     low, high = 0, sum([unit.nbytes for unit in units])
-    least = min([piece.nbytes for unit in units for piece in unit.pieces], default=0)
+    least = min([piece.nbytes for unit in units for piece in unit.tensors], default=0)
     if peak_of(high) > budget:
         return None
     while high - low > max(1, least):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mlx_flash.residency.sizes import Piece, UnitSize
+from mlx_flash.residency.sizes import TensorSize, UnitSize
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Streamed:
 
     Attributes:
         layers: all of them.
-        pieces: those of each layer.
+        pieces: those of each layer, or the layer itself for all of them.
         buffers: what these take of a buffer.
     """
 
     layers: Sequence[UnitSize]
-    pieces: Sequence[Sequence[Piece]]
+    pieces: Sequence[Sequence[TensorSize | UnitSize]]
     buffers: Sequence[int]
 
     @cached_property
@@ -48,9 +48,10 @@ class Streamed:
         """The name of each layer of which anything is streamed, and the names of these tensors, in their order."""
         found = []
         for unit, pieces in zip(self.layers, self.pieces, strict=True):
-            chosen = {name for piece in pieces for name in piece.names}
-            if chosen:
-                found.append((unit.name, tuple([tensor.name for tensor in unit.tensors if tensor.name in chosen])))
+            chosen = {piece.name for piece in pieces}
+            is_whole = unit.name in chosen
+            names = [tensor.name for tensor in unit.tensors if is_whole or tensor.name in chosen]
+            found += [(unit.name, tuple(names))] if names else []
         return tuple(found)
 
 
@@ -61,12 +62,14 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> Strea
     largest tensors of a layer come first.
     """
     total = max(sum([unit.nbytes for unit in layers]), 1)
-    chosen, buffers, passed, done = list[list[Piece]](), list[int](), 0, 0
+    chosen: list[list[TensorSize | UnitSize]] = []
+    buffers, passed, done = list[int](), 0, 0
     for unit in layers:
         passed += unit.nbytes
         due = target * passed // total - done
-        found, taken = [], 0
-        for piece in unit.whole if whole_layers else unit.pieces:
+        found: list[TensorSize | UnitSize] = []
+        taken = 0
+        for piece in (unit,) if whole_layers else unit.largest_first:
             if 2 * due >= piece.nbytes:
                 found.append(piece)
                 taken += piece.buffer_bytes

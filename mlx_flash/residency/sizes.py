@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
@@ -36,14 +36,6 @@ class TensorSize:
     """
 
     name: str
-    nbytes: int
-    buffer_bytes: int
-
-
-class Piece(NamedTuple):
-    """Tensors of a unit that are streamed together or not at all."""
-
-    names: tuple[str, ...]
     nbytes: int
     buffer_bytes: int
 
@@ -84,15 +76,9 @@ class UnitSize:
         return self.nbytes - self.idle_bytes
 
     @cached_property
-    def whole(self) -> list[Piece]:
-        """All its tensors as one piece."""
-        return [Piece(tuple([tensor.name for tensor in self.tensors]), self.nbytes, self.buffer_bytes)]
-
-    @cached_property
-    def pieces(self) -> list[Piece]:
-        """Each of its tensors as a piece, the largest first."""
-        pieces = [Piece((tensor.name,), tensor.nbytes, tensor.buffer_bytes) for tensor in self.tensors]
-        return sorted(pieces, key=lambda piece: piece.nbytes, reverse=True)
+    def largest_first(self) -> list[TensorSize]:
+        """Its tensors by size."""
+        return sorted(self.tensors, key=lambda tensor: tensor.nbytes, reverse=True)
 
     @cached_property
     def row_bytes(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,15 @@ class Measurements:
         except (OSError, ValueError, RecursionError):
             return {}
         return entries if isinstance(entries, dict) else {}
+
+    def number(self, key: str, name: str, measure: Callable[[], float]) -> float:
+        """Return a number of an entry that a run before this one found, or measure it now."""
+        match self.load().get(key):
+            case dict(entry) if isinstance(found := entry.get(name), float) and 0 <= found < math.inf:
+                return found
+        found = measure()
+        self.save(key, {name: found})
+        return found
 
     def save(self, key: str, entry: dict[str, Any]) -> None:
         """Add an entry, and the time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
@@ -49,9 +50,12 @@ def known_models() -> dict[str, Known]:
 def repository_of(name: str) -> str:
     """Return the repository, or the folder, that a short name stands for; any other text as it is. A folder wins.
 
+    An address of Hugging Face is that of its repository.
+
     Raises:
         ConfigError: the user's names cannot be read.
     """
+    name = re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", name)
     if "/" in name or os.path.exists(name):  # noqa: PTH110 - a text too long for a file is no error
         return name
     known = known_models().get(name.lower())

@@ -203,7 +203,7 @@ def parse_base(value: str, folder: Path) -> str:
         )
     if _is_path(value) or _path(value, folder).is_dir():
         return str(parse_directory(value, folder))
-    repository = repository_of(re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", value))
+    repository = repository_of(value)
     if _is_path(repository):  # of a name of the user's own
         return str(parse_directory(repository, folder))
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository, re.ASCII):

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import math
-import re
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
@@ -62,6 +61,7 @@ from mlx_flash.server.replies import (
 )
 from mlx_flash.server.request import (
     GenerationRequest,
+    Messages,
     Sampling,
     content_of,
     continues,
@@ -164,9 +164,14 @@ def chat(body: ChatRequest) -> Asked:
     """
     if not body.messages:
         return _asked(body, None)
-    messages = [_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    messages = Messages()
+    for i, message in enumerate(body.messages):
+        added = openai.add_message(messages, message, f"messages.{i}")
+        added["content"] = _content(message.content, message.images, f"messages.{i}.")
+        more = {"name": message.tool_name, "reasoning_content": message.thinking or None}
+        added |= {name: value for name, value in more.items() if value is not None}
     tools = tool_fields(openai.shown_tools(body.tools, body))
-    asked = GenerationRequest(model=body.model, messages=messages, continues=continues(messages), **tools)
+    asked = GenerationRequest(model=body.model, messages=messages.found, continues=continues(messages.found), **tools)
     return _asked(body, asked)
 
 
@@ -319,21 +324,6 @@ def _content(text: str | None, images: Sequence[str] | None, field: str) -> str 
     """Return the content of a message: Ollama's pictures are base64, without a kind, and come before the text."""
     parts = [picture_part(data_url(data), f"{field}images.{i}") for i, data in enumerate(images or ())]
     return content_of([*parts, {"type": "text", "text": text or ""}])
-
-
-def _message(message: Message, field: str) -> dict[str, Any]:
-    """Return a message as chat templates take it.
-
-    Args:
-        message: the message.
-        field: its place in the request.
-    """
-    found = {**openai.message_of(message, field), "content": _content(message.content, message.images, f"{field}.")}
-    if message.tool_name is not None:
-        found["name"] = message.tool_name
-    if message.thinking:
-        found["reasoning_content"] = message.thinking
-    return found
 
 
 class EmbeddingRequest(Asking):
@@ -517,7 +507,6 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_HUGGING_FACE = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
 _SUCCESS = {"status": "success"}
 
 Status = Mapping[str, Any]
@@ -541,8 +530,8 @@ class NamedRequest(Lenient):
 
     @property
     def asked(self) -> str:
-        """The name, without the address of Hugging Face."""
-        return _HUGGING_FACE.sub("", self.model or self.name)
+        """The name."""
+        return self.model or self.name
 
 
 class CreateRequest(NamedRequest):
@@ -730,7 +719,7 @@ def _wished(catalog: Catalog, body: CreateRequest) -> Modelfile:
     found = parse_modelfile("\n".join(lines), "request", lambda value, folder: body.base or value)
     if found.flash.keys() - {"context_length"}:
         raise ConfigError("FLASH instructions are not taken from requests. Hint: mlx-flash create")
-    base = _settings_of(catalog, _HUGGING_FACE.sub("", found.base))
+    base = _settings_of(catalog, found.base)
     names = ("adapter", "stop", "system", "template", "messages", "licenses")
     changes = {key: value for key in names if (value := getattr(found, key))}
     numbers: dict[str, Any] = found.parameters.given()

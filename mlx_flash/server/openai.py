@@ -33,9 +33,8 @@ from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import (
     TEXT,
     GenerationRequest,
+    Messages,
     Sampling,
-    called,
-    content_of,
     function,
     stop_texts,
     text_function,
@@ -178,14 +177,6 @@ class MessageCall(Lenient):
     type: Literal["function", "custom"] = "function"
     function: Called | None = None
     custom: Called | None = None
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
-        if self.custom is not None:
-            return called(self.id, self.custom.name, {TEXT: self.custom.input})
-        assert self.function is not None
-        return called(self.id, self.function.name, self.function.arguments)
 
 
 class Message(Lenient):
@@ -471,10 +462,13 @@ def chat(body: ChatRequest) -> Asked:
     Raises:
         RefusedError: a field is wrong.
     """
+    messages = Messages()
+    for i, message in enumerate(body.messages):
+        add_message(messages, message, f"messages.{i}")
     asked = GenerationRequest(
         model=body.model,
         adapter=body.adapters,
-        messages=[message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)],
+        messages=messages.found,
         **chosen_tools(body.tool_choice, shown_tools(body.tools, body), {}),
         template_options=_template_options(body),
         sampling=sampling_of(body),
@@ -512,26 +506,24 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     return thinking_options(next(iter(thinks), None), next(iter(efforts), None)) | (body.chat_template_kwargs or {})
 
 
-def message_of(message: Message, field: str) -> dict[str, Any]:
-    """Return a message as chat templates take it.
+def add_message(found: Messages, message: Message, field: str) -> dict[str, Any]:
+    """Add a message to a conversation. Return it as chat templates take it.
 
     Args:
-        message: the message.
-        field: its place in the request.
-
-    Raises:
-        RefusedError: a picture cannot be used.
+        found: the conversation.
+        message: of the request.
+        field: its place there.
     """
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": content_of(parts_in(message.content, f"{field}.content"))}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if getattr(message, name) is not None:
-            found[name] = getattr(message, name)
-    if message.reasoning is not None:
-        found.setdefault("reasoning_content", message.reasoning)
-    if message.tool_calls:
-        found["tool_calls"] = [call.shown for call in message.tool_calls]
-    return found
+    added = found.begin().add(message.role, parts_in(message.content, f"{field}.content"))
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    added |= {name: value for name, value in more.items() if value is not None}
+    for call in message.tool_calls or ():
+        if call.custom is not None:
+            found.add_call(call.id, call.custom.name, {TEXT: call.custom.input})
+        elif call.function is not None:
+            found.add_call(call.id, call.function.name, call.function.arguments)
+    return added
 
 
 def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:

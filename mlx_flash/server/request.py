@@ -253,10 +253,11 @@ class Messages:
         self._is_new = True
         return self
 
-    def add(self, role: str, parts: Sequence[dict[str, str]]) -> None:
-        """Add texts and pictures."""
+    def add(self, role: str, parts: Sequence[dict[str, str]]) -> dict[str, Any]:
+        """Add texts and pictures. Return their message."""
         message = self._last("system" if role == "developer" else role)
         message["content"] = joined(message["content"], content_of(parts, self._between), self._between)
+        return message
 
     def add_answer(self, text: str = "", reasoning: str = "") -> None:
         """Add a part of the model's answer."""

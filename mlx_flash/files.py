@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import stat
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mlx_flash.errors import FlashError, WriteError
 from mlx_flash.forks import finalize
@@ -75,6 +77,15 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise _too_large(path, len(data), limit)
     return data
+
+
+def read_json_object(path: Path, limit: int) -> dict[str, Any]:
+    """Return the JSON object in a regular file; an empty one if none can be read: the file is only a convenience."""
+    try:
+        found = json.loads(read_regular(path, limit))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from mlx_flash.files import read_regular, write_atomically
+from mlx_flash.files import read_json_object, write_atomically
 from mlx_flash.sessions import SESSIONS, PrivateFolder, is_held, remove_orphans
 
 _LARGEST = 1e18
@@ -410,11 +410,8 @@ def _check_private(folder: Path) -> None:
 
 def _read(path: Path) -> Published | None:
     """Return the state in a file; None when the file is gone or has another form."""
-    try:
-        found = json.loads(read_regular(path, _LARGEST_FILE))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in _KINDS.items()):
+    found = read_json_object(path, _LARGEST_FILE)
+    if any(type(found.get(key)) is not kind for key, kind in _KINDS.items()):
         return None
     if found["pid"] <= 0 or not all(math.isfinite(found[key]) for key in _TIMES):
         return None

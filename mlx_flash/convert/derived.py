@@ -38,7 +38,7 @@ from mlx_flash.files import (
     free_bytes,
     free_floor,
     make_private,
-    read_regular,
+    read_json_object,
     remove_unheld,
     write_atomically,
     write_errors,
@@ -145,7 +145,7 @@ def list_copies() -> list[Copy]:
 
 
 def _look_at(folder: Path) -> Copy:
-    manifest = read_manifest(folder)
+    manifest = read_json_object(folder / MANIFEST_NAME, _MOST_BYTES)
     about: dict[str, Any] = {"source": "", "model": "", "versions": {}, "created": 0.0}
     if about.keys() <= manifest.keys():
         about = {key: manifest[key] for key in about}
@@ -155,15 +155,6 @@ def _look_at(folder: Path) -> Copy:
         last_used = (folder / MANIFEST_NAME).stat().st_mtime
     is_complete = "files" in manifest and not folder.name.endswith(PARTIAL_SUFFIX)
     return Copy(folder, nbytes=nbytes, last_used=last_used, is_complete=is_complete, **about)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the description of a copy; empty if there is none to read."""
-    try:
-        manifest = json.loads(read_regular(folder / MANIFEST_NAME, _MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}  # interrupted, damaged, or no copy: it is written again when needed
-    return manifest if isinstance(manifest, dict) else {}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -292,8 +283,10 @@ class _Copying:
         held = hold(self._folder)
         if held is None:
             return None
-        files, shards = read_manifest(self._folder).get("files"), self._shards
-        if files == self._stamps(self._folder) and all(shard.is_written(self._folder) for shard in shards):
+        manifest, shards = read_json_object(self._folder / MANIFEST_NAME, _MOST_BYTES), self._shards
+        if manifest.get("files") == self._stamps(self._folder) and all(
+            shard.is_written(self._folder) for shard in shards
+        ):
             with suppress(OSError):  # another user's, or a disk that cannot be written: it is only removed earlier
                 os.utime(self._folder / MANIFEST_NAME)  # the copy used last
             return held

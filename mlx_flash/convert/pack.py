@@ -42,6 +42,7 @@ from mlx_flash.files import (
     NewFile,
     atomic_file,
     free_bytes,
+    read_json_object,
     rename_durably,
     write_at,
     write_atomically,
@@ -69,6 +70,7 @@ from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import (
     DTYPE_SIZES,
     INDEX_NAME,
+    MAX_METADATA_BYTES,
     Checkpoint,
     Extent,
     TensorRecord,
@@ -345,10 +347,9 @@ class Rewrite:
 
     def _noted(self) -> dict[str, int]:
         """Return the checksums of an earlier run from the same source."""
-        with suppress(FileNotFoundError, ValueError):
-            match json.loads((self.partial / STATE_NAME).read_bytes()):
-                case {"state": self._state, "checksums": dict(checksums)}:
-                    return checksums
+        match read_json_object(self.partial / STATE_NAME, MAX_METADATA_BYTES):
+            case {"state": self._state, "checksums": dict(checksums)}:
+                return checksums
         return {}
 
     def _take_note(self) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import make_private, read_regular, write_atomically
+from mlx_flash.files import make_private, read_json_object, write_atomically
 from mlx_flash.folders import cache_directory
 
 _MOST_BYTES = 16 << 20  # of a file; an entry has some hundred
@@ -33,11 +33,7 @@ class Measurements:
 
     def load(self) -> dict[str, Any]:
         """Return all entries; none where the file is missing, unreadable, no regular file, or not JSON."""
-        try:
-            entries = json.loads(read_regular(self.file, _MOST_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
+        return read_json_object(self.file, _MOST_BYTES)
 
     def number(self, key: str, name: str, measure: Callable[[], float]) -> float:
         """Return a number of an entry that a run before this one found, or measure it now."""

@@ -19,8 +19,9 @@ from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
 from mlx_flash import DiskKVCache
 from mlx_flash.commands.verify import FORMAT, read_receipt, save_receipt
 from mlx_flash.convert import derived
-from mlx_flash.convert.derived import adopt_derived, hold, list_copies, read_manifest
+from mlx_flash.convert.derived import MANIFEST_NAME, adopt_derived, hold, list_copies
 from mlx_flash.convert.pack import pack
+from mlx_flash.files import read_json_object
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.prefixes.folder import Blob
@@ -107,16 +108,13 @@ class DerivedCopy(Writer):
         return all(map(self._is_whole, [copy.folder for copy in list_copies() if copy.is_complete]))
 
     def _is_whole(self, folder: Path) -> bool:
-        fd = hold(folder)
-        if fd is None:
+        if (lock := hold(folder)) is None:
             return True  # another one has replaced it
-        try:
-            files = read_manifest(folder).get("files", {})
+        with lock:
+            files = read_json_object(folder / MANIFEST_NAME, 1 << 20).get("files", {})
             return all(
                 (folder / name).stat().st_size == size and tensors_of(folder) for name, (size, _) in files.items()
             )
-        finally:
-            os.close(fd)
 
     def check(self) -> bool:
         copies = [copy for copy in list_copies() if copy.is_complete]

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
 from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Piece, ToolCall
-from mlx_flash.server.replies import Asked, Whole, Writer, collect_all, sent
+from mlx_flash.server.replies import Asked, Whole, Writer, collect, sent
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -270,7 +270,7 @@ def answer_messages(body: MessagesRequest) -> Asked:
 
 async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
     """Answer with the number of tokens of a conversation. The model is loaded, because its template decides."""
-    (whole,) = await collect_all(request, service.submit(replace(generation_request(body), work="count")))
+    (whole,) = await collect(request, service.submit(replace(generation_request(body), work="count")))
     return JSONResponse({"input_tokens": whole.end.num_prompt})
 
 

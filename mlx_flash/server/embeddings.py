@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.openai import Count, Name, Token, head, prompts_in
-from mlx_flash.server.replies import Whole, collect_all
+from mlx_flash.server.replies import Whole, collect
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Asking, Lenient, Many, Service
 
@@ -106,7 +106,7 @@ async def read_texts(
     works = [replace(plain, prompt=text) if isinstance(text, str) else replace(plain, tokens=text) for text in texts]
     wholes: list[Whole] = []
     for start in range(0, len(works), _NUM_TOGETHER):
-        wholes += await collect_all(request, service.submit(*works[start : start + _NUM_TOGETHER]))
+        wholes += await collect(request, service.submit(*works[start : start + _NUM_TOGETHER]))
     return wholes
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -205,11 +205,19 @@ class Answer:
             self._on_leave()
 
 
-async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+async def merged(
+    answers: Sequence[Answer], first: Iterable[tuple[int, Event]] = ()
+) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of the answers to one client as they come, each with the number of its answer.
 
     Callers that stop early call :meth:`Answer.leave`.
+
+    Args:
+        answers: to one client.
+        first: events that an earlier iterator has yielded, to begin with.
     """
+    for earlier in first:
+        yield earlier
     while not all(answer.is_over for answer in answers):
         answer, event = await answers[0].events.get()
         answer.is_over = answer.is_over or isinstance(event, End | Failed)

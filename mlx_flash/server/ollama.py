@@ -53,7 +53,6 @@ from mlx_flash.server.replies import (
     Whole,
     Writer,
     collect,
-    collect_all,
     error_body,
     error_reply,
     line,
@@ -342,7 +341,7 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
     given = body.prompt or body.input
     texts = [given] if isinstance(given, str) else given
     if not given:
-        await collect_all(request, service.submit(load_request(body.model, body.keep_alive)))
+        await collect(request, service.submit(load_request(body.model, body.keep_alive)))
         texts = []
     wholes = await read_texts(service, request, body.model, texts, keep_alive=body.keep_alive)
     if request.url.path.endswith("/embeddings"):  # of the length that the model gives it, as in Ollama
@@ -600,7 +599,7 @@ async def delete(service: Service, request: Request, body: NamedRequest) -> Resp
         await asyncio.to_thread(service.catalog.find, name)
         raise RefusedError(f"create did not give the name {name}, and weights stay. Hint: mlx-flash rm", 403, "model")
     with contextlib.suppress(RefusedError):  # the Modelfile has an error
-        await collect(service.submit(GenerationRequest(model=name, work="unload")))
+        await collect(request, service.submit(GenerationRequest(model=name, work="unload")))
     created[name].unlink(missing_ok=True)
     return Response()
 

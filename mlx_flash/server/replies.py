@@ -54,17 +54,26 @@ class Whole:
     vector: Sequence[float] = ()
 
 
-async def collect(answers: Sequence[Answer]) -> list[Whole]:
-    """Return complete answers.
+async def collect(request: Request, answers: Sequence[Answer]) -> list[Whole]:
+    """Return complete answers to a client that waits for all of them.
 
     Raises:
-        RefusedError: one failed.
+        RefusedError: one failed. The others are ended.
+        ClientDisconnect: the client has left.
     """
     events: list[list[Event]] = [[] for _ in answers]
-    async for number, event in merged(answers):
-        if isinstance(event, Failed):
-            raise event.error
-        events[number].append(event)
+
+    async def take() -> None:
+        async for number, event in merged(answers):
+            if isinstance(event, Failed):
+                raise event.error
+            events[number].append(event)
+
+    try:
+        await while_connected(request.receive, take())
+    finally:
+        for answer in answers:
+            answer.leave()
     return [*map(_whole, events)]
 
 
@@ -76,20 +85,6 @@ def _whole(events: Sequence[Event]) -> Whole:
     calls = [part for part in parts if isinstance(part, ToolCall)]
     vector = next((part.values for part in parts if isinstance(part, Vector)), ())
     return Whole(end, text, reasoning, calls, [token for piece in pieces for token in piece.tokens], vector)
-
-
-async def collect_all(request: Request, answers: Sequence[Answer]) -> list[Whole]:
-    """Return complete answers to a client that waits for all of them.
-
-    Raises:
-        RefusedError: one failed. The others are ended.
-        ClientDisconnect: the client has left.
-    """
-    try:
-        return await while_connected(request.receive, collect(answers))
-    finally:
-        for answer in answers:
-            answer.leave()
 
 
 class Writer(ABC):
@@ -192,7 +187,7 @@ async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, 
     """
     if streams:
         return await stream(request, answers, writer)
-    return JSONResponse(writer.whole(await collect_all(request, answers)))
+    return JSONResponse(writer.whole(await collect(request, answers)))
 
 
 async def stream(request: Request, answers: Sequence[Answer], writer: Writer) -> Response:
@@ -233,7 +228,7 @@ async def _parts(
     for part in writer.begin():
         yield part
     stage, sent = None, 0.0
-    async for number, event in _after(first, answers):
+    async for number, event in merged(answers, first):
         if isinstance(event, Progress):
             now = time.monotonic()
             if event.stage == stage and now - sent < PROGRESS_SECONDS:
@@ -244,14 +239,6 @@ async def _parts(
             return
         for part in writer.write(number, event):
             yield part
-
-
-async def _after(first: list[tuple[int, Event]], answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
-    """Yield events that were taken, and those that follow."""
-    for each in first:
-        yield each
-    async for each in merged(answers):
-        yield each
 
 
 class Stream(Response):

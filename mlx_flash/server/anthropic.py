@@ -171,8 +171,8 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
             if message.role == "assistant":
                 _add_answer(found, block, body, f"{place}.{j}.type")
             elif block.type == "tool_result":
-                name = {"name": found.names[block.tool_use_id]} if block.tool_use_id in found.names else {}
-                found.add_result(block.tool_use_id, _parts(block.content or "", f"{place}.{j}.content"), **name)
+                parts = _parts(block.content or "", f"{place}.{j}.content")
+                found.add_result(block.tool_use_id, parts, name=found.names.get(block.tool_use_id))
             else:
                 found.add(message.role, _parts([block], place, j))
     return found.found

@@ -127,6 +127,16 @@ class Message(openai.Message):
     images: Many[str] | None = None
     tool_name: str | None = None
 
+    @model_validator(mode="after")
+    def _has_names_of_openai(self) -> Message:
+        self.name = self.tool_name or self.name
+        self.reasoning_content = self.thinking or self.reasoning_content
+        return self
+
+    def parts(self, field: str) -> list[dict[str, str]]:
+        """Return its pictures and its text."""
+        return _parts(self.content, self.images, f"{field}.")
+
 
 class ChatRequest(TextRequest):
     """A request for the next message of a conversation. One without messages loads or unloads the model."""
@@ -165,10 +175,7 @@ def chat(body: ChatRequest) -> Asked:
         return _asked(body, None)
     messages = Messages()
     for i, message in enumerate(body.messages):
-        added = openai.add_message(messages, message, f"messages.{i}")
-        added["content"] = _content(message.content, message.images, f"messages.{i}.")
-        more = {"name": message.tool_name, "reasoning_content": message.thinking or None}
-        added |= {name: value for name, value in more.items() if value is not None}
+        openai.add_message(messages, message, f"messages.{i}")
     tools = tool_fields(openai.shown_tools(body.tools, body))
     asked = GenerationRequest(model=body.model, messages=messages.found, continues=continues(messages.found), **tools)
     return _asked(body, asked)
@@ -185,7 +192,7 @@ def generate(body: GenerateRequest) -> Asked:
         asked = GenerationRequest(model=body.model, prompt=body.prompt, suffix=body.suffix or None)
     elif body.prompt:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        content = _content(body.prompt, body.images, "")
+        content = content_of(_parts(body.prompt, body.images, ""))
         messages: list[dict[str, Any]] = [*system, {"role": "user", "content": content}]
         asked = GenerationRequest(
             model=body.model, messages=messages, context=body.context or (), tells_tokens=not body.images
@@ -319,10 +326,10 @@ def _grammar(form: str | dict[str, Any] | None) -> str | None:
     return json_grammar(form if isinstance(form, dict) else None, "format")
 
 
-def _content(text: str | None, images: Sequence[str] | None, field: str) -> str | list[dict[str, str]]:
-    """Return the content of a message: Ollama's pictures are base64, without a kind, and come before the text."""
+def _parts(text: str | None, images: Sequence[str] | None, field: str) -> list[dict[str, str]]:
+    """Return the parts of a message: Ollama's pictures are base64, without a kind, and come before the text."""
     parts = [picture_part(data_url(data), f"{field}images.{i}") for i, data in enumerate(images or ())]
-    return content_of([*parts, {"type": "text", "text": text or ""}])
+    return [*parts, {"type": "text", "text": text or ""}]
 
 
 class EmbeddingRequest(Asking):

@@ -190,6 +190,10 @@ class Message(Lenient):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
+    def parts(self, field: str) -> list[dict[str, str]]:
+        """Return its texts and pictures, as :func:`parts_in` does. ``field`` is its place in the request."""
+        return parts_in(self.content, f"{field}.content")
+
 
 class Function(Body):
     """The description of a function, or its name."""
@@ -506,24 +510,27 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     return thinking_options(next(iter(thinks), None), next(iter(efforts), None)) | (body.chat_template_kwargs or {})
 
 
-def add_message(found: Messages, message: Message, field: str) -> dict[str, Any]:
-    """Add a message to a conversation. Return it as chat templates take it.
+def add_message(found: Messages, message: Message, field: str) -> None:
+    """Add a message to a conversation.
 
     Args:
         found: the conversation.
         message: of the request.
         field: its place there.
     """
-    added = found.begin().add(message.role, parts_in(message.content, f"{field}.content"))
+    parts = message.parts(field)
+    if message.role == "tool":
+        found.add_result(message.tool_call_id, parts, name=message.name)
+        return
+    added = found.begin().add(message.role, parts)
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    more = {"name": message.name, "reasoning_content": reasoning}
     added |= {name: value for name, value in more.items() if value is not None}
     for call in message.tool_calls or ():
         if call.custom is not None:
             found.add_call(call.id, call.custom.name, {TEXT: call.custom.input})
         elif call.function is not None:
             found.add_call(call.id, call.function.name, call.function.arguments)
-    return added
 
 
 def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:

@@ -198,16 +198,6 @@ TEXT = "input"
 """The argument of functions that take one text."""
 
 
-def called(number: str | None, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a call of an earlier answer as chat templates take it. Arguments that are no JSON object stay text."""
-    try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        value = arguments
-    arguments = value if isinstance(value, dict) else arguments
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def content_of(parts: Sequence[dict[str, str]], between: str = "") -> str | list[dict[str, str]]:
     """Return the content of a message: text alone if it has no picture.
 
@@ -246,6 +236,7 @@ class Messages:
         self.found = list(earlier)
         self._between = between
         self.names: dict[str | None, str] = {}
+        self._broken: set[str | None] = set()
         self._is_new = True
 
     def begin(self) -> Messages:
@@ -267,14 +258,35 @@ class Messages:
             message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
 
     def add_call(self, number: str | None, name: str, arguments: str | dict[str, Any]) -> None:
-        """Add a call of the model's."""
-        self.names[number] = name
-        self._last("assistant").setdefault("tool_calls", []).append(called(number, name, arguments))
+        """Add a call of the model's. One whose arguments are no JSON object is text: templates want objects."""
+        try:
+            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            value = None
+        message = self._last("assistant")
+        if isinstance(value, dict):
+            self.names[number] = name
+            function = {"name": name, "arguments": value}
+            message.setdefault("tool_calls", []).append({"id": number, "type": "function", "function": function})
+        else:
+            self._broken.add(number)
+            text = f'{{"name": "{name}", "arguments": {arguments}'
+            message["content"] = joined(message["content"], text, "\n")
 
-    def add_result(self, number: str | None, parts: Sequence[dict[str, str]], **more: str) -> None:
-        """Add the result of a call. Its pictures follow in a message of the user, where templates show them."""
+    def add_result(self, number: str | None, parts: Sequence[dict[str, str]], **more: str | None) -> None:
+        """Add the result of a call. Its pictures follow in a message of the user, where templates show them.
+
+        Args:
+            number: of the call. The result of one that is text is the user's.
+            parts: texts and pictures.
+            more: further fields of the message, if they are not None.
+        """
         texts = self._between.join(part["text"] for part in parts if part["type"] == "text")
-        self.found.append({"role": "tool", "content": texts, "tool_call_id": number, **more})
+        message: dict[str, Any] = {"role": "user", "content": texts}
+        if number not in self._broken:
+            fields = {"role": "tool", "tool_call_id": number, **more}
+            message |= {name: value for name, value in fields.items() if value is not None}
+        self.found.append(message)
         self._is_new = False
         if pictures := [part for part in parts if part["type"] == "image"]:
             self.add("user", pictures)
@@ -285,28 +297,6 @@ class Messages:
             self.found.append({"role": role, "content": ""})
         self._is_new = False
         return self.found[-1]
-
-
-def without_broken_calls(request: GenerationRequest) -> GenerationRequest:
-    """Return a request whose broken calls are text of their message, and the results of these the user's."""
-    found: list[dict[str, Any]] = []
-    broken: list[dict[str, Any]] = []
-    for message in request.messages or ():
-        calls = message.get("tool_calls") or []
-        bad = [call for call in calls if isinstance(call["function"]["arguments"], str)]
-        if bad:
-            broken += bad
-            functions = [call["function"] for call in bad]
-            text = "\n".join(f'{{"name": "{each["name"]}", "arguments": {each["arguments"]}' for each in functions)
-            content = message["content"]
-            content = f"{content}{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
-            message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
-            if good := [call for call in calls if call not in bad]:
-                message["tool_calls"] = good
-        elif message["role"] == "tool" and any(call["id"] == message.get("tool_call_id") for call in broken):
-            message = {"role": "user", "content": message["content"]}
-        found.append(message)
-    return replace(request, messages=found) if broken else request
 
 
 def text_function(name: str, description: str | None) -> dict[str, Any]:

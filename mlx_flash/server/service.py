@@ -21,7 +21,7 @@ from starlette.routing import Route
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.server.events import Answer
 from mlx_flash.server.replies import Asked, error_reply, reply
-from mlx_flash.server.request import GenerationRequest, without_broken_calls
+from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import with_pictures
 from mlx_flash.server.room import EngineRoom
 
@@ -266,7 +266,7 @@ class Service:
         """
         if self.room.num_answers + sum(each.num_choices for each in requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        found = [with_pictures(without_broken_calls(each), self.catalog.image_folder) for each in requests]
+        found = [with_pictures(each, self.catalog.image_folder) for each in requests]
         texts = [[each.messages, each.tools, each.prompt, each.suffix] for each in found]
         num_characters = len(json.dumps(texts, ensure_ascii=False))
         if num_characters > MAX_TEXT_CHARACTERS:

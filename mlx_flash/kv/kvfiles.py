@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
-from mlx_flash.kv.pages import Component, InFile, Page, RowLayout, num_tokens, row_bytes
+from mlx_flash.kv.pages import InFile, Page, RowLayout, num_tokens, row_bytes
 from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
@@ -48,18 +47,8 @@ MOST_FILES = most_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """Most files of the prefix cache that are open at once."""
 
 
-class StoredRows(NamedTuple):
-    """Rows in a file of the prefix cache that may be closed, replaced or gone; places are as in :class:`InFile`."""
-
-    path: Path
-    inode: int
-    components: tuple[Component, ...]
-    offsets: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-Stored = Callable[[], StoredRows | None]
-"""Returns rows of the prefix cache once they are written; None if they are not stored."""
+Stored = Callable[["KVFiles"], InFile | None]
+"""Opens rows of the prefix cache once they are written. Returns None if they are not stored, or cannot be opened."""
 
 
 class StoredFile:
@@ -143,30 +132,23 @@ class KVFiles:
     def refer(self, disk: DiskRows, page: Page[Stored]) -> bool:
         """Add a page of the prefix cache to a layer on disk, without a copy, and return whether that was possible.
 
-        It is not behind tokens that are in no page, nor from a file that is gone.
+        It is not behind tokens that are in no page, nor with other arrays, nor from a file that is gone.
         """
         if disk.length > disk.paged_tokens:
             return False
-        found = self.open(page, disk.layout.components)
-        if found is not None:
-            disk.refer(found)
-        return found is not None
+        rows = page.where(self)
+        if rows is None or rows.components != disk.layout.components:
+            return False
+        disk.refer(Page(rows, page.length))
+        return True
 
-    def open(self, page: Page[Stored], components: Sequence[Component]) -> Page[InFile] | None:
-        """Return a page of the prefix cache with these arrays, whose file is kept open.
-
-        Return None if it has others, or if its file is gone, replaced, being evicted, or one too many.
-        """
-        rows = page.where()
-        if rows is None or rows.components != components:
-            return None
-        file = self._open.get(rows.path)
+    def open(self, path: Path, inode: int) -> StoredFile | None:
+        """Return a file of the prefix cache, which is kept open. None if it is gone, replaced, evicted, or too many."""
+        file = self._open.get(path)
         if file is None and self._has_room:
             with suppress(OSError, CheckpointError):
-                file = self._open[rows.path] = StoredFile(rows.path, self._reader)
-        if file is None or file.inode != rows.inode:
-            return None
-        return Page(InFile(file, rows.components, rows.offsets, rows.strides), page.length)
+                file = self._open[path] = StoredFile(path, self._reader)
+        return file if file is not None and file.inode == inode else None
 
     @property
     def _has_room(self) -> bool:

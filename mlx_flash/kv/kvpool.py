@@ -168,9 +168,14 @@ class LayerRows:
                 return [] if is_referred else self.pool.ring.append(store, new, self.planned)
             length = store.length
             store.append(new)
-            if stored is not None and num_tokens(self.stored) == length:
-                self.stored += (stored,)
+            if stored is not None:
+                self.note_stored(length, stored)
             return store.fetch()
+
+    def note_stored(self, start: int, page: Page[Stored]) -> None:
+        """Note that tokens in memory are in a page of the prefix cache, if those before them are in such pages."""
+        if self.disk is None and num_tokens(self.stored) == start:
+            self.stored += (page,)
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens. Raises: ReadError."""

@@ -176,6 +176,12 @@ class InFile:
     offsets: tuple[int, ...]  # bytes from the beginning of the file to each array's first head
     strides: tuple[int, ...]  # bytes from a head of each array to the next one
 
+    @classmethod
+    def packed(cls, file: File, components: Sequence[Component], offsets: Sequence[int], length: int) -> InFile:
+        """Return rows of so many tokens whose heads follow one another."""
+        strides = tuple([length * component.width_bytes for component in components])
+        return cls(file, tuple(components), tuple(offsets), strides)
+
     def is_followed_by(self, length: int, other: InFile) -> bool:
         """Return whether other rows lie behind so many tokens of these, for every head."""
         if self.file is not other.file or self.strides != other.strides:

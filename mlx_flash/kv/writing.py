@@ -264,8 +264,7 @@ class Draft(WrittenFile):
             for i, (c, part, offset) in enumerate(zip(components, data, offsets, strict=True))
         ]
         self._pages[layer] = blobs, self.submit([*zip(offsets, data, strict=True)], is_checked=True)
-        strides = tuple(length * component.width_bytes for component in components)
-        return Page(InFile(self, tuple(components), tuple(offsets), strides), length)
+        return Page(InFile.packed(self, components, offsets, length), length)
 
     @property
     def is_named(self) -> bool:

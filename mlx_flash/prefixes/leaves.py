@@ -24,10 +24,10 @@ from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, l
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
-from mlx_flash.kv.kvfiles import Stored, StoredRows
+from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
-from mlx_flash.kv.pages import Component, Page, dtype_name, num_tokens
+from mlx_flash.kv.pages import Component, InFile, Page, dtype_name
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.folder import Blob, Place
@@ -161,9 +161,8 @@ class RowLeaf(Leaf):
 
     def note_stored(self, start: int, page: Page[Stored]) -> None:
         """Note that tokens in memory are in a page: when the layer goes to disk, they are not written again."""
-        own = self.own
-        if own is not None and own.disk is None and num_tokens(own.stored) == start:
-            own.stored += (page,)
+        if self.own is not None:
+            self.own.note_stored(start, page)
 
     def trim(self, length: int) -> None:
         """Remove the newest tokens."""
@@ -210,17 +209,17 @@ def to_blob(array: mx.array) -> Blob:
     return Blob(memory_of(flat), dtype_name(array.dtype), tuple(array.shape))
 
 
-def rows_in(find: Callable[[], Place | None], leaf: int) -> StoredRows | None:
-    """Return the rows of a leaf in a page file that is known when it is needed; None if that is gone, or has states."""
+def rows_in(find: Callable[[], Place | None], leaf: int, files: KVFiles) -> InFile | None:
+    """Open the rows of a leaf in a page file that is known when it is needed; None if that is gone, or has states."""
     if (place := find()) is None:
         return None
     blobs = [blob for name, blob in place.blobs.items() if name.partition(".")[0] == str(leaf)]
-    if not all(len(blob.shape) == 4 for blob in blobs):
+    if not blobs or not all(len(blob.shape) == 4 for blob in blobs):
         return None
-    components = tuple(Component((b.shape[0], b.shape[1]), b.shape[3], getattr(mx, b.dtype)) for b in blobs)
-    length = blobs[0].shape[2] if blobs else 0
-    strides = tuple(length * component.width_bytes for component in components)
-    return StoredRows(place.path, place.inode, components, tuple(blob.offset for blob in blobs), strides)
+    if (file := files.open(place.path, place.inode)) is None:
+        return None
+    components = [Component((b.shape[0], b.shape[1]), b.shape[3], getattr(mx, b.dtype)) for b in blobs]
+    return InFile.packed(file, components, [blob.offset for blob in blobs], blobs[0].shape[2])
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:

@@ -208,7 +208,7 @@ class PrefixCache:
         return prefix.num_tokens
 
     def _stored(self, page: str) -> Iterator[Stored]:
-        """Yield for each leaf what finds its rows in a page that is cached, or about to be."""
+        """Yield for each leaf what opens its rows in a page that is cached, or about to be."""
         place = cached(partial(self.store.place, page))
         return (partial(rows_in, place, leaf) for leaf in count())
 

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.files import HeldLock
 from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvfiles import KVFiles, Stored, StoredRows
+from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.pages import CHUNK_TOKENS, Component, Page, RowBytes, RowLayout, segments
+from mlx_flash.kv.pages import CHUNK_TOKENS, Component, InFile, Page, RowBytes, RowLayout, segments
 from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
@@ -126,10 +127,8 @@ def test_rows_equal_what_was_appended(
                 path_of_draft.rename(path.with_name(f"{seed}.page"))
         elif what == "refer" and rows.length == rows.paged_tokens:
             new = random_rows(layout, number, seed)
-            page = files.open(write_stored(path.with_name(f"{seed}.page"), layout, new), layout.components)
-            assert page is not None
-            rows.refer(page)
-            page.where.file.path.unlink()  # the open file keeps its bytes
+            refer(rows, write_stored(path.with_name(f"{seed}.page"), layout, new), files)
+            path.with_name(f"{seed}.page").unlink()  # the open file keeps its bytes
             expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
         elif what == "drop" and rows.pages and all(page.where.file is rows.file for page in rows.pages):
             stop = layout.step * max(1, len(rows.pages) * number // 300)
@@ -153,17 +152,22 @@ def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> Page[Stored]:
         offsets.append(len(data))
         data += part.tobytes()
     path.write_bytes(data)
-    length = rows[0].shape[1]
-    strides = tuple(length * component.width_bytes for component in layout.components)
-    found = StoredRows(path, path.stat().st_ino, layout.components, tuple(offsets), strides)
-    return Page(lambda: found, length)
+    inode, length = path.stat().st_ino, rows[0].shape[1]
+
+    def opened(files: KVFiles, inode: int = inode) -> InFile | None:
+        file = files.open(path, inode)
+        return None if file is None else InFile.packed(file, layout.components, offsets, length)
+
+    return Page(opened, length)
+
+
+def refer(rows: DiskRows, page: Page[Stored], files: KVFiles) -> None:
+    assert files.refer(rows, page)
 
 
 def replaced(page: Page[Stored]) -> Page[Stored]:
     """Return a page in a file of the same name."""
-    rows = page.where()
-    assert rows is not None
-    return replace(page, where=lambda: rows._replace(inode=rows.inode + 1))
+    return replace(page, where=partial(page.where, inode=-1))
 
 
 @pytest.mark.parametrize("fault", ["none", "short", "error"])
@@ -174,7 +178,7 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
     files = files_read_by(rows.file.reader)
     for start in (0, 64):
         page = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
-        rows.refer(files.open(page, WIDE.components))  # type: ignore[arg-type]
+        refer(rows, page, files)
     assert all(segment.is_scattered for segment in segments(rows.pages, WIDE, 0, 128, 256))
     preadv, counts = os.preadv, list[int]()
 
@@ -195,17 +199,17 @@ def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_p
     page = write_stored(path, WIDE, random_rows(WIDE, 10))
     files = files_read_by(reader)
     with HeldLock(path):
-        assert files.open(page, WIDE.components) is None
-    assert files.open(replaced(page), WIDE.components) is None
-    kept = files.open(page, WIDE.components)
-    assert kept is not None and files.open(page, WIDE.components) == kept
+        assert page.where(files) is None
+    assert replaced(page).where(files) is None
+    kept = page.where(files)
+    assert kept is not None and page.where(files) == kept
     with pytest.raises(BlockingIOError):
         HeldLock(path, wait=False).release()
-    assert files.open(replaced(page), WIDE.components) is None
+    assert replaced(page).where(files) is None
     del kept
     HeldLock(path, wait=False).release()
     path.unlink()
-    assert files.open(page, WIDE.components) is None
+    assert page.where(files) is None
     reader.close()
 
 

@@ -40,9 +40,9 @@ from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.monitor.rates import SystemMemory, system_memory
 from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.storage.probe import Disk, DiskProfile, disk_of, disk_profile, folder_profile
+from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
 from mlx_flash.storage.safetensors import read_checkpoint
-from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
+from mlx_flash.storage.selftest import SelfTest, profile_for, test_now
 from mlx_flash.storage.shards import weight_files
 
 
@@ -167,24 +167,17 @@ def doctor(args: argparse.Namespace, out: TextIO) -> int:
 def examine(path: Path | None, config: FlashConfig) -> Findings:
     """Look at the machine, and at the disk of a model; without one, of the cache folder."""
     known = mx.device_info()
+    shards = () if path is None else read_checkpoint(path).shards
+    place = max(shards, key=lambda shard: shard.nbytes).path if shards else cache_directory()
     return Findings(
         device=f"{known.get('device_name', '?')} ({mx.default_device()})",
         memory=system_memory(),
         wired_limit=wired_limit(),
         disk=disk_of(path or cache_directory()),
-        profile=_profile(path, config),
+        profile=profile_for(place, config.io),
         selftest=test_now(),
         versions=surroundings(),
     )
-
-
-def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
-    """Return the speed of a disk."""
-    direct, may_buffer = reads_directly(config.io), config.io == "auto"
-    if path is not None:
-        shard = max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes)
-        return disk_profile(shard.path, direct, may_buffer)
-    return folder_profile(cache_directory(), direct, may_buffer)
 
 
 def advice(found: Findings) -> Iterator[str]:

@@ -20,8 +20,7 @@ from mlx_flash.monitor.words import formatted
 from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of
 from mlx_flash.residency.sizes import expected_hits
-from mlx_flash.storage.probe import folder_profile
-from mlx_flash.storage.selftest import reads_directly
+from mlx_flash.storage.selftest import profile_for
 from mlx_flash.telemetry import Json
 
 OVERHEAD_BYTES = 1_200_000_000
@@ -49,8 +48,7 @@ def models(args: argparse.Namespace, out: TextIO) -> int:
     config, here = make_config(args), {model["name"]: Path(model["folder"]) for model in downloaded()}
     memory = MemoryReading(total_memory(), available_memory())
     budget = budget_of(config, memory, footprint(), OVERHEAD_BYTES)
-    direct, may_buffer = reads_directly(config.io), config.io == "auto"
-    disk = folder_profile(Path(constants.HF_HUB_CACHE), direct, may_buffer).bytes_per_second
+    disk = profile_for(Path(constants.HF_HUB_CACHE), config.io).bytes_per_second
     linear = nn.QuantizedLinear(4096, 4096, bits=4)
     linear.set_dtype(mx.bfloat16)  # as the models of the table have it
     products = read_products(linear), kept_products(linear) or read_products(linear)

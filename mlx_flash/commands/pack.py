@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
@@ -19,9 +18,8 @@ from mlx_flash.layout.units import make_layout
 from mlx_flash.monitor.words import counted, filled
 from mlx_flash.residency.machine import compute_bytes_per_second, computes_on_cores
 from mlx_flash.storage.blocks import Compression, check_installed, decode_speed
-from mlx_flash.storage.probe import disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
-from mlx_flash.storage.selftest import reads_directly
+from mlx_flash.storage.selftest import profile_for
 
 PACKED = """
 Packed: {target}, {num_tensors:tensor}, {nbytes:size} in {files}, in {seconds:duration}
@@ -61,10 +59,8 @@ class _Decision:
         self._always = always
         checkpoint, folder = read_checkpoint(source), nearest(target)
         shard = max(checkpoint.shards, key=lambda shard: shard.nbytes).path
-        with ExitStack() as stack:
-            is_there = shard.stat().st_dev == folder.stat().st_dev
-            file = shard if is_there else stack.enter_context(sample_in(folder))
-            disk = disk_profile(file, reads_directly("auto"), may_buffer=True)
+        is_there = shard.stat().st_dev == folder.stat().st_dev
+        disk = profile_for(shard if is_there else folder, "auto")
         compute = compute_bytes_per_second(make_layout(load_lazily(source, checkpoint)))
         speeds = decode_speed(), disk.bytes_per_second, compute
         self._expected = Compression(1.0, *speeds, shares_cores=computes_on_cores())

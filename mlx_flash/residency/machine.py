@@ -28,10 +28,10 @@ from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed, num
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH
-from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.safetensors import Checkpoint
-from mlx_flash.storage.selftest import reads_directly, way_of_reading
+from mlx_flash.storage.selftest import profile_for, way_of_reading
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16
@@ -137,7 +137,7 @@ def look_at_machine(
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
     """
-    disk = disk_profile(shard, reads_directly(config.io), may_buffer=config.io == "auto")
+    disk = profile_for(shard, config.io)
     compute_speed, compression = compute_bytes_per_second(layout), None
     if checkpoint is not None and checkpoint.tables:
         cores = computes_on_cores()

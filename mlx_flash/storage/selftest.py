@@ -31,7 +31,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.probe import temporary_file
+from mlx_flash.storage.probe import DiskProfile, disk_profile, folder_profile, temporary_file
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.version import VERSION
 
@@ -111,6 +111,12 @@ def way_of_reading() -> Arrival:
 def reads_directly(io: str) -> bool:
     """Return whether direct reads are to be tried, with ``FlashConfig(io=...)`` as given."""
     return io != "buffered" and way_of_reading() != "buffered"
+
+
+def profile_for(path: Path, io: str) -> DiskProfile:
+    """Return the profile of the disk that holds a file or folder, for reads with ``FlashConfig(io=...)`` as given."""
+    profile = disk_profile if path.is_file() else folder_profile
+    return profile(path, reads_directly(io), may_buffer=io == "auto")
 
 
 def test_now() -> SelfTest:

@@ -45,7 +45,7 @@ def test_a_mixture_keeps_its_trunk_and_then_experts() -> None:
 def test_models_here_are_planned_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"name": known_models()["qwen3-30b-a3b"].repository, "folder": str(ROOT / "examples" / "pair" / "draft")}
     monkeypatch.setattr(module, "downloaded", lambda: [here])
-    monkeypatch.setattr(module, "folder_profile", lambda *_: DiskProfile(3e9, 1 << 20, 4, True))
+    monkeypatch.setattr(module, "profile_for", lambda *_: DiskProfile(3e9, 1 << 20, 4, True))
     assert cli.main(["models", "--ram-budget-gb", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["budget_bytes"] == 2_000_000_000 and found["disk_bytes_per_second"] == 3e9

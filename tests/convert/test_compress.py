@@ -196,7 +196,7 @@ def test_the_command_compresses_where_it_pays(
 ) -> None:
     monkeypatch.setattr("mlx_flash.commands.pack.decode_speed", lambda: 2e9)
     monkeypatch.setattr("mlx_flash.commands.pack.compute_bytes_per_second", lambda layout: 3e9)
-    monkeypatch.setattr("mlx_flash.commands.pack.disk_profile", _disk(disk))
+    monkeypatch.setattr("mlx_flash.commands.pack.profile_for", _disk(disk))
     assert main(["pack", str(dense[0]), str(tmp_path / "packed"), "--compress"]) == 0
     out = capsys.readouterr().out
     pays = disk < 1e9
@@ -210,7 +210,7 @@ def test_the_command_compresses_where_it_pays(
 
 
 def _disk(speed: float) -> Callable[..., Any]:
-    return lambda path, direct, may_buffer: DiskProfile(speed, 4 << 20, 4, direct)
+    return lambda path, io: DiskProfile(speed, 4 << 20, 4, direct=True)
 
 
 def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], capsys: Any) -> None:

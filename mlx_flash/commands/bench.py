@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         cold = _cold(model.engine)
     run.finish_reason = "length"
     del tokenizer
-    return make_report(run, args.model, model.plan.prefill_step_size), model.plan, cold
+    return make_report(run, args.model), model.plan, cold
 
 
 def _cold(engine: Engine) -> str:

@@ -53,7 +53,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         mx.random.seed(args.seed)
     path = model_of(args)
     if is_vision(args, path, prefers=False):
-        return end(args, *generate_with_pictures(args, path, out), out)
+        return end(args, generate_with_pictures(args, path, out), out)
     if args.draft_model is not None:
         args.draft_model = find_modelfile(args.draft_model).base
         ask_to_download(args.draft_model, args)
@@ -73,30 +73,28 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         for streamed in (model, draft):
             if isinstance(streamed, FlashLLM):
                 stack.enter_context(streamed)
-        run = Recorder(model, len(prompt), time.perf_counter() - began)
-        step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
+        run = Recorder(model, len(prompt), time.perf_counter() - began, args.prefill_step_size)
         progress = stack.enter_context(Status("Prefill", args.verbose)).show
         options = generation_options(args, tokenizer)
         options |= {"prompt_cache": cache, "draft_model": draft}
         if args.num_draft_tokens is not None:
             options["num_draft_tokens"] = args.num_draft_tokens
-        responses = stream_generate(
-            model, tokenizer, prompt, prefill_step_size=step, prompt_progress_callback=progress, **options
-        )
+        options |= {"prefill_step_size": run.prefill_step_size, "prompt_progress_callback": progress}
+        responses = stream_generate(model, tokenizer, prompt, **options)
         follow(responses, run, None if args.json else out)
-    return end(args, run, step, out)
+    return end(args, run, out)
 
 
-def end(args: argparse.Namespace, run: Recorder, step: int, out: TextIO) -> int:
+def end(args: argparse.Namespace, run: Recorder, out: TextIO) -> int:
     """Print the summary of a run: JSON to stdout, or text to stderr. Pass on what interrupted it. Return 0."""
     if run.tokens:
-        report = make_report(run, args.model, step)
+        report = make_report(run, args.model)
         if args.json:
             print_json(report, out)
         elif args.verbose:
             print_rich(render_run(report), sys.stderr)
         elif not report["prefill_as_mlx_lm"]:
-            note(f"mlx-flash: {step_in_words(step, make_config(args))}")
+            note(f"mlx-flash: {step_in_words(run.prefill_step_size, make_config(args))}")
     if run.interrupt is not None:
         raise run.interrupt
     return 0

@@ -46,21 +46,24 @@ class Recorder:
         model: the loaded model.
         num_prompt_tokens: length of the prompt.
         load_seconds: duration of loading.
+        step: most tokens of a prompt in one call, where there is no plan; None takes mlx-lm's.
 
     Attributes:
         plan: the model's plan; None when mlx-lm alone runs it.
+        prefill_step_size: most tokens of a prompt in one call.
         texts, tokens: the output so far.
         finish_reason: mlx-lm's, or ``"interrupted"``.
         interrupt: what ended the run before its end; None if nothing did.
         start, first, last: samples at the start of prefill, at the first token and at the last one.
     """
 
-    def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float) -> None:
+    def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float, step: int | None = None) -> None:
         self._model = own = model if isinstance(model, FlashLLM) else None
         self._engine = None if own is None else own.engine
         experts = None if self._engine is None else self._engine.experts
         self._experts = ExpertStats() if experts is None else experts.pool.stats  # the engine drops its own
         self.plan: ResidencyPlan | None = None if own is None else own.plan
+        self.prefill_step_size = self.plan.prefill_step_size if self.plan else step or DEFAULT_PREFILL_STEP_SIZE
         self.num_prompt_tokens = num_prompt_tokens
         self.load_seconds = load_seconds
         self.texts: list[str] = []
@@ -108,7 +111,7 @@ def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | N
             print(file=out, flush=True)
 
 
-def make_report(run: Recorder, model: str, prefill_step_size: int) -> Json:
+def make_report(run: Recorder, model: str) -> Json:
     """Return the measurements of a run in base units, None where one does not apply, its plan, and its surroundings.
 
     Call it after the model is closed, when every read is counted.
@@ -116,11 +119,10 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Json:
     Args:
         run: the records, of one token at least.
         model: the user's name of the model.
-        prefill_step_size: the value given to mlx-lm.
     """
     plan, start, first, last = run.plan, run.start, run.first, run.last
     to_first, to_last, after_first = first.clock - start.clock, last.clock - first.clock, len(run.tokens) - 1
-    longest = run.num_prompt_tokens - 1  # mlx-lm leaves the last one to the first step of generation
+    step, longest = run.prefill_step_size, run.num_prompt_tokens - 1  # the last one is left to the first token's call
     return {
         "mode": "resident" if plan is None else "streamed",
         "model": model,
@@ -134,8 +136,8 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Json:
         "time_to_first_token_seconds": to_first,
         "generation_seconds": to_last,
         "load_seconds": run.load_seconds,
-        "prefill_step_size": prefill_step_size,  # prompt tokens in a forward call
-        "prefill_as_mlx_lm": min(prefill_step_size, longest) == min(DEFAULT_PREFILL_STEP_SIZE, longest),
+        "prefill_step_size": step,  # prompt tokens in a forward call
+        "prefill_as_mlx_lm": min(step, longest) == min(DEFAULT_PREFILL_STEP_SIZE, longest),
         "peak_memory_bytes": peak_footprint(),  # of the process
         **_where(plan is not None, _disk_numbers(run)),
         **_where(plan is not None and plan.pool is not None, _expert_numbers(run)),

@@ -55,7 +55,6 @@ from mlx_flash.modelfile.parse import (
 )
 from mlx_flash.monitor.words import filled
 from mlx_flash.ranks import launched_group
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 PROMPT, CONTINUED = ">>> ", "... "
 QUOTES = '"""'
@@ -452,13 +451,12 @@ class Talk:
                 note(f"mlx-flash: {error}")
         recorder.num_prompt_tokens = self._conversation.num_new_tokens
         if self.is_verbose and recorder.tokens:
-            step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
-            print_rich(render_run(make_report(recorder, "", step)), sys.stderr)
+            print_rich(render_run(make_report(recorder, "")), sys.stderr)
 
     def _print_footer(self) -> None:
         """Print speed and memory of the last answer."""
         if not (self.is_verbose or self.is_quiet) and self._recorder.tokens:
-            facts = {**make_report(self._recorder, "", DEFAULT_PREFILL_STEP_SIZE), "footprint": footprint()}
+            facts = {**make_report(self._recorder, ""), "footprint": footprint()}
             ((_, words),) = filled(BRIEF, facts)
             print_rich(Text(words, style="dim"), sys.stderr)
 

@@ -20,7 +20,6 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
@@ -189,11 +188,11 @@ def _with_places(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": [*marks, text] if marks else message["content"]}
 
 
-def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> tuple[Recorder, int]:
+def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> Recorder:
     """Write the answer to a prompt with pictures as mlx-vlm generates it.
 
     Returns:
-        The records of the run, and the prefill step.
+        The records of the run.
 
     Raises:
         ConfigError: a flag is not available here.
@@ -213,17 +212,19 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
         num_prompt = len(prompt.tokens)
-        step, language = args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE, model
+        language = model
         if isinstance(model, FlashVLM):
             model.expect(num_prompt + args.max_tokens if args.max_tokens > 0 else None, prompt.keywords)
             with Status("Loading", args.verbose) as status:
                 model.start(status.show_bytes)
-            step, language = min(step, model.plan.prefill_step_size), model.language_model
-        run = Recorder(language, num_prompt, time.perf_counter() - began)
+            language = model.language_model
+        run = Recorder(language, num_prompt, time.perf_counter() - began, args.prefill_step_size)
         options = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
-        found = responses(model, processor, prompt, temperature=args.temp, prefill_step_size=step, **options)
+        found = responses(
+            model, processor, prompt, temperature=args.temp, prefill_step_size=run.prefill_step_size, **options
+        )
         follow(found, run, None if args.json else out)
-    return run, step
+    return run
 
 
 def _check_flags(args: argparse.Namespace) -> None:

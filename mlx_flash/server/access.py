@@ -161,8 +161,8 @@ class AccessMiddleware:
         finally:
             self._num_open[name] -= 1
             if name:
-                seconds = time.monotonic() - began
-                _log.info("%s: %s %s took %.1f s", name, scope["method"], scope["path"], seconds)
+                path, seconds = scope["raw_path"].decode("ascii", "replace"), time.monotonic() - began
+                _log.info("%s: %s %s took %.1f s", name, scope["method"], path, seconds)
 
 
 def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_open: bool) -> Access:

@@ -85,7 +85,7 @@ async def rerank(service: Service, request: Request, body: RerankRequest) -> Res
     if "rerank" in f"{source.name} {source.base}".lower():
         prompts = [_JUDGE.format(body.instruction or _INSTRUCTION, body.query, text) for text in texts]
         wholes = await read_texts(service, request, body.model, prompts, choices=("no", "yes"))
-        scores = [whole.vector[1] for whole in wholes]
+        scores = [whole.end.vector[1] for whole in wholes]
     else:
         wholes = await read_texts(service, request, body.model, [body.query, *texts])
         query, *vectors = map(normalized, wholes)
@@ -112,7 +112,7 @@ async def read_texts(
 
 def normalized(whole: Whole, dimensions: int | None = None) -> Vector:
     """Return a vector with length 1: its first dimensions, if so many are wanted."""
-    vector = np.array(whole.vector, np.float32)
+    vector = np.array(whole.end.vector, np.float32)
     if dimensions is not None and dimensions > len(vector):
         raise RefusedError(f"this model's vectors have {len(vector)} dimensions.", 400, "dimensions")
     vector = vector[:dimensions]

@@ -1,6 +1,6 @@
 """The parts of an answer, as the generation thread sends them to a dialect, in this order:
 
-any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece`, calls and `Vector`, then `End`. `Failed`
+any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece` and calls, then `End`. `Failed`
 may come at any time and is the last one. A call is `CallBegun`, any number of `CallArguments`, and `ToolCall`; one
 without `ToolCall` is broken.
 """
@@ -121,17 +121,6 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
-    """A text as numbers.
-
-    Attributes:
-        values: the hidden state of its last token after the final norm, or probabilities.
-    """
-
-    values: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
 class End:
     """The end of a complete answer.
 
@@ -142,6 +131,7 @@ class End:
         num_cached: as of `Begun`, and tokens of the prompt that were restored from disk.
         num_tokens: tokens of the answer, with those that end it.
         tokens: the prompt and the answer, if the request asks for them.
+        vector: the hidden state of the last token of a text after the final norm, or probabilities, if they are wanted.
         load_seconds, prompt_seconds, answer_seconds: times of loading, the prompt, and the tokens after the first one.
     """
 
@@ -151,6 +141,7 @@ class End:
     num_cached: int
     num_tokens: int
     tokens: tuple[int, ...] = ()
+    vector: Sequence[float] = ()
     load_seconds: float = 0.0
     prompt_seconds: float = 0.0
     answer_seconds: float = 0.0
@@ -167,7 +158,7 @@ class Failed:
     error: RefusedError
 
 
-Event: TypeAlias = Progress | Begun | Piece | CallBegun | CallArguments | ToolCall | Vector | End | Failed
+Event: TypeAlias = Progress | Begun | Piece | CallBegun | CallArguments | ToolCall | End | Failed
 
 
 Events: TypeAlias = asyncio.Queue["tuple[Answer, Event]"]

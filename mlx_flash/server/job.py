@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,7 +97,7 @@ class Job:
         if self.answer is not None and not self.is_over:
             self.answer.put(event)
 
-    def end(self, reason: Reason = "stop") -> None:
+    def end(self, reason: Reason = "stop", vector: Sequence[float] = ()) -> None:
         """Send the end of a complete answer, or of a request that asks for none."""
         now, prompt = time.perf_counter(), self.prompt.tokens
         began, stop = self._began or now, None
@@ -106,7 +106,7 @@ class Job:
             stop, reason = self.text.stop, "tool_calls" if reason == "stop" and self.text.num_calls else reason
         tokens = (*prompt, *self.tokens) if self.request.tells_tokens else ()
         counts = len(prompt), self.num_cached, len(self.tokens)
-        self.send(End(reason, stop, *counts, tokens, self.load_seconds, first - began, now - first))
+        self.send(End(reason, stop, *counts, tokens, vector, self.load_seconds, first - began, now - first))
         self.is_over = True
 
     def fail(self, error: RefusedError) -> None:

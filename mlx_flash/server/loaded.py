@@ -23,7 +23,7 @@ from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batch import BatchOptions, Kept, ServedBatch
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall, Vector
+from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall
 from mlx_flash.server.grammar import Grammars
 from mlx_flash.server.job import Job, ends_alone, refusal_of, refused
 from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt
@@ -403,16 +403,17 @@ class LoadedModel:
             for cache, tokens in self._batch.extract_cache([response.uid]).values():
                 self.kept.keep(cache, tokens, kind)
 
-    def _take_reading(self, job: Job, event: Piece | Vector | Exception) -> None:
+    def _take_reading(self, job: Job, event: Piece | list[float] | Exception) -> None:
         """Send what a request wants of its prompt's hidden states. One that wants nothing else ends."""
         if isinstance(event, Exception):
             self.drop(job)
             self._fail(job, refusal_of(event))
             return
-        job.send(event)
-        if job.request.work == "embed":
+        if isinstance(event, Piece):
+            job.send(event)
+        else:
             self.jobs.pop(job.number)
-            job.end()
+            job.end(vector=event)
 
     def _take_token(self, job: Job, response: Any) -> None:
         """Send what a token completes, and end the answer with its last one."""

@@ -352,7 +352,7 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
         texts = []
     wholes = await read_texts(service, request, body.model, texts, keep_alive=body.keep_alive)
     if request.url.path.endswith("/embeddings"):  # of the length that the model gives it, as in Ollama
-        return JSONResponse({"embedding": [*wholes[0].vector] if wholes else []})
+        return JSONResponse({"embedding": [*wholes[0].end.vector] if wholes else []})
     vectors = [normalized(whole, body.dimensions).tolist() for whole in wholes]
     found: dict[str, Any] = {"model": body.model, "embeddings": vectors}
     found["total_duration"] = time.perf_counter_ns() - began

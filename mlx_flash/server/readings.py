@@ -15,7 +15,7 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.model import FlashLLM
-from mlx_flash.server.events import Piece, TokenChance, TokenDetail, Vector
+from mlx_flash.server.events import Piece, TokenChance, TokenDetail
 from mlx_flash.server.job import Job
 
 
@@ -68,7 +68,7 @@ def reading_for(job: Job, model: FlashLLM, step: int) -> Reading:
     return found
 
 
-def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece | Vector | Exception]:
+def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece | list[float] | Exception]:
     """Return what some requests want, or why it cannot be computed.
 
     Args:
@@ -79,7 +79,7 @@ def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece
     wanted = [_of_head(job, tokenizer) for job in jobs]
     heads = [each for own in wanted for each in own]
     outputs = iter(model.apply_head(heads) if heads else [])
-    found: list[Piece | Vector | Exception] = []
+    found: list[Piece | list[float] | Exception] = []
     for job, own in zip(jobs, wanted, strict=True):
         states, job.hidden = job.hidden, []
         results = [next(outputs) for _ in own]
@@ -88,7 +88,7 @@ def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece
             found.append(error)
         elif job.request.work == "embed":
             vector = results[0] if results else states[-1][0, -1].astype(mx.float32)
-            found.append(Vector(cast(list[float], vector.tolist())))
+            found.append(cast(list[float], vector.tolist()))
         else:
             details = [detail for result in results for detail in details_of(result[0], result[1], tokenizer)]
             found.append(echo_of(job, tokenizer, details))

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, Vector, merged
+from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, merged
 from mlx_flash.server.request import GenerationRequest
 
 _log = logging.getLogger("mlx_flash")
@@ -42,7 +42,6 @@ class Whole:
         text, reasoning: its text.
         calls: tool calls.
         tokens: details of its tokens, where they were asked for.
-        vector: of a text.
         end: its end.
     """
 
@@ -51,7 +50,6 @@ class Whole:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[TokenDetail] = field(default_factory=list)
-    vector: Sequence[float] = ()
 
 
 async def collect(request: Request, answers: Sequence[Answer]) -> list[Whole]:
@@ -83,8 +81,7 @@ def _whole(events: Sequence[Event]) -> Whole:
     pieces = [part for part in parts if isinstance(part, Piece)]
     text, reasoning = ("".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("text", "reasoning"))
     calls = [part for part in parts if isinstance(part, ToolCall)]
-    vector = next((part.values for part in parts if isinstance(part, Vector)), ())
-    return Whole(end, text, reasoning, calls, [token for piece in pieces for token in piece.tokens], vector)
+    return Whole(end, text, reasoning, calls, [token for piece in pieces for token in piece.tokens])
 
 
 class Writer(ABC):
@@ -181,25 +178,15 @@ def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | Non
 async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, streams: bool) -> Response:
     """Return the reply that has some answers: whole, or as they grow.
 
+    A stream waits :data:`BEAT_SECONDS` for the first event of each answer, so that the reply to a request that is
+    refused at once has the status of its error. Later errors are part of the stream.
+
     Raises:
         RefusedError: the request is refused, or an answer failed.
         ClientDisconnect: the client has left.
     """
-    if streams:
-        return await stream(request, answers, writer)
-    return JSONResponse(writer.whole(await collect(request, answers)))
-
-
-async def stream(request: Request, answers: Sequence[Answer], writer: Writer) -> Response:
-    """Return the reply that sends answers as they grow.
-
-    It waits :data:`BEAT_SECONDS` for the first event of each answer, so that the reply to a request that is refused
-    at once has the status of its error. Later errors are part of the stream.
-
-    Raises:
-        RefusedError: the request is refused.
-        ClientDisconnect: the client has left.
-    """
+    if not streams:
+        return JSONResponse(writer.whole(await collect(request, answers)))
     began, first = time.monotonic(), list[tuple[int, Event]]()
 
     async def begin() -> None:

@@ -158,37 +158,32 @@ def flat_name(namespace: str | None, name: str) -> str:
     return name if not namespace else f"{namespace}__{name}"
 
 
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")),
+    "metadata": {}, "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "tools": [], "text": {},
+}
+"""Fields of a request that its response has, too, and their values where the request has none."""
+
+
 def response_of(
     body: ResponseRequest, head: dict[str, Any], end: End | None, items: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a response: complete, or one that is being made."""
+    """Return a response: complete, or one that is being made. Fields of the request are as its client wrote them."""
     is_cut = end is not None and end.reason == "length"
+    given = body.model_dump(include={*_DEFAULTS}, by_alias=True, exclude_unset=True, exclude_none=True)
     return {
         **head,
+        **_DEFAULTS,
+        **given,
         "status": "in_progress" if end is None else "incomplete" if is_cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
         "model": body.model,
         "output": items,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "store": body.store is not False,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "tool_choice": _sent_back(body.tool_choice) or "auto",
-        "tools": [_sent_back(tool) for tool in body.tools or ()],
-        "text": {"format": {"type": "text"}} | (_sent_back(body.text) or {}),
+        "text": {"format": {"type": "text"}, **given.get("text", {})},
         "truncation": "disabled",
         **({} if end is None else {"usage": _usage(end)}),
     }
-
-
-def _sent_back(value: Any) -> Any:
-    """Return a part of a request as its client wrote it."""
-    return value.model_dump(by_alias=True, exclude_unset=True, exclude_none=True) if isinstance(value, Body) else value
 
 
 _INDEXES = {"message": {"content_index": 0}, "reasoning": {"summary_index": 0}}

@@ -271,18 +271,24 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def remove_unheld(path: Path) -> bool:
-    """Remove a file or folder, unless a process has locked it. Return True if it is gone."""
+    """Remove a file or folder, unless a process has locked it. Return True if it is gone.
+
+    Raises:
+        OSError: it cannot be locked or removed.
+    """
     try:
         with HeldLock(path, wait=False):
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)  # the next process removes whatever is left
+                shutil.rmtree(path, ignore_errors=True)  # as much as can be
+            if path.is_dir():
+                path.rmdir()  # raises what is in the way
             else:
                 path.unlink(missing_ok=True)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False  # in use, or another user's
-    return not path.exists()
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:  # another process removes it, too
+        return not path.exists()
+    return True
 
 
 def lock(fd: int, *, shared: bool, wait: bool | float, required: bool) -> None:

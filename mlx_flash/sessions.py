@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from mlx_flash.files import HeldLock, make_private, remove_unheld, write_errors
@@ -70,7 +71,8 @@ def _remove_all(folders: list[Path]) -> None:
 
 def _remove_unheld(base: Path) -> None:
     for path in base.glob(SESSIONS):
-        remove_unheld(path)
+        with suppress(OSError):  # another user's; the next process removes whatever is left
+            remove_unheld(path)
 
 
 def remove_orphans(base: Path) -> None:

@@ -23,6 +23,7 @@ from mlx_flash.files import (
     check_regular,
     open_regular,
     read_regular,
+    remove_unheld,
     rename_durably,
     write_atomically,
 )
@@ -247,3 +248,22 @@ def test_interrupts_leave_no_lock_held(tmp_path: Path) -> None:
 
     total = total_points(program, ["files.py"])
     assert sum(interrupted_in(program, number, ["files.py"]) is not None for number in range(total)) > 20
+
+
+def test_what_nobody_holds_is_removed_and_faults_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").touch()
+    with HeldLock(folder):
+        assert not remove_unheld(folder)
+    rmdir = os.rmdir
+
+    def refuse(path: Any, **more: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    with pytest.raises(PermissionError):
+        remove_unheld(folder)
+    assert not names(folder), "as much as can be is removed"
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    assert remove_unheld(folder) and remove_unheld(folder)

@@ -24,6 +24,7 @@ from rich.table import Table
 from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines, tabled
 from mlx_flash.commands.vision import prepare_model
 from mlx_flash.config import FlashConfig
+from mlx_flash.convert import derived
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
@@ -135,7 +136,7 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
     disks, in_use, lists = sorted(PROFILES.load()), list[StoredModel](), Json()
     if clears:
         in_use, all_copies = clear_prefixes(prefix_directory()), copies
-        copies = [copy for copy in all_copies if remove_unheld(copy.folder)]
+        copies = [copy for copy in all_copies if derived.remove(copy)]
         _remove_small_files()
         lists |= {"removed": _to_json(copies), "kept": _to_json(c for c in all_copies if c not in copies)}
         lists["prefixes"] = [asdict(model) for model in in_use]

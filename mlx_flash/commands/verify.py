@@ -50,8 +50,6 @@ from mlx_flash.storage.source import identity_of
 if TYPE_CHECKING:  # mlx-vlm is an extra
     from mlx_flash.vision.pictures import PicturePrompt
 
-_CHUNK_BYTES = 4 << 20
-
 
 class ByteCheck:
     """Compares every slot that is released, and every array that stays in memory, with the files.
@@ -348,7 +346,7 @@ def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
         ReadError: a file cannot be read.
     """
     total, done, found = sum(path.stat().st_size for path in paths), 0, {}
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    buffer = copy_buffer()
     for path in paths:
         digest = hashlib.sha256()
         try:

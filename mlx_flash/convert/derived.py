@@ -163,6 +163,12 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
 
 
+def remove(copy: Copy) -> bool:
+    """Remove a copy, unless a process holds it. Return True if it is gone."""
+    with copy_errors(copy.folder):
+        return remove_unheld(copy.folder)
+
+
 def hold(folder: Path) -> HeldLock | None:
     """Keep a copy from being removed until the returned lock is released. Return None if there is no copy."""
     try:
@@ -195,7 +201,7 @@ def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, 
     if excess > sum(copy.nbytes for copy in others) or not removes:
         return excess <= sum(copy.nbytes for copy in others)
     for copy in sorted(others, key=lambda copy: (copy.source != source, copy.last_used)):
-        if excess > 0 and remove_unheld(copy.folder):
+        if excess > 0 and remove(copy):
             _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
             excess -= copy.nbytes
     return excess <= 0
@@ -328,7 +334,7 @@ class _Copying:
         self._rewrite.finish()
         for copy in list_copies():  # of what the source was before, and of no known source
             if copy.source in (self._source, "") and copy.fingerprint != self._fingerprint:
-                remove_unheld(copy.folder)
+                remove(copy)
 
     def assume(self) -> None:
         """Treat the copy as made, if there is room for it."""

@@ -273,11 +273,13 @@ def close_all(descriptors: list[int]) -> None:
 def remove_unheld(path: Path) -> bool:
     """Remove a file or folder, unless a process has locked it. Return True if it is gone.
 
+    Where the file system has no locks, it counts as not locked.
+
     Raises:
         OSError: it cannot be locked or removed.
     """
     try:
-        with HeldLock(path, wait=False):
+        with HeldLock(path, wait=False, required=False):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)  # as much as can be
             if path.is_dir():

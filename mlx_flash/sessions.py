@@ -82,10 +82,10 @@ def remove_orphans(base: Path) -> None:
             _remove_unheld(base)
 
 
-def is_held(path: Path) -> bool:
-    """Return False for a file or folder that no process has locked."""
+def is_held(path: Path, *, required: bool = True) -> bool:
+    """Return False for what no process has locked; if locks are not ``required``, also where there are none."""
     try:
-        HeldLock(path, wait=False).release()
+        HeldLock(path, wait=False, required=required).release()
     except OSError:
         return True  # in use, removed, or another user's
     return False

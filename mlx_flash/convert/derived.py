@@ -196,7 +196,7 @@ def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, 
     room = free_bytes(folder) - (free_floor(folder) if limit is None else 0)
     if limit is not None:
         room = min(room, limit - sum(copy.nbytes for copy in copies))
-    others = [copy for copy in copies if copy.fingerprint != fingerprint and not is_held(copy.folder)]
+    others = [copy for copy in copies if copy.fingerprint != fingerprint and not is_held(copy.folder, required=False)]
     excess = needed - room
     if excess > sum(copy.nbytes for copy in others) or not removes:
         return excess <= sum(copy.nbytes for copy in others)

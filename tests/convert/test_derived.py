@@ -543,3 +543,13 @@ def test_what_no_longer_says_what_it_is_can_be_cleared(capsys: pytest.CaptureFix
     assert "(cannot be read)" in text and "not complete" in text
     command("clear", capsys=capsys)
     assert not folder.exists()
+
+
+def test_copies_are_removed_where_the_file_system_has_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr("mlx_flash.files.fcntl.flock", unsupported)
+    old = fake_copy("old", 10**6, 300)
+    assert make_room(10**6, "/here", "mine", 10**6 + 10_000)
+    assert not old.exists()

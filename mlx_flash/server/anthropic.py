@@ -107,7 +107,7 @@ class OutputConfig(Body):
 
 
 class Conversation(Asking):
-    """A conversation."""
+    """A conversation, or a request for the number of its tokens."""
 
     model: openai.ModelName
     messages: Annotated[Many[Message], Field(min_length=1)]
@@ -117,10 +117,6 @@ class Conversation(Asking):
     thinking: openai.Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: openai.Form | None = None
-
-
-class CountRequest(Conversation):
-    """A request for the number of tokens of a conversation."""
 
 
 class MessagesRequest(Conversation):
@@ -268,7 +264,7 @@ def answer_messages(body: MessagesRequest) -> Asked:
     return Asked([asked], _Writer(body), streams=bool(body.stream))
 
 
-async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
+async def count_tokens(service: Service, request: Request, body: Conversation) -> Response:
     """Answer with the number of tokens of a conversation. The model is loaded, because its template decides."""
     (whole,) = await collect(request, service.submit(replace(generation_request(body), work="count")))
     return JSONResponse({"input_tokens": whole.end.num_prompt})

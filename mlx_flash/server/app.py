@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.access import Access, AccessMiddleware
-from mlx_flash.server.anthropic import CountRequest, MessagesRequest, answer_messages, count_tokens
+from mlx_flash.server.anthropic import Conversation, MessagesRequest, answer_messages, count_tokens
 from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
 from mlx_flash.server.ollama import ollama_routes
 from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete
@@ -188,7 +188,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         *openai_routes(service),
         *ollama_routes(service, may_manage=not access.is_open),
         service.generates("/v1/messages", MessagesRequest, answer_messages),
-        service.post("/v1/messages/count_tokens", CountRequest, count_tokens),
+        service.post("/v1/messages/count_tokens", Conversation, count_tokens),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
 

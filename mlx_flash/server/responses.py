@@ -160,7 +160,12 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")),
-    "metadata": {}, "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "tools": [], "text": {},
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "store": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "text": {},
 }
 """Fields of a request that its response has, too, and their values where the request has none."""
 
@@ -269,9 +274,7 @@ class ResponseWriter(Writer):
 
     def beat(self) -> bytes:
         """Return an event that says that the response is being made, again and again: without what may be 60 kB."""
-        brief = self._body.model_copy(
-            update=dict.fromkeys(("instructions", "tools", "tool_choice", "text", "metadata"))
-        )
+        brief = ResponseRequest.model_construct(model=self._body.model)
         return self._event("response.in_progress", response=response_of(brief, self._head, None, []))
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from live import Live, live
 from mlx_flash.server import ollama
-from mlx_flash.server.anthropic import CountRequest, MessagesRequest
+from mlx_flash.server.anthropic import Conversation, MessagesRequest
 from mlx_flash.server.openai import ChatRequest, CompletionRequest
 from mlx_flash.server.request import Defaults
 from mlx_flash.server.responses import ResponseRequest
@@ -33,7 +33,7 @@ KINDS: dict[str, Any] = {
     "/api/generate": ollama.GenerateRequest,
     "/api/show": ollama.NamedRequest,
     "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
+    "/v1/messages/count_tokens": Conversation,
 }
 FEW = st.integers(1, 3)
 NAME = st.sampled_from(["f", "g"])

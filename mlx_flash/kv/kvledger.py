@@ -149,8 +149,12 @@ class KVLedger:
         """Return the bytes of all slots, for the largest layer on disk, with or without the tokens that come."""
         kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
         sizes = {(kind.layer.token_bytes, kind.layer.length + (kind.longer if more else 0)) for kind in kinds}
-        is_tight = self.commits_lazily or self.num_slots == 1
-        return self.num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
+        return self._slots(sizes, self.num_slots)
+
+    def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
+        """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""
+        is_tight = self.commits_lazily or num_slots == 1
+        return num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
 
     def way(self, limit: int) -> Way:
         """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""
@@ -190,9 +194,9 @@ class KVLedger:
 
     def least(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came."""
-        layers = [after for kind in self.kinds for after in [kind.after] * kind.number if after[0]]
-        sizes, lengths = [size for size, _ in layers], [length for _, length in layers]
-        return self.options.least_bytes(sizes, lengths, num_slots, is_tight=self.commits_lazily)
+        kinds = [kind for kind in self.kinds if kind.after[0]]
+        tails = sum([kind.number * kind.after[0] for kind in kinds])
+        return self._slots({(0, 0), *(kind.after for kind in kinds)}, num_slots) + self.options.step * tails
 
 
 def _shared(layers: Iterable[Layer]) -> int:

@@ -113,16 +113,6 @@ class KVOptions:
         capacity = round_up(tokens, self.step) if is_tight else self.slot_tokens(tokens)
         return slot_memory(capacity * token_bytes + SLOT_PADDING)
 
-    def least_bytes(
-        self, token_bytes: Sequence[int], lengths: Sequence[int], num_slots: int = NUM_SLOTS, *, is_tight: bool = False
-    ) -> int:
-        """Return the smallest ``budget_bytes`` for layers of such lengths: with every one of them on disk."""
-        is_tight = is_tight or num_slots == 1
-        slots = [
-            self.slot_bytes(*each, is_tight=is_tight) for each in {(0, 0), *zip(token_bytes, lengths, strict=True)}
-        ]
-        return num_slots * max(slots) + self.step * sum(token_bytes)
-
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the additional memory while layers are written and read: rows queued for writing, read buffers.
 

@@ -26,8 +26,9 @@ from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeig
 from mlx_flash.kv import kvpool, ring
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.ranges import RangeReader
@@ -625,9 +626,9 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
 def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callable[..., KVOptions]) -> None:
-    token_bytes = [2 * 2 * 32 * 2] * 6
     for length in (16, 300, 700):
-        least = options(step=16, **settings).least_bytes(token_bytes, [length] * len(token_bytes))
+        layers = Kind(Layer(), Coming(2 * 2 * 32 * 2, length, length), 6)
+        least = KVLedger(options(step=16, **settings), [layers], commits_lazily=False).least(NUM_SLOTS)
         mine, theirs = filled(options(step=16, budget_bytes=least, **settings), (length - 2,), 6)
         feed(mine, theirs, 1, 1)
         feed(mine, theirs, 2, 1)

@@ -136,21 +136,21 @@ def generation_request(body: Conversation) -> GenerationRequest:
     Raises:
         RefusedError: the schema of the answer cannot be used.
     """
-    kind = None if body.tool_choice is None else body.tool_choice.type
-    name = None if body.tool_choice is None or kind != "tool" else body.tool_choice.name
-    tools = [] if kind == "none" else _tools(body)
-    output = body.output_config
-    form = body.output_format if output is None or output.format is None else output.format
-    thinking, effort = body.thinking, None if output is None else output.effort
-    messages = _messages(body)
+    choice, output = body.tool_choice or ToolChoice(type="auto"), body.output_config or OutputConfig()
+    thinking, messages = body.thinking or openai.Thinking(), _messages(body)
+    tools = tool_fields(
+        [] if choice.type == "none" else _tools(body),
+        must_call=choice.type in ("any", "tool"),
+        allowed=[str(choice.name)] if choice.type == "tool" else None,
+    )
     return GenerationRequest(
         model=body.model,
         messages=messages,
         continues=continues(messages),
-        **tool_fields(tools, must_call=kind in ("any", "tool"), allowed=None if name is None else [name]),
-        template_options=thinking_options(None if thinking is None else thinking.thinks, effort),
-        grammar=openai.grammar_of(form, "output_config.format"),
-        one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
+        **tools,
+        template_options=thinking_options(thinking.thinks, output.effort),
+        grammar=openai.grammar_of(output.format or body.output_format, "output_config.format"),
+        one_call=choice.disable_parallel_tool_use,
     )
 
 

@@ -102,30 +102,17 @@ def _read(source: str, field: str, folder: Path | None) -> str:
     """Return the file of a picture as base64."""
     if source[:5].lower() == "data:":
         return _of_data(source, field)
-    if len(source) > MAX_NAME:
-        raise RefusedError(
-            f"the name of the picture has {len(source)} characters, {MAX_NAME} are allowed. Hint: send the picture as "
-            "a data URL, data:image/png;base64,...",
-            400,
-            field,
-        )
     url = _FILE_URL.match(source)
     scheme = _SCHEME.match(source) if url is None else None
-    if scheme is not None:
-        raise RefusedError(
-            f"this server fetches nothing: {scheme[0].lower()} cannot be used. Hint: send the picture as a data URL, "
-            "data:image/png;base64,...",
-            400,
-            field,
-        )
-    if folder is None:
-        raise RefusedError(
-            "this server reads no files. Hint: send the picture as a data URL, or start the server with "
-            "--image-folder DIR.",
-            400,
-            field,
-        )
-    return _of_file(Path(source if url is None else unquote(url[1])), field, folder)
+    if len(source) > MAX_NAME:
+        fault = f"the name of the picture has {len(source)} characters, {MAX_NAME} are allowed"
+    elif scheme is not None:
+        fault = f"this server fetches nothing: {scheme[0].lower()} cannot be used"
+    elif folder is None:
+        fault = "this server reads no files without --image-folder DIR"
+    else:
+        return _of_file(Path(source if url is None else unquote(url[1])), field, folder)
+    raise RefusedError(f"{fault}. Hint: send the picture as a data URL, data:image/png;base64,...", 400, field)
 
 
 def _of_data(source: str, field: str) -> str:

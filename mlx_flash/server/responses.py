@@ -393,16 +393,16 @@ def _generation_request(
     body: ResponseRequest, messages: Sequence[dict[str, Any]], functions: Functions
 ) -> GenerationRequest:
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    reasoning = body.reasoning
+    reasoning, text = body.reasoning or openai.Thinking(), body.text or TextOptions()
     names = {tool.name or "": name for name, (_, tool) in functions.items()}
     return GenerationRequest(
         model=body.model,
         messages=[*opening, *messages],
         **openai.chosen_tools(body.tool_choice, [_shown(name, tool) for name, (_, tool) in functions.items()], names),
-        template_options=None if reasoning is None else thinking_options(reasoning.thinks, reasoning.effort),
+        template_options=thinking_options(reasoning.thinks, reasoning.effort),
         sampling=openai.sampling_of(body),
         max_tokens=body.max_output_tokens,
-        grammar=openai.grammar_of(body.text.format if body.text is not None else None, "text.format"),
+        grammar=openai.grammar_of(text.format, "text.format"),
         one_call=body.parallel_tool_calls is False,
     )
 

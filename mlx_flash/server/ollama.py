@@ -99,7 +99,7 @@ KeepAlive = Annotated[
 """Seconds, or a duration such as ``1h30m``, which becomes seconds."""
 
 
-class TextRequest(Asking):
+class TextRequest(Asking, openai.LogprobFields):
     """Fields of requests for text."""
 
     model: openai.Name
@@ -108,14 +108,6 @@ class TextRequest(Asking):
     format: Literal["", "json"] | dict[str, Any] | None = None
     keep_alive: KeepAlive = None
     think: bool | openai.Effort | None = None
-    logprobs: bool | None = None
-    top_logprobs: openai.NumLikeliest | None = None
-
-    @model_validator(mode="after")
-    def _has_logprobs(self) -> TextRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
-        return self
 
 
 class Message(openai.Message):
@@ -305,7 +297,7 @@ def _with_settings(asked: GenerationRequest, body: TextRequest) -> GenerationReq
         sampling=_sampling(options),
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=stop_texts(options.stop),
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        top_logprobs=body.num_likeliest,
         grammar=_grammar(body.format),
         keep_alive=body.keep_alive,
     )

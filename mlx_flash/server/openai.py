@@ -306,13 +306,29 @@ class Thinking(Body):
         return self.enabled if self.type is None else self.type != "disabled"
 
 
-class ChatRequest(SamplingFields):
+class LogprobFields(Body):
+    """The wish for probabilities of tokens, in chats and in Ollama's dialect."""
+
+    logprobs: bool | None = None
+    top_logprobs: NumLikeliest | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> LogprobFields:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """The number of likeliest tokens that each token comes with; None for no probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ChatRequest(SamplingFields, LogprobFields):
     """A request for the next message of a conversation."""
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Limit = None
-    logprobs: bool | None = None
-    top_logprobs: NumLikeliest | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -324,12 +340,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     modalities: Annotated[Many[Literal["text"]], Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
-        return self
 
 
 class CompletionRequest(SamplingFields):
@@ -479,7 +489,7 @@ def chat(body: ChatRequest) -> Asked:
         num_choices=body.n or 1,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=stop_texts(body.stop),
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        top_logprobs=body.num_likeliest,
         grammar=grammar_of(body.response_format, "response_format"),
         one_call=body.parallel_tool_calls is False,
         continues=bool(body.continue_final_message),

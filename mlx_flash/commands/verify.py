@@ -42,7 +42,7 @@ from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import read_pieces
+from mlx_flash.storage.ranges import Buffer, read_pieces
 from mlx_flash.storage.safetensors import Extent, TensorRecord, read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.source import identity_of
@@ -93,7 +93,7 @@ class ByteCheck:
             for expert in np.flatnonzero(pool.ready(number)):
                 self.segments(*pool.reads((number, int(expert))))
 
-    def segments(self, segments: Sequence[Segment], memory: memoryview) -> None:
+    def segments(self, segments: Sequence[Segment], memory: Buffer) -> None:
         """Compare a buffer with the parts of files that were read into it."""
         for segment in segments:
             for piece in segment.pieces:

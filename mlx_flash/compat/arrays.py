@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_flash.compat.require import require, require_that
 
@@ -71,8 +71,8 @@ def memory_of(array: mx.array) -> memoryview:
 
 
 def address_of(memory: memoryview) -> int:
-    """Return the address of the first byte."""
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    """Return the address of the first byte of memory that is writable and not empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def array_over(memory: memoryview, shape: tuple[int, int]) -> mx.array:

@@ -24,6 +24,7 @@ from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, swap_class
+from mlx_flash.memory.stacks import StackArena
 from mlx_flash.streaming.layers import hand_in
 from mlx_flash.streaming.stream import WeightStream
 
@@ -297,12 +298,22 @@ class Experts:
     @property
     def least_slots(self) -> int:
         """The fewest slots that calls can be computed with."""
+        slots = self.pool.slots
+        if isinstance(slots, StackArena):
+            return slots.least
         return max(self._stage.num_slots, *(stack.top_k for stack in self.stacks))
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots of the pool, between passes."""
         self._evaluate_pending()
+        if not isinstance(self.pool.slots, StackArena):
+            self.pool.resize(num_slots)
+            return
+        self._stage.let_go()
+        self._pooled.let_go()
         self.pool.resize(num_slots)
+        self._pooled.arrange()
+        self._stage.arrange()
 
     def recover(self) -> None:
         """Drop what a failed pass has not computed."""

@@ -17,6 +17,7 @@ from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Reads, Ticket
+from mlx_flash.storage.ranges import Buffer
 from mlx_flash.streaming.stream import POISON
 
 READS_PAST_CACHE = 3
@@ -214,7 +215,7 @@ class ExpertPool:
         try:
             # One thread is enough where there is time: handing work over takes processor time from the computation.
             self._in_flight[layer][expert] = self.reader.start(
-                self._prepared.get(key) or self._prepare(key, slot),
+                self._prepared.get(key) or self._prepare(key),
                 self.slots.memory(slot),
                 caching=caching,
                 urgent=urgent,
@@ -226,11 +227,8 @@ class ExpertPool:
         self.stats.read_bytes += self.layers[layer].expert_bytes
         return True
 
-    def _prepare(self, key: Expert, slot: int) -> Reads:
-        layer = self.layers[key[0]]
-        reads = self.reader.prepare(layer.segments(key[1], slot))
-        if layer.stacks is None:  # they are the same for every slot
-            self._prepared[key] = reads
+    def _prepare(self, key: Expert) -> Reads:
+        reads = self._prepared[key] = self.reader.prepare(self.layers[key[0]].segments(key[1]))
         return reads
 
     def _enter(self, key: Expert, spared: Mask) -> int | None:
@@ -294,11 +292,10 @@ class ExpertPool:
         for expert in self._in_flight[layer].keys() & set(experts):
             self.leave((layer, expert))
 
-    def reads(self, key: Expert) -> tuple[Sequence[Segment], memoryview]:
+    def reads(self, key: Expert) -> tuple[Sequence[Segment], Buffer]:
         """Return the reads that fill an expert's slot, and the memory that they write to."""
         layer, expert = key
-        slot = int(self.slot_of[layer][expert])
-        return self.layers[layer].segments(expert, slot), self.slots.memory(slot)
+        return self.layers[layer].segments(expert), self.slots.memory(int(self.slot_of[layer][expert]))
 
     def clear_head(self, num_slots: int) -> None:
         """Take the first slots away from their experts, until :meth:`restore_head`."""
@@ -336,17 +333,24 @@ class ExpertPool:
         return adopted
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots. Of all experts in their slots, those that were used most stay.
+        """Change the number of slots. Of all experts in their slots, those that were used most stay, if slots can.
 
-        Everything that computes with slots must be evaluated, and no slot may be cleared.
+        Everything that computes with slots must be evaluated, and no slot may be cleared. No view of stacks may be
+        left.
         """
+        self._held = _NOTHING
+        if isinstance(self.slots, StackArena):
+            for layer, table in enumerate(self.slot_of):
+                for number in np.flatnonzero(table != ABSENT):
+                    self.leave((layer, int(number)))
+            self.slots.resize(num_slots)
+            self._free = [*reversed(range(num_slots))]
+            return
         for layer, in_flight in enumerate(self._in_flight):
             for expert in [expert for expert in in_flight if self.slot_of[layer][expert] >= num_slots]:
                 self.leave((layer, expert))
         before = self.slots.num_slots
         going = np.arange(self.slots.capacity) >= num_slots
-        self._held = _NOTHING
-        assert isinstance(self.slots, SlotArena)
         self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
         for slot in range(num_slots, before):
             self._vacate(slot, going)
@@ -357,6 +361,7 @@ class ExpertPool:
         key = self._uses.holder(slot)
         if key is None:
             return
+        assert isinstance(self.slots, SlotArena)
         if not self._free and (least := self._uses.least(going)) is not None and self._uses.is_more(key, least):
             self.leave(least)
         if self._free:

@@ -61,8 +61,8 @@ def make_pooled(stacks: Sequence[ExpertStack], slots: tuple[int, int, int], make
         return PooledStacks(stacks, make_pool(SlotArena(num_slots, slot_bytes, most_slots), layers), takes)
     items = [p.array.dtype.size for p in (*stacks[0].unit.large, *stacks[0].unit.small)]
     most = min(_MOST_ITEMS * size // width for size, width in zip(items, widths, strict=True))
-    arena = StackArena(min(num_slots, most), slot_bytes, widths)
-    return PooledStacks(stacks, make_pool(arena, stack_layers(layers, arena.starts)))
+    arena = StackArena(min(num_slots, most), slot_bytes, widths, min(most_slots, most))
+    return PooledStacks(stacks, make_pool(arena, stack_layers(layers, arena.offsets)))
 
 
 class PooledStacks:
@@ -84,11 +84,21 @@ class PooledStacks:
         self, stacks: Sequence[ExpertStack], pool: ExpertPool, takes_slots: Sequence[bool] | None = None
     ) -> None:
         self.pool = pool
-        self._modules: list[Any] = [self._copy(layer, stack) for layer, stack in enumerate(stacks)]
+        self._stacks = stacks
+        self._modules: list[Any] = []
+        self.arrange()
         self.takes_slots = takes_slots or [
             not stack.is_widened and try_slots(module, stack.unit.large[0].container)
             for module, stack in zip(self._modules, stacks, strict=True)
         ]
+
+    def arrange(self) -> None:
+        """Make the copies. Call it again after :meth:`let_go`."""
+        self._modules = [self._copy(layer, stack) for layer, stack in enumerate(self._stacks)]
+
+    def let_go(self) -> None:
+        """Drop all views of the slots, before others take their place."""
+        self._modules = []
 
     def _copy(self, layer: int, stack: ExpertStack) -> nn.Module:
         unit, of_pool = stack.unit, self.pool.layers[layer]

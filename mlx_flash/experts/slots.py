@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.storage.placement import Piece, PlacedRows, Segment
+from mlx_flash.storage.placement import PlacedRows, Segment
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ABSENT = -1
@@ -53,8 +53,8 @@ class PoolLayer:
         placements: where the tensors of each expert lie, in its file and in a slot: there all in the same places.
         kept: arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot.
         expert_bytes: bytes of one expert that are read from disk.
-        stacks: where the stack of each tensor that is read starts, if slots are parts of stacks. ``kept`` has the
-            starts of stacks then, too.
+        stacks: the offset of each tensor that is read, if slots are parts of stacks. ``kept`` has such offsets then,
+            too.
     """
 
     placements: PlacedRows
@@ -69,7 +69,7 @@ class PoolLayer:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Places of the tensors that are read: the start of a stack, or the offset in each slot."""
+        """Offsets in each slot of the tensors that are read."""
         return self.placements.offsets if self.stacks is None else self.stacks
 
     @property
@@ -84,18 +84,15 @@ class PoolLayer:
         """Number of experts."""
         return len(self.placements)
 
-    def segments(self, expert: int, slot: int) -> Sequence[Segment]:
-        """Return the reads of an expert: to the memory of its slot, or to that of all stacks."""
+    def segments(self, expert: int) -> Sequence[Segment]:
+        """Return the reads of an expert to the memory of its slot."""
         segments = self.placements[expert].segments
         if self.stacks is None:
             return segments
-        starts = dict(zip(self.placements.offsets, self.stacks, strict=True))
-        found = []
+        offsets, found = dict(zip(self.placements.offsets, self.stacks, strict=True)), []
         for segment in segments:
-            pieces = (
-                Piece(p.name, p.offset, p.nbytes, starts[p.buffer_offset] + slot * p.nbytes) for p in segment.pieces
-            )
-            found.append(Segment(segment.path, segment.offset, segment.nbytes, None, tuple(pieces)))
+            pieces = tuple([replace(piece, buffer_offset=offsets[piece.buffer_offset]) for piece in segment.pieces])
+            found.append(Segment(segment.path, segment.offset, segment.nbytes, None, pieces))
         return found
 
 
@@ -109,16 +106,16 @@ def pool_layer(stack: ExpertStack) -> PoolLayer:
     return PoolLayer(placed.read, list(zip(placed.kept, rows, strict=True)), stack.expert_bytes)
 
 
-def stack_layers(layers: Sequence[PoolLayer], starts: Sequence[int]) -> list[PoolLayer]:
+def stack_layers(layers: Sequence[PoolLayer], offsets: Sequence[int]) -> list[PoolLayer]:
     """Return layers whose experts lie in stacks.
 
     Args:
         layers: layers whose experts have tensors of the same sizes.
-        starts: where the stack of each tensor starts, in the order of :attr:`PoolLayer.widths`.
+        offsets: of each tensor in a slot, in the order of :attr:`PoolLayer.widths`.
     """
     num_read = len(layers[0].placements.offsets)
-    read, kept = tuple(starts[:num_read]), starts[num_read:]
+    read, kept = tuple(offsets[:num_read]), offsets[num_read:]
     return [
-        replace(layer, stacks=read, kept=[(start, rows) for start, (_, rows) in zip(kept, layer.kept, strict=True)])
+        replace(layer, stacks=read, kept=[(offset, rows) for offset, (_, rows) in zip(kept, layer.kept, strict=True)])
         for layer in layers
     ]

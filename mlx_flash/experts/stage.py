@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
+from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
 from mlx_flash.storage.prefetcher import Ticket
@@ -94,13 +96,25 @@ class Stage:
         self._copies = [
             self._full_copy(stack, matrices) for stack, matrices in zip(stacks, self._matrices, strict=True)
         ]
-        sizes = [matrix.placement.nbytes for matrices in self._matrices for matrix in matrices]
-        self._region_bytes = max(sizes)
-        two, one = (pool.slots.num_head(count * self._region_bytes) for count in (2, 1))
-        self._num_regions, self.num_slots = (2, two) if 2 * two <= pool.slots.num_slots else (1, one)
-        self._arena = pool.slots.head(self.num_slots)
+        self._region_bytes = max(matrix.placement.nbytes for matrices in self._matrices for matrix in matrices)
+        self.arrange()
         self._call = _Call(0, [], [], set())
         self._regions: dict[int, tuple[_Matrix, Ticket]] = {}
+
+    def arrange(self) -> None:
+        """Take the first slots of the pool. Call it again after :meth:`let_go`."""
+        slots = self._pool.slots
+        two, one = (slots.num_head(count * self._region_bytes) for count in (2, 1))
+        self._num_regions, self.num_slots = (2, two) if 2 * two <= slots.num_slots else (1, one)
+        self._arena: Arena | None = slots.head(self.num_slots)
+
+    def let_go(self) -> None:
+        """Drop all views of the slots, before others take their place."""
+        self._arena = None
+        for matrix in chain.from_iterable(self._matrices):
+            matrix.views.clear()
+            for parameter in matrix.parameters:
+                dict.__setitem__(matrix.module, parameter.key, parameter.array)
 
     def _full_copy(self, stack: ExpertStack, matrices: Sequence[_Matrix]) -> nn.Module:
         arrays = {(id(p.container), p.key): p.array for p in [*stack.unit.large, *stack.unit.small]}
@@ -209,6 +223,7 @@ class Stage:
     def _views(self, matrix: _Matrix, region: int) -> list[mx.array]:
         if region not in matrix.views:
             start = region * self._region_bytes
+            assert self._arena is not None
             matrix.views[region] = [
                 self._arena.view(start + offset, parameter.array.shape, parameter.array.dtype)
                 for parameter, offset in zip(matrix.parameters, matrix.placement.offsets, strict=True)
@@ -216,6 +231,7 @@ class Stage:
         return matrix.views[region]
 
     def _memory(self, region: int) -> memoryview:
+        assert self._arena is not None
         return self._arena.memory[region * self._region_bytes :][: self._region_bytes]
 
 

@@ -95,8 +95,8 @@ class DriverCopies:
         Raises:
             DriverError: the driver refused.
         """
-        to, at = ctypes.c_uint64(address_of(target)), ctypes.c_void_p(address_of(source))
-        _check(self._driver.cuMemcpyHtoDAsync_v2(to, at, ctypes.c_size_t(len(source)), self._channel.stream))
+        copy, stream = self._driver.cuMemcpyHtoDAsync_v2, self._channel.stream
+        _check(copy(address_of(target), address_of(source), len(source), stream))
 
     def finish(self) -> None:
         """Wait until this thread's copies have arrived.
@@ -202,9 +202,11 @@ def _used_of_pool() -> int | None:
 def load_driver() -> Any:
     """Return CUDA's driver, whose functions return 0 for success. Raises: DriverError."""
     try:
-        return ctypes.CDLL(_LIBRARY)
+        driver = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise DriverError(str(error)) from error
+    driver.cuMemcpyHtoDAsync_v2.argtypes = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    return driver
 
 
 def _check(code: int) -> None:

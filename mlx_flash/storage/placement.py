@@ -41,6 +41,10 @@ class Piece:
         return self.offset + self.nbytes
 
 
+Place = tuple[int, int, int]
+"""Offset of some bytes in a file, their offset in a buffer, and their number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One contiguous range of a file, read by one or more positional reads.
@@ -74,9 +78,14 @@ class Segment:
         """First byte after the last piece: what a read must reach to be complete."""
         return max(piece.end for piece in self.pieces)
 
-    def wanted_bytes(self, start: int, stop: int) -> int:
-        """Return the number of bytes of pieces in ``[start, stop)`` of the file."""
-        return sum([max(0, min(stop, p.offset + p.nbytes) - max(start, p.offset)) for p in self.pieces])
+    def places(self, start: int, stop: int) -> tuple[Place, ...]:
+        """Return where pieces in ``[start, stop)`` of the file lie, and where they go."""
+        found = []
+        for piece in self.pieces:
+            low, high = max(start, piece.offset), min(stop, piece.offset + piece.nbytes)
+            if low < high:
+                found.append((low, piece.buffer_offset + low - piece.offset, high - low))
+        return tuple(found)
 
     def piece_at(self, offset: int) -> Piece:
         """Return the piece at an offset of the file, or the next one after it."""

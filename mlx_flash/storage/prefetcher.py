@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.forks import THREAD_PREFIX, finalize
@@ -22,11 +22,14 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import REFRESH_SECONDS, CachedShare
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import Arrival, RangeReader
+from mlx_flash.storage.ranges import Arrival, Buffer, Part, RangeReader
 from mlx_flash.storage.source import FileIdentity, SourceFile
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
+
+LEAST_COPIED = 1 << 20
+"""Bytes of a task whose copies a driver makes, if there are so many: each ends with a wait for them."""
 
 LOAD_READ_SIZE = 16 << 20
 """Reads of what stays in memory, where it needs no bounce buffer: fewer reads take less of the processor."""
@@ -59,17 +62,7 @@ class ReadStats:
     cached_bytes: int = 0
 
 
-class _Part(NamedTuple):
-    """The part ``[start, stop)`` of a segment, in bytes of its file; ``nbytes`` of them are wanted."""
-
-    file: SourceFile
-    segment: Segment
-    start: int
-    stop: int
-    nbytes: int
-
-
-_Task = Sequence[_Part]
+_Task = Sequence[Part]
 """Parts that one thread reads, one after another."""
 
 
@@ -98,7 +91,7 @@ class Ticket:
     """
 
     def __init__(
-        self, reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, caching: Caching, is_urgent: bool
+        self, reader: BackgroundPrefetcher, reads: Reads, buffer: Buffer, caching: Caching, is_urgent: bool
     ) -> None:
         self.is_urgent = is_urgent
         self._reader, self._reads, self._buffer, self._caching = reader, reads, buffer, caching
@@ -309,7 +302,7 @@ class BackgroundPrefetcher:
     def start(
         self,
         reads: Reads,
-        buffer: memoryview,
+        buffer: Buffer,
         *,
         caching: Caching = "shared",
         urgent: bool = False,
@@ -349,7 +342,7 @@ class BackgroundPrefetcher:
     def submit(
         self,
         segments: Sequence[Segment],
-        buffer: memoryview,
+        buffer: Buffer,
         *,
         caching: Caching = "shared",
         urgent: bool = False,
@@ -364,8 +357,9 @@ class BackgroundPrefetcher:
         are larger.
         """
         read_size = self.read_size
-        share = min(read_size, -(-sum([segment.nbytes for segment in segments]) // self.queue_depth))
-        task: list[_Part] = []
+        share = -(-sum([segment.nbytes for segment in segments]) // self.queue_depth)
+        share = min(read_size, max(share, LEAST_COPIED if self._ranges.has_driver else 0))
+        task: list[Part] = []
         nbytes = 0
         for segment in segments:
             file = self._files[segment.path]
@@ -377,7 +371,7 @@ class BackgroundPrefetcher:
                 if task and (caching == "kept" or nbytes >= share or nbytes + stop - start > read_size):
                     yield task
                     task, nbytes = [], 0
-                task.append(_Part(file, segment, start, stop, segment.wanted_bytes(start, stop)))
+                task.append(Part(file, segment, start, stop, segment.places(start, stop)))
                 nbytes += stop - start
         if task:
             yield task
@@ -415,15 +409,16 @@ class BackgroundPrefetcher:
             ticket._in_flight.release()
         del ticket, error  # the traceback refers to this frame
 
-    def _read(self, task: _Task, buffer: memoryview, caching: Caching, read: ReadStats) -> None:
+    def _read(self, task: _Task, buffer: Buffer, caching: Caching, read: ReadStats) -> None:
         """Read some parts, and count them."""
         self._ranges.begin()
-        for file, segment, start, stop, nbytes in task:
+        for part in task:
             if self._closed:
                 raise ClosedError(_CLOSED)
             read.num_reads += 1
-            through_cache = self._goes_through_cache(caching, file, start, stop)
-            self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
+            through_cache = self._goes_through_cache(caching, part.file, part.start, part.stop)
+            self._ranges.read(part, buffer, caching == "kept" or through_cache)
+            nbytes = sum([place[2] for place in part.places])
             read.nbytes += nbytes
             read.cached_bytes += nbytes * through_cache
         self._ranges.finish()

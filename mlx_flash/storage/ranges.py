@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mlx_flash.errors import CheckpointError, ReadError, TruncatedFileError
 from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX, BlockReader, BlockTable
-from mlx_flash.storage.placement import Piece, Segment, read_pages
+from mlx_flash.storage.placement import Piece, Place, Segment, read_pages
 from mlx_flash.storage.safetensors import TensorRecord, read_shard
 from mlx_flash.storage.source import SourceFile
 
@@ -38,33 +38,54 @@ _Copy = tuple[Segment, int, memoryview, memoryview]
 """A segment, an offset of its file, the bytes from there in a bounce buffer, and their place in the caller's memory."""
 
 
-class _Range(NamedTuple):
-    """A part of a segment that is to be read.
+class Buffer(Protocol):
+    """Memory that reads write to: a memoryview, or one whose parts lie apart. No slice of it spans two parts."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice, /) -> memoryview: ...
+
+
+class Part(NamedTuple):
+    """A part of a segment that is read at once.
 
     Attributes:
         file: the segment's file.
-        fd: descriptor past the page cache; None to read through it.
         segment: the segment.
-        start, stop: first byte of the file, and the first one after the range.
+        start, stop: first byte of the file, and the first one after the part.
+        places: of what is wanted of it.
+    """
+
+    file: SourceFile
+    segment: Segment
+    start: int
+    stop: int
+    places: tuple[Place, ...]
+
+
+class _Range(NamedTuple):
+    """A part of a segment, and how it is read.
+
+    Attributes:
+        file, segment, start, stop, places: as in :class:`Part`.
+        fd: descriptor past the page cache; None to read through it.
         buffer: the buffer of the segment's offsets.
         keep_cached: leave the pages in the page cache.
     """
 
     file: SourceFile
-    fd: int | None
     segment: Segment
     start: int
     stop: int
-    buffer: memoryview
+    places: tuple[Place, ...]
+    fd: int | None
+    buffer: Buffer
     keep_cached: bool
 
     def parts(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the file offset and the place in the buffer of each piece of the range."""
-        for piece in self.segment.pieces:
-            low, high = max(self.start, piece.offset), min(self.stop, piece.end)
-            if low < high:
-                at = piece.buffer_offset + low - piece.offset
-                yield low, self.buffer[at : at + high - low]
+        for offset, at, nbytes in self.places:
+            yield offset, self.buffer[at : at + nbytes]
 
     def drop_cached(self) -> None:
         """Let the page cache forget it, unless it is to be kept."""
@@ -82,6 +103,7 @@ class RangeReader:
     Attributes:
         num_retries: reads that were repeated after an I/O error.
         in_place: whether aligned bytes go to the caller's memory without a bounce buffer.
+        has_driver: whether CUDA's driver copies them.
 
     Raises:
         DriverError: the driver is to copy, and cannot.
@@ -91,7 +113,8 @@ class RangeReader:
         self._read_size = read_size
         self.num_retries = 0
         self.in_place = arrival == "in place"
-        self._driver = DriverCopies(read_size) if arrival == "copied by the driver" else None
+        self.has_driver = arrival == "copied by the driver"
+        self._driver = DriverCopies(read_size) if self.has_driver else None
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -99,24 +122,20 @@ class RangeReader:
         """Forget what this thread has read and not yet copied."""
         self._local.copies, self._local.num_used = [], 0
 
-    def read(
-        self, file: SourceFile, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool
-    ) -> None:
-        """Read the pieces of ``[start, stop)`` of a segment. They have arrived after :meth:`finish`.
+    def read(self, part: Part, buffer: Buffer, keep_cached: bool) -> None:
+        """Read what is wanted of a part of a segment. It has arrived after :meth:`finish`.
 
         Args:
-            file: the segment's file.
-            segment: what to read.
-            start: first byte of the file.
-            stop: first byte of the file after the range.
+            part: what to read.
             buffer: the buffer of the segment's offsets.
             keep_cached: read through the page cache and leave the pages there.
 
         Raises:
             ReadError: bytes could not be read.
         """
+        file, segment, start, stop, _ = part
         fd = None if keep_cached else file.direct_fd
-        wanted = _Range(file, fd, segment, start, stop, buffer, keep_cached)
+        wanted = _Range(*part, fd, buffer, keep_cached)
         if file.table is not None:
             self._read_blocks(wanted, file.table)
         elif self._driver is not None:
@@ -181,7 +200,7 @@ class RangeReader:
 
         def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
             pages = read_pages(path, [Piece(name, offset, nbytes, 0)])
-            stored = wanted._replace(segment=pages, start=offset, stop=offset + nbytes)
+            stored = wanted._replace(segment=pages, start=offset, stop=offset + nbytes, places=())
             if wanted.fd is not None:
                 self._read_direct(stored, coded[: pages.nbytes])
                 return
@@ -294,5 +313,5 @@ def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview
             stop = min(start + len(buffer), offset + nbytes)
             piece = Piece(record.name, offset, nbytes, offset - start)
             segment = Segment(path, offset, nbytes, None, (piece,))
-            reader.read(file, segment, start, stop, buffer, keep_cached=False)
+            reader.read(Part(file, segment, start, stop, segment.places(start, stop)), buffer, keep_cached=False)
             yield buffer[: stop - start]

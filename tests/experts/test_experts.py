@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import mlx.core as mx
@@ -317,6 +318,43 @@ def test_small_calls_compute_from_stacks(quantized: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_stacks")
+@pytest.mark.parametrize("trunk", ["resident", "streamed"])
+def test_stacks_of_any_size_at_any_time_change_no_bit(quantized: Path, trunk: str) -> None:
+    calls = [*TOKENS[:4], TOKENS[0] * 40, *TOKENS[4:8]]
+    expected = run(stock(quantized), calls)
+    random, sizes = Random(3), list[int]()
+    with with_pool(quantized, 24, trunk, exact_rows=False, poison_released_slots=True) as model:
+        assert model.engine is not None
+        lending, slots = model.engine.lending, pool_of(model).slots
+        for _ in range(5):
+            lending.lend(random.randrange(2 * slots.capacity * slots.pitch))
+            assert lending.recallable == lending.nbytes >= (slots.num_slots - 24) * slots.pitch
+            assert same_bits(run(model, calls), expected)
+            wanted = random.randrange(1 + lending.recallable)
+            freed = lending.recall(wanted)
+            sizes.append(slots.num_slots)
+            assert freed >= wanted and slots.num_slots >= 24
+            assert same_bits(run(model, calls), expected)
+        assert len(set(sizes)) > 2
+        lending.end()
+        assert slots.num_slots == 24 and not pool_of(model).num_resident
+
+
+@pytest.mark.usefixtures("in_stacks")
+def test_another_number_of_stacks_frees_the_memory_of_the_old_ones(quantized: Path) -> None:
+    with with_pool(quantized, 24, exact_rows=False) as model:
+        run(model, TOKENS)  # the copies of the stage too
+        assert model.engine is not None
+        lending, slots = model.engine.lending, pool_of(model).slots
+        before = mx.get_active_memory()
+        lending.lend(slots.capacity * slots.pitch)
+        more = (slots.num_slots - 24) * slots.pitch
+        assert more and abs(mx.get_active_memory() - before - more) < slots.pitch
+        lending.end()
+        assert abs(mx.get_active_memory() - before) < slots.pitch
+
+
+@pytest.mark.usefixtures("in_stacks")
 def test_bytes_of_stacks_are_compared_with_the_files(quantized: Path) -> None:
     with with_pool(quantized, 24) as model:
         run(model, TOKENS[:1])
@@ -327,7 +365,8 @@ def test_bytes_of_stacks_are_compared_with_the_files(quantized: Path) -> None:
         assert check.nbytes and not check.wrong
         expert = int(np.flatnonzero(pool.ready(1))[0])
         segments, memory = pool.reads((1, expert))
-        memory[segments[0].pieces[0].buffer_offset] ^= 1
+        at = segments[0].pieces[0].buffer_offset
+        memory[at : at + 1][0] ^= 1
         check.resident(model.engine, model.layout)
         assert list(check.wrong) == [segments[0].pieces[0].name]
 
@@ -387,12 +426,12 @@ def test_a_back_end_is_tried_with_few_slots(quantized: Path, monkeypatch: pytest
 def test_parts_are_rows_of_stacks(num_slots: int, widths: list[int], data: st.DataObject) -> None:
     pitch = -(-sum(widths) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT + DIRECT_ALIGNMENT
     arena = StackArena(num_slots, pitch, widths)
-    views = [arena.view(start, (width,), mx.uint8) for start, width in zip(arena.starts, widths, strict=True)]
+    views = [arena.view(offset, (width,), mx.uint8) for offset, width in zip(arena.offsets, widths, strict=True)]
     places = [(slot, part) for slot in range(num_slots) for part in range(len(widths))]
     random = np.random.default_rng(num_slots)
     expected = {place: random.bytes(widths[place[1]]) for place in places}
     for slot, part in places:
-        arena.part(slot, arena.starts[part], widths[part])[:] = expected[slot, part]
+        arena.part(slot, arena.offsets[part], widths[part])[:] = expected[slot, part]
     for slot, part in places:
         assert bytes(np.array(views[part][slot])) == expected[slot, part]
 

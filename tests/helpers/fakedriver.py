@@ -71,9 +71,9 @@ class FakeDriver:
         return 0
 
     def cuMemcpyHtoDAsync_v2(  # noqa: N802
-        self, target: ctypes.c_uint64, source: ctypes.c_void_p, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p
+        self, target: int, source: int, nbytes: int, stream: ctypes.c_void_p
     ) -> int:
-        self._started[stream.value or 0].append((target.value, source.value or 0, nbytes.value))
+        self._started[stream.value or 0].append((target, source, nbytes))
         return 0
 
     def cuStreamSynchronize(self, stream: ctypes.c_void_p) -> int:  # noqa: N802

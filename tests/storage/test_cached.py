@@ -141,8 +141,8 @@ def test_experts_go_past_the_page_cache_at_first(
     real = RangeReader.read
 
     def spy(self: RangeReader, *args: Any) -> None:
-        _, segment, start, _, _, through_cache = args
-        reads.setdefault((segment.path, start), []).append(through_cache)
+        part, _, through_cache = args
+        reads.setdefault((part.segment.path, part.start), []).append(through_cache)
         real(self, *args)
 
     with with_pool(directory, 12, exact_rows=exact_rows, io="auto") as model:

@@ -74,15 +74,16 @@ class Uses:
         """Return the expert in a slot."""
         return self._holders[slot]
 
-    def least(self, spared: Mask) -> Expert | None:
-        """Return the least used expert in a slot; None when all are spared.
+    def least(self, spared: Mask, number: int) -> list[Expert]:
+        """Return the experts in slots that were used least, or fewer where others are spared.
 
         Args:
             spared: for each slot whether its expert must stay.
+            number: how many are wanted, at least one.
         """
         sums = np.where(spared, np.inf, self._in_slots)
-        slot = int(sums.argmin())
-        return self._holders[slot] if sums[slot] < np.inf else None
+        slots = [int(sums.argmin())] if number == 1 else sums.argsort()[:number].tolist()
+        return [key for slot in slots if sums[slot] < np.inf and (key := self._holders[slot]) is not None]
 
     def is_more(self, key: Expert, than: Expert) -> bool:
         """Return whether an expert was used more than another."""

@@ -189,13 +189,14 @@ class Experts:
         if num_rows < indices.size:
             pairs = mx.argsort(slots.reshape(-1))[:num_rows]
             known.append(pairs)
-        mx.async_eval(known)  # in a call of its own: whatever is evaluated with the rows has to wait for them
+        if self._exact_rows:  # in a call of its own: whatever is evaluated with the rows has to wait for them
+            mx.async_eval(known)  # CUDA takes longer to begin another call than to compute the rows
         slots = mx.minimum(slots, num_slots - 1)
         if pairs is None:
             rows = self._pooled.run(layer, x, slots).reshape(num_rows, -1)
         else:
             rows = self._pooled.run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
-        mx.async_eval(rows)
+        mx.async_eval(rows, [] if self._exact_rows else known)
         return _Begun(rows, pairs, ready)
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
@@ -239,9 +240,9 @@ class Experts:
             experts: those that are needed, each once.
             late: those of them in flight.
         """
-        is_small = routing.size < SORTED_SIZE
+        begins = is_small = routing.size < SORTED_SIZE
         if not self._exact_rows and begun is not None and begun.ready[experts].all():
-            result = begun.rows.reshape(*routing.shape, -1)
+            result, begins = begun.rows.reshape(*routing.shape, -1), False  # it has begun
         elif self._exact_rows and routing.size and is_whole(x, routing):
             # Each expert of a small call computes when it comes, but the last; those of a prompt when all have come.
             parts, late = self._compute_parts(layer, x, routing, begun, late, 1 if is_small else len(late))
@@ -249,7 +250,7 @@ class Experts:
         else:
             result = self._pooled.run_routing(layer, x, routing)
         self.pool.wait(layer, late)  # the part that computes with them is not evaluated yet
-        if is_small:
+        if begins:
             # It computes while Python goes through the rest of the model. A prompt's results are large: they wait.
             mx.async_eval(result)
         self._pending.append(result)

@@ -6,7 +6,7 @@ A slot holds one expert of one layer. An expert that gets a slot takes that of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -110,12 +110,12 @@ class ExpertPool:
         if in_flight:
             self._settle(layer, experts)
         missing = self.count(layer, experts)
-        if missing:
-            spared = self.spared(layer, experts)
-            for expert in sorted(missing, key=self.layers[layer].file_order.__getitem__):
-                is_read = self._read((layer, expert), spared, urgent=True)
-                if not is_read and not self._read((layer, expert), self.spared(layer, experts, ()), urgent=True):
-                    raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
+        if not self._free_slots(len(missing), lambda: self.spared(layer, experts)) and not self._free_slots(
+            len(missing), lambda: self.spared(layer, experts, ())
+        ):
+            raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
+        for expert in sorted(missing, key=self.layers[layer].file_order.__getitem__):
+            self._read((layer, expert), urgent=True)
         self._held = self.slot_of[layer][list(experts)]
         needed = set(experts)
         late = [expert for expert in in_flight if expert in needed]
@@ -134,14 +134,12 @@ class ExpertPool:
             urgent: the call comes soon.
         """
         table, num_left = self.slot_of[layer], most - sum(map(len, self._predicted))
-        spared = self.spared(layer, experts)
-        for expert in experts:
-            if table[expert] == ABSENT:
-                if num_left <= 0 or not self._read((layer, expert), spared, urgent=urgent):
-                    return
-                self._predicted[layer].add(expert)
-                self.stats.num_predicted += 1
-                num_left -= 1
+        missing = [expert for expert in experts if table[expert] == ABSENT][: max(0, num_left)]
+        self._free_slots(len(missing), lambda: self.spared(layer, experts))
+        for expert in missing[: len(self._free)]:
+            self._read((layer, expert), urgent=urgent)
+            self._predicted[layer].add(expert)
+            self.stats.num_predicted += 1
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Wait until some requested experts are in their slots.
@@ -204,12 +202,23 @@ class ExpertPool:
                 mask[self.slot_of[other][list(some)]] = True
         return mask
 
-    def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
-        """Start to read an expert. Return False when there is no slot for it."""
+    def _free_slots(self, number: int, spared: Callable[[], Mask]) -> bool:
+        """Take slots from the experts that were used least, but for some, until so many are free. Return if they are.
+
+        All at once, since each look at all slots gives other threads Python's lock.
+        """
+        short = number - len(self._free)
+        if short > 0:
+            least = self._uses.least(spared(), short)
+            self.stats.num_evicted += len(least)
+            for key in least:
+                self.leave(key)
+        return len(self._free) >= number
+
+    def _read(self, key: Expert, *, urgent: bool) -> None:
+        """Start to read an expert into a free slot."""
         layer, expert = key
-        slot = self._enter(key, spared)
-        if slot is None:
-            return False
+        slot = self._enter(key)
         caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
         self._num_reads[key] += 1
         try:
@@ -225,39 +234,25 @@ class ExpertPool:
             self.leave(key)
             raise
         self.stats.read_bytes += self.layers[layer].expert_bytes
-        return True
 
     def _prepare(self, key: Expert) -> Reads:
         reads = self._prepared[key] = self.reader.prepare(self.layers[key[0]].segments(key[1]))
         return reads
 
-    def _enter(self, key: Expert, spared: Mask) -> int | None:
-        """Give an expert a slot, and copy into it the arrays that are always in memory. The caller fills the rest.
-
-        Args:
-            key: the expert.
-            spared: for each slot whether its expert must stay. The new one is added.
+    def _enter(self, key: Expert) -> int:
+        """Give an expert a free slot, and copy into it the arrays that are always in memory. The caller fills the rest.
 
         Returns:
-            The slot; None when all are spared.
+            The slot.
         """
         layer, expert = key
-        if self._free:
-            slot = self._free.pop()
-            self.slots.touch(slot)
-        else:
-            least = self._uses.least(spared)
-            if least is None:
-                return None
-            self.stats.num_evicted += 1
-            self.leave(least)
-            slot = self._free.pop()
+        slot = self._free.pop()
+        self.slots.touch(slot)
         for offset, rows in self.layers[layer].kept:
             row = rows[expert]
             np.frombuffer(self.slots.part(slot, offset, len(row)), np.uint8)[:] = row
         self.slot_of[layer][expert] = slot
         self._uses.enter(slot, key)
-        spared[slot] = True
         return slot
 
     def leave(self, key: Expert) -> None:
@@ -317,19 +312,21 @@ class ExpertPool:
         Args:
             layer: number of the layer.
             experts: experts without slots, the most important first.
-            spared: for each slot whether its expert must stay.
+            spared: for each slot whether its expert must stay. The new ones are added.
 
         Returns:
             The slot of each expert that got one.
         """
         adopted: dict[int, int] = {}
         for expert in experts:
-            least = None if self._free else self._uses.least(spared)
-            if not self._free and (least is None or not self._uses.is_more((layer, expert), least)):
-                break
-            slot = self._enter((layer, expert), spared)
-            assert slot is not None
-            adopted[expert] = slot
+            if not self._free:
+                least = self._uses.least(spared, 1)
+                if not least or not self._uses.is_more((layer, expert), least[0]):
+                    break
+                self.stats.num_evicted += 1
+                self.leave(least[0])
+            slot = adopted[expert] = self._enter((layer, expert))
+            spared[slot] = True
         return adopted
 
     def resize(self, num_slots: int) -> None:
@@ -362,8 +359,8 @@ class ExpertPool:
         if key is None:
             return
         assert isinstance(self.slots, SlotArena)
-        if not self._free and (least := self._uses.least(going)) is not None and self._uses.is_more(key, least):
-            self.leave(least)
+        if not self._free and (least := self._uses.least(going, 1)) and self._uses.is_more(key, least[0]):
+            self.leave(least[0])
         if self._free:
             to = self._free.pop()
             self.slots.touch(to)

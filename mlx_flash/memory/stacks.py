@@ -22,7 +22,7 @@ _DISTANCE = 1 << 40
 """From the offset of a part to that of the next one: more than the bytes of any part."""
 
 _STEP = 9 / 8
-"""From one number of slots to the next: another number takes all slots their contents."""
+"""Numbers of slots differ by so much, since another number takes all slots their contents."""
 
 
 class StackArena:
@@ -71,11 +71,11 @@ class StackArena:
         return self.num_slots * self.pitch
 
     def num_within(self, nbytes: int) -> int:
-        """Return the number of slots that so much memory is enough for, in steps: a little more is not worth it."""
-        num_slots = self.least
-        while (more := min(int(num_slots * _STEP) + 1, self.capacity)) * self.pitch <= nbytes and more > num_slots:
-            num_slots = more
-        return num_slots
+        """Return a number of slots that so much memory is enough for: not a few more or less than there are."""
+        number, now = min(max(self.least, nbytes // self.pitch), self.capacity), self.num_slots
+        if number >= now:
+            return number if number >= now * _STEP or number == self.capacity else now
+        return max(self.least, min(number, int(now / _STEP)))
 
     def touch(self, slot: int) -> None:
         """Do nothing: all slots have memory."""

@@ -151,5 +151,6 @@ class Task:
 
 
 def cache_limit_of(machine: Machine, budget: int) -> int:
-    """Return the bytes of freed buffers that MLX may keep."""
-    return min(max(64 * MB, budget // 20), 256 * MB) if machine.has_buffer_cache else 0
+    """Return the bytes of freed buffers that MLX may keep. Of CUDA's driver it gets others at once."""
+    most = 64 * MB if machine.context_bytes else 256 * MB
+    return min(max(64 * MB, budget // 20), most) if machine.has_buffer_cache else 0

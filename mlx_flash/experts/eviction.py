@@ -82,7 +82,8 @@ class Uses:
             number: how many are wanted, at least one.
         """
         sums = np.where(spared, np.inf, self._in_slots)
-        slots = [int(sums.argmin())] if number == 1 else sums.argsort()[:number].tolist()
+        number = min(number, len(sums))
+        slots = sums.argpartition(number - 1)[:number].tolist()
         return [key for slot in slots if sums[slot] < np.inf and (key := self._holders[slot]) is not None]
 
     def is_more(self, key: Expert, than: Expert) -> bool:

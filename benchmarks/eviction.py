@@ -175,9 +175,7 @@ class LeastUsed(LeastRecentlyUsed):
 
     def evict(self, pinned: Sequence[Key]) -> None:
         """Let an expert that is not pinned leave the pool."""
-        spared = np.zeros(int(self._first[-1]), bool)
-        spared[[self._slot(key) for key in pinned]] = True
-        (key,) = self._uses.least(spared, 1)
+        (key,) = self._uses.least([self._slot(key) for key in pinned], 1)
         assert key is not None
         self._uses.leave(self._slot(key))
         del self.pool[key]

@@ -7,7 +7,7 @@ routing stays as it is, and better where it changes (docs/lab-notes.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class Uses:
         self._sums = [np.full(size, -np.inf) for size in sizes]
         self._in_slots = np.full(num_slots, np.inf)
         self._holders: list[Expert | None] = [None] * num_slots
+        self._order: list[int] = []
+        self._ordered_by = self._in_slots
         self._now = 0.0
         self._last = -1
 
@@ -54,6 +56,7 @@ class Uses:
         """
         if layer <= self._last:
             self._now += 1 / HALF_LIFE
+            self._order.clear()
         self._last = layer
         weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
         sums = self._sums[layer]
@@ -74,17 +77,36 @@ class Uses:
         """Return the expert in a slot."""
         return self._holders[slot]
 
-    def least(self, spared: Mask, number: int) -> list[Expert]:
+    def least(self, spared: Collection[int], number: int) -> list[Expert]:
         """Return the experts in slots that were used least, or fewer where others are spared.
 
+        Slots are put in order once a pass: numpy lets go of Python's lock for so many, and threads that read would take
+        it each time. What has been used or has entered since stays.
+
         Args:
-            spared: for each slot whether its expert must stay.
-            number: how many are wanted, at least one.
+            spared: slots whose experts must stay.
+            number: how many are wanted.
         """
-        sums = np.where(spared, np.inf, self._in_slots)
-        number = min(number, len(sums))
-        slots = sums.argpartition(number - 1)[:number].tolist()
-        return [key for slot in slots if sums[slot] < np.inf and (key := self._holders[slot]) is not None]
+        found, kept, is_new = list[int](), list[int](), False
+        while len(found) < number:
+            if not self._order:
+                if is_new:
+                    break
+                self._put_in_order(found)
+                kept, is_new = [], True
+            elif (slot := self._order.pop()) in spared:
+                kept.append(slot)
+            elif self._in_slots[slot] == self._ordered_by[slot]:
+                found.append(slot)
+        self._order += reversed(kept)
+        return [key for slot in found if (key := self._holders[slot]) is not None]
+
+    def _put_in_order(self, without: Collection[int]) -> None:
+        """List the slots with experts, but for some, those that were used least last."""
+        self._ordered_by = self._in_slots.copy()
+        number = int(np.count_nonzero(self._in_slots < np.inf))
+        order: list[int] = self._in_slots.argsort()[:number][::-1].tolist()
+        self._order = [slot for slot in order if slot not in without]
 
     def is_more(self, key: Expert, than: Expert) -> bool:
         """Return whether an expert was used more than another."""

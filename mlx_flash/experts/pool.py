@@ -23,8 +23,6 @@ from mlx_flash.streaming.stream import POISON
 READS_PAST_CACHE = 3
 """4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab-notes.md)."""
 
-_NOTHING: Numbers = np.empty(0, np.int64)
-
 
 class ExpertPool:
     """A table of slots that experts are read into.
@@ -68,7 +66,7 @@ class ExpertPool:
         self._predicted: list[set[int]] = [set() for _ in layers]
         self._free = list(reversed(range(slots.num_slots)))
         self._num_cleared = 0
-        self._held = _NOTHING
+        self._held: list[int] = []
         self._uses = Uses([layer.num_experts for layer in layers], slots.capacity)
 
     @property
@@ -105,7 +103,7 @@ class ExpertPool:
         Raises:
             ClosedError: the reader was closed.
         """
-        self._held = _NOTHING
+        self._held = []
         in_flight = self._in_flight[layer]
         if in_flight:
             self._settle(layer, experts)
@@ -116,7 +114,7 @@ class ExpertPool:
             raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
         for expert in sorted(missing, key=self.layers[layer].file_order.__getitem__):
             self._read((layer, expert), urgent=True)
-        self._held = self.slot_of[layer][list(experts)]
+        self._held = self.slot_of[layer][list(experts)].tolist()
         needed = set(experts)
         late = [expert for expert in in_flight if expert in needed]
         for expert in late:
@@ -191,22 +189,18 @@ class ExpertPool:
         slots = self.slot_of[layer][experts]
         self._uses.add(layer, experts, counts, num_tokens, slots)
 
-    def spared(self, layer: int, experts: Sequence[int], predicted: Sequence[Collection[int]] | None = None) -> Mask:
-        """Return for each slot whether it belongs to some experts, to held ones, or to predicted ones of any layer."""
-        mask = np.zeros(self.slots.capacity, np.bool_)
-        slots = self.slot_of[layer][list(experts)]
-        mask[slots[slots != ABSENT]] = True
-        mask[self._held] = True
+    def spared(
+        self, layer: int, experts: Sequence[int], predicted: Sequence[Collection[int]] | None = None
+    ) -> set[int]:
+        """Return the slots of some experts, of held ones, and of predicted ones of any layer."""
+        slots = {*self._held, *self.slot_of[layer][list(experts)].tolist()}
         for other, some in enumerate(self._predicted if predicted is None else predicted):
             if some:
-                mask[self.slot_of[other][list(some)]] = True
-        return mask
+                slots.update(self.slot_of[other][list(some)].tolist())
+        return slots - {ABSENT}
 
-    def _free_slots(self, number: int, spared: Callable[[], Mask]) -> bool:
-        """Take slots from the experts that were used least, but for some, until so many are free. Return if they are.
-
-        All at once, since each look at all slots gives other threads Python's lock.
-        """
+    def _free_slots(self, number: int, spared: Callable[[], set[int]]) -> bool:
+        """Take slots from the experts that were used least, until so many are free. Return whether they are."""
         short = number - len(self._free)
         if short > 0:
             least = self._uses.least(spared(), short)
@@ -294,7 +288,7 @@ class ExpertPool:
 
     def clear_head(self, num_slots: int) -> None:
         """Take the first slots away from their experts, until :meth:`restore_head`."""
-        self._held = _NOTHING
+        self._held = []
         for layer, table in enumerate(self.slot_of):
             for expert in np.flatnonzero((table != ABSENT) & (table < num_slots)):
                 self.leave((layer, int(expert)))
@@ -306,13 +300,13 @@ class ExpertPool:
         self._free = [*reversed(range(self._num_cleared)), *self._free]
         self._num_cleared = 0
 
-    def adopt(self, layer: int, experts: Iterable[int], spared: Mask) -> dict[int, int]:
+    def adopt(self, layer: int, experts: Iterable[int], spared: set[int]) -> dict[int, int]:
         """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.
 
         Args:
             layer: number of the layer.
             experts: experts without slots, the most important first.
-            spared: for each slot whether its expert must stay. The new ones are added.
+            spared: slots whose experts must stay. The new ones are added.
 
         Returns:
             The slot of each expert that got one.
@@ -326,7 +320,7 @@ class ExpertPool:
                 self.stats.num_evicted += 1
                 self.leave(least[0])
             slot = adopted[expert] = self._enter((layer, expert))
-            spared[slot] = True
+            spared.add(slot)
         return adopted
 
     def resize(self, num_slots: int) -> None:
@@ -335,7 +329,7 @@ class ExpertPool:
         Everything that computes with slots must be evaluated, and no slot may be cleared. No view of stacks may be
         left.
         """
-        self._held = _NOTHING
+        self._held = []
         if isinstance(self.slots, StackArena):
             for layer, table in enumerate(self.slot_of):
                 for number in np.flatnonzero(table != ABSENT):
@@ -347,13 +341,13 @@ class ExpertPool:
             for expert in [expert for expert in in_flight if self.slot_of[layer][expert] >= num_slots]:
                 self.leave((layer, expert))
         before = self.slots.num_slots
-        going = np.arange(self.slots.capacity) >= num_slots
+        going = range(num_slots, self.slots.capacity)
         self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
         for slot in range(num_slots, before):
             self._vacate(slot, going)
         self.slots.resize(num_slots)
 
-    def _vacate(self, slot: int, going: Mask) -> None:
+    def _vacate(self, slot: int, going: range) -> None:
         """Take a slot from its expert, which gets that of an expert in another slot if that one was used less."""
         key = self._uses.holder(slot)
         if key is None:

@@ -189,14 +189,13 @@ class Experts:
         if num_rows < indices.size:
             pairs = mx.argsort(slots.reshape(-1))[:num_rows]
             known.append(pairs)
-        if self._exact_rows:  # in a call of its own: whatever is evaluated with the rows has to wait for them
-            mx.async_eval(known)  # CUDA takes longer to begin another call than to compute the rows
+        mx.async_eval(known)  # in a call of its own: whatever is evaluated with the rows has to wait for them
         slots = mx.minimum(slots, num_slots - 1)
         if pairs is None:
             rows = self._pooled.run(layer, x, slots).reshape(num_rows, -1)
         else:
             rows = self._pooled.run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
-        mx.async_eval(rows, [] if self._exact_rows else known)
+        mx.async_eval(rows)
         return _Begun(rows, pairs, ready)
 
     def _count(self, layer: int, routing: Routing) -> Numbers:

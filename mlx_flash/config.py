@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.folders import settings_file
+from mlx_flash.logs import log
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def own_settings(
 @functools.cache
 def warn_once(text: str) -> None:
     """Log a warning, the first time that it is given."""
-    logging.getLogger("mlx_flash").warning("%s", text)
+    log.warning("%s", text)
 
 
 def takes_aliases(settings: type[T]) -> type[T]:

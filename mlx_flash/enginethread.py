@@ -4,21 +4,24 @@ Python runs signal handlers in the main thread alone. So no Ctrl-C, and nothing 
 is computed here. A caller hands its work in and waits. Interrupted, it asks for the end: the work ends where it calls
 :func:`check`, puts back what it has changed, and only then does the caller go on. Callers of several threads queue.
 
-The caller may be gone after any instruction: work that was handed in is done, or undone, and never half done.
+The work is handed in within the ``try`` that asks for its end, and the wait for that is one call of C, in which no
+signal handler runs. So further interrupts come once everything is put back, unless that takes too long.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mlx_flash.compat.streams import LoadingStreams
-from mlx_flash.forks import THREAD_PREFIX
+from mlx_flash.forks import THREAD_PREFIX, reported
 from mlx_flash.threadends import wait_for_end_of_thread
 
 T = TypeVar("T")
@@ -28,6 +31,28 @@ Tell = Callable[[], object]
 
 class CallEndedError(Exception):
     """The caller does not wait for the result any more. Nobody but the work itself sees it."""
+
+
+UNDONE_SECONDS = 5.0
+"""The longest time that a second interrupt waits until everything is put back."""
+
+_python = ctypes.CDLL(None)  # which releases Python's lock during a call
+_python.PyThread_allocate_lock.restype = ctypes.c_void_p
+_python.PyThread_acquire_lock_timed.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int]
+_python.PyThread_release_lock.argtypes = [ctypes.c_void_p]
+
+_gates: list[int] = []
+"""Locks of Python's own, as C has them, that no call has. One stays with a call that was interrupted."""
+
+
+def _closed_gate() -> int:
+    """Return a lock that is held."""
+    try:
+        gate = _gates.pop()
+    except IndexError:
+        gate = _python.PyThread_allocate_lock()
+    _python.PyThread_acquire_lock_timed(gate, 0, 0)
+    return gate
 
 
 class _Call(Generic[T]):
@@ -44,6 +69,7 @@ class _Call(Generic[T]):
         self._work: Callable[[], T] | None = work
         self._found: list[T] = []
         self._error: BaseException | None = None
+        self._gate: int | None = None  # closed until the end, if somebody waits
         self.news: SimpleQueue[Tell | None] = SimpleQueue()
 
     def run(self) -> None:
@@ -56,20 +82,30 @@ class _Call(Generic[T]):
             self._error = error
         finally:
             del work
+            if self._gate is not None:
+                _python.PyThread_release_lock(self._gate)
             self.has_ended = True
             self.news.put(None)
 
-    def wait(self) -> T:
-        """Wait for the end, and run what the work tells meanwhile. Return the result, or raise its error."""
+    def hand_in(self, put: Callable[[_Call[Any]], object]) -> None:
+        """Put it into the queue, run what the work tells, and wait for the end."""
+        self._gate = gate = _closed_gate()
+        settle = partial(_python.PyThread_acquire_lock_timed, gate, int(UNDONE_SECONDS * 1e6), 0)
         try:
+            put(self)  # no signal handler runs before
             while not (self.has_ended and self.news.empty()):
                 if (tell := self.news.get()) is not None:
                     tell()
         except BaseException:
             self.is_to_end = True
+            settle()  # and none before the end of this
             while not self.has_ended:  # a second interrupt may leave here: then it ends without its caller
                 self.news.get()
             raise
+        _gates.append(gate)
+
+    def result(self) -> T:
+        """Return the result after the end, or raise the error."""
         if self._error is not None:
             if isinstance(self._error, CallEndedError):  # Python ends, and with it this thread, which is a daemon
                 self.news.get()
@@ -83,7 +119,7 @@ class _Call(Generic[T]):
 class _Here(threading.local):
     """The work that the present thread does: that of the engine thread; None in all others."""
 
-    call: _Call[object] | None = None
+    call: _Call[Any] | None = None
 
 
 _here = _Here()
@@ -100,8 +136,8 @@ class _EngineThread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name=f"{THREAD_PREFIX}-engine", daemon=True)
-        self.calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
-        self.call: _Call[object] | None = None
+        self.calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self.call: _Call[Any] | None = None
         self.has_ended = False
 
     def run(self) -> None:
@@ -174,19 +210,36 @@ def run(work: Callable[[], T]) -> T:
 
     Raises:
         BaseException: what the work raises; or what a signal handler, or a function that was told, raised here. Then
-            the work has ended. After an interrupt before this waits, or a second one, it ends without its caller.
+            the work has ended. After a second interrupt and :data:`UNDONE_SECONDS` it ends without its caller.
     """
     if _here.call is not None:
         return work()
-    call = _Call(work)
-    thread = _thread()
+    call, thread = _Call(work), _thread()
     if not thread.has_ended:
-        thread.calls.put(call)  # type: ignore[arg-type]
+        call.hand_in(thread.calls.put)
     else:  # Python ends: what a program does then is done here
-        _here.call = call  # type: ignore[assignment]
+        _do(call)
+    return call.result()
+
+
+def leave(work: Callable[[], object]) -> None:
+    """Hand in work that nobody waits for."""
+    call = _Call(partial(reported, work))
+    try:
+        thread = _thread()
+    except RuntimeError:  # from 3.12 on Python starts no thread when it ends
         call.run()
-        _here.call = None
-    return call.wait()
+        return
+    if not thread.has_ended:
+        thread.calls.put(call)
+    else:
+        _do(call)
+
+
+def _do(call: _Call[Any]) -> None:
+    _here.call = call
+    call.run()
+    _here.call = None
 
 
 def check() -> bool:

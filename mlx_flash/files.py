@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.errors import FlashError, WriteError
-from mlx_flash.forks import finalize
+from mlx_flash.forks import finalize, wait_for_finalizers
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
@@ -278,6 +278,7 @@ def remove_unheld(path: Path) -> bool:
     Raises:
         OSError: it cannot be locked or removed.
     """
+    wait_for_finalizers()  # which let go of what this process does not use any more
     try:
         with HeldLock(path, wait=False, required=False):
             if path.is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import shutil
 import sys
@@ -11,7 +10,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-_log = logging.getLogger("mlx_flash")
+from mlx_flash.logs import log
 
 
 def home_directory() -> Path:
@@ -41,7 +40,7 @@ def settings_file() -> Path:
 def _temporary_home(missing: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="mlx-flash-home-"))
     atexit.register(_remove, folder, os.getpid())
-    _log.warning(
+    log.warning(
         "the home %s is no folder: measured speeds and cached data go to %s, which is removed when this process ends. "
         "Hint: set HOME, or XDG_CACHE_HOME.",
         missing,

@@ -1,39 +1,124 @@
-"""Finalizers that run only in the process that made them, and in no thread that they may wait for.
+"""Finalizers, which run in a thread of their own, in the process that made them.
 
-A forked child has the parent's objects, but not its threads. A child that ran the finalizers would remove files that
-the parent still uses, or wait for ever. Python's collector runs finalizers in any thread, also in a reader of the
-model that it frees: closing the reader there would wait for that very thread, or for a lock that it holds.
+Python calls finalizers in any thread at any moment. In the main thread what a signal handler raises would end one half
+way, and its work would be lost. In a reader of the model that is freed, closing that would wait for this very thread.
+So the end of an object only puts something into a queue, which Python does without running any code between.
+
+A forked child has the parent's objects, but runs none of their finalizers: it would remove files that the parent uses.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 THREAD_PREFIX = "mlx-flash"
 """Names of the threads of this package begin with it."""
 
 
-def finalize(
-    owner: object, function: Callable[..., object], *args: Any, waits: bool = False
-) -> weakref.finalize[..., Any]:
-    """Return a ``weakref.finalize`` that does nothing in a forked child.
+_MOST_SECONDS = 5.0
+"""Longest wait for finalizers. They take milliseconds, unless the disk does not answer."""
+
+
+def reported(work: Callable[[], object]) -> None:
+    """Do work that nobody waits for, whose error Python reports as that of a thread."""
+    try:
+        work()
+    except BaseException:  # noqa: BLE001 the thread has more to do
+        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+
+class _End(weakref.ref[Any]):
+    """A reference to an object, and what is left to do after its end."""
+
+    __slots__ = ("work",)
+    work: Callable[[], object]
+
+
+class _Finalizers:
+    """The thread, which is there from the first finalizer on.
+
+    Attributes:
+        pending: what has not run yet, in the order of its making.
+        gone: what may run.
+        threads: the thread.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[int, _End] = {}
+        self.gone: SimpleQueue[_End] = SimpleQueue()
+        self.threads: list[int] = []
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread, if it does not run yet."""
+        with self._starting, suppress(RuntimeError):  # from 3.12 on Python refuses it when it ends
+            if not self.threads:  # noted in the step that starts it, between whose parts no signal handler runs
+                self.threads.extend(map(start_new_thread, [self._serve], [()]))
+
+    def _serve(self) -> None:
+        while True:
+            self.finish(self.gone.get())
+
+    def finish(self, end: _End) -> None:
+        """Do what is left to do, once."""
+        if self.pending.pop(id(end), None) is not None:
+            reported(end.work)
+
+
+_of_process = _Finalizers()
+
+
+def _forget() -> None:
+    """Leave the finalizers to the parent: what its objects put into its queue in a child nobody takes out."""
+    global _of_process
+    _of_process = _Finalizers()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def finalize(owner: object, function: Callable[..., object], *args: Any) -> None:
+    """Call a function once an object is gone, or Python ends. It may wait for no thread and no lock of this package.
 
     Args:
-        owner: at its end the function is called.
-        function: called with ``args``.
-        waits: whether it waits for threads of this package. In one of them it is left to a new thread.
+        owner: the object.
+        function: called with ``args``, which must not refer to the object.
     """
-    return weakref.finalize(owner, _run_in, os.getpid(), waits, function, *args)
+    finalizers = _of_process
+    finalizers.start()  # before: an interrupt here leaves no resource behind
+    end = _End(owner, finalizers.gone.put)
+    end.work = partial(function, *args)
+    finalizers.pending[id(end)] = end
 
 
-def _run_in(pid: int, waits: bool, function: Callable[..., object], *args: Any) -> None:
-    if os.getpid() != pid:
-        return
-    if waits and threading.current_thread().name.startswith(THREAD_PREFIX):
-        threading.Thread(target=function, args=args, name=f"{THREAD_PREFIX}-finalizer").start()
-    else:
-        function(*args)
+class _Owner:
+    """An object that is gone at once."""
+
+
+def wait_for_finalizers() -> None:
+    """Wait until the finalizers of all objects that are gone have run, at most some seconds."""
+    done: SimpleQueue[None] = SimpleQueue()
+    finalize(_Owner(), done.put, None)
+    if _of_process.threads:
+        with suppress(Empty):
+            done.get(timeout=_MOST_SECONDS)
+
+
+def _end() -> None:
+    """Finalize what is left, the last first. Models that end write pages, and those who write wait for the thread."""
+    for end in reversed(list(_of_process.pending.values())):
+        _of_process.finish(end)
+    wait_for_finalizers()
+
+
+atexit.register(_end)

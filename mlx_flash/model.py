@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import arrays_of, make_caches
 from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.layout.load import model_name
+from mlx_flash.logs import log
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan, step_in_words
@@ -43,8 +43,6 @@ _NO_LIMIT = (
 
 Reads = Callable[[mx.array], mx.array]
 """A function that returns the hidden states of a call that are kept: all of them, or the last one."""
-
-_log = logging.getLogger("mlx_flash")
 
 
 class FlashLLM(ModelFacade):
@@ -312,7 +310,7 @@ class FlashLLM(ModelFacade):
     def _warn_once(self, words: str) -> None:
         if words not in self._warned:
             self._warned.add(words)
-            _log.warning("%s", words)
+            log.warning("%s", words)
 
     @property
     def is_batchable(self) -> bool:

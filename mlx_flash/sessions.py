@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from mlx_flash.files import HeldLock, make_private, remove_unheld, write_errors
-from mlx_flash.forks import finalize
+from mlx_flash.forks import finalize, wait_for_finalizers
 
 _PREFIX = "mlx-flash-session-"
 SESSIONS = f"{_PREFIX}*"
@@ -46,21 +46,21 @@ class PrivateFolder:
     def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
         base = base.absolute()  # a program may change its folder
         made = list[Path]()
-        self._end = finalize(self, _remove_all, made)  # first, in case an interrupt ends what follows
+        finalize(self, _remove_all, made)  # first, in case an interrupt ends what follows
         with write_errors(f"cannot make a folder for {purpose} in {base}", "or set another directory"):
             make_private(base)
             with HeldLock(base):  # or another process might remove the folder before it is locked
                 _remove_unheld(base)
-                made.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
+                made.append(base / f"{_PREFIX}{secrets.token_hex(8)}")
+                made[0].mkdir(mode=0o700)
                 self.lock = HeldLock(made[0])
         self.path, self._owner = made[0], os.getpid()
         _folders.add(self)
 
     def close(self) -> None:
-        """Remove the folder. Further calls do nothing, unless an interrupt ended the first."""
+        """Remove the folder. Another call does nothing, unless an interrupt ended the first."""
         if self._owner == os.getpid():
-            shutil.rmtree(self.path, ignore_errors=True)  # first: a finalizer runs once
-        self._end()
+            shutil.rmtree(self.path, ignore_errors=True)
         self.lock.release()
 
 
@@ -84,6 +84,7 @@ def remove_orphans(base: Path) -> None:
 
 def is_held(path: Path, *, required: bool = True) -> bool:
     """Return False for what no process has locked; if locks are not ``required``, also where there are none."""
+    wait_for_finalizers()  # as to remove it
     try:
         HeldLock(path, wait=False, required=required).release()
     except OSError:

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import stat
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from mlx_flash.files import read_json_object, write_atomically
+from mlx_flash.logs import log
 from mlx_flash.sessions import SESSIONS, PrivateFolder, is_held, remove_orphans
 
 _LARGEST = 1e18
@@ -250,7 +250,6 @@ _TIMES = ("started", "written", "clock")
 _KINDS = {"pid": int, "number": int, "schema": int, **dict.fromkeys(_TIMES, float), "state": dict}
 _JOIN_SECONDS = 1.0
 
-_logger = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -306,7 +305,7 @@ class Publisher:
             _check_private(base)
             self._folder = PrivateFolder(base, "the state of a model")
         except OSError as error:
-            _logger.warning("flash-monitor will not see this model: %s", error)
+            log.warning("flash-monitor will not see this model: %s", error)
             return
         self.path = self._folder.path / _FILE_NAME
         began = psutil.Process().create_time()
@@ -329,7 +328,7 @@ class Publisher:
             self._publish()
         except OSError as error:
             if not self._closed:
-                _logger.warning("flash-monitor does not see this model any more: %s", error)
+                log.warning("flash-monitor does not see this model any more: %s", error)
         finally:
             self._remove()
 

@@ -27,6 +27,7 @@ from mlx_flash.files import (
     rename_durably,
     write_atomically,
 )
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.probe import temporary_file
 
@@ -244,6 +245,7 @@ def test_interrupts_leave_no_lock_held(tmp_path: Path) -> None:
         held.clear()
         run(hold)
         gc.collect()
+        wait_for_finalizers()
         HeldLock(path, wait=False).release()
 
     total = total_points(program, ["files.py"])

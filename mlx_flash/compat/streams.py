@@ -6,7 +6,6 @@ The streams that MLX makes by itself belong to threads: what one thread recorded
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.compat.require import require
+from mlx_flash.forks import finalize
 
 require(mx, "new_thread_unsafe_stream")
 
@@ -49,7 +49,7 @@ class LoadingStreams:
 
     def belong_to(self, model: Any) -> None:
         """Leave the streams to other models after the end of this one."""
-        weakref.finalize(model, _idle.append, self._streams).atexit = False
+        finalize(model, _idle.append, self._streams)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

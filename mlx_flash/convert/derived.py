@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import re
 import shutil
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -44,9 +42,11 @@ from mlx_flash.files import (
     write_errors,
 )
 from mlx_flash.folders import cache_directory
+from mlx_flash.forks import finalize
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
 from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name, reads_explained
 from mlx_flash.layout.parts import bind
+from mlx_flash.logs import log
 from mlx_flash.sessions import is_held
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
@@ -107,8 +107,6 @@ _MOST_BYTES = 64_000_000  # of a description, as of a header of a checkpoint
 
 COPY_HINT = "or set derived_cache_gb=0"
 """Ends the hints of errors when a copy cannot be written."""
-
-_log = logging.getLogger("mlx_flash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, 
         return excess <= sum(copy.nbytes for copy in others)
     for copy in sorted(others, key=lambda copy: (copy.source != source, copy.last_used)):
         if excess > 0 and remove(copy):
-            _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
+            log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
             excess -= copy.nbytes
     return excess <= 0
 
@@ -255,7 +253,7 @@ def adopt_derived(
         return
     copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, limit_gb)
     if (held := copying.use()) is not None or (write and (held := copying.make(load, progress)) is not None):
-        weakref.finalize(loaded.model, held.release)
+        finalize(loaded.model, held.release)
         with loaded.streams.in_force():
             copying.adopt()
     elif not write:
@@ -303,7 +301,7 @@ class _Copying:
         """Make the copy, or what is left of it, and hold it. Return None when there is no room."""
         with copy_errors(self._folder):
             make_private(derived_directory())
-        busy = partial(_log.warning, "another process computes the same parameters: waiting for it (%s)")
+        busy = partial(log.warning, "another process computes the same parameters: waiting for it (%s)")
         while (held := self.use()) is None:  # another process may remove a copy before it is held
             with self._rewrite.locked(partial(busy, self._rewrite.partial)):
                 if (held := self.use()) is not None:
@@ -369,7 +367,7 @@ class _Copying:
         limit = None if self._limit_gb is None else round(self._limit_gb * GB)
         if make_room(self._rewrite.missing_bytes, self._source, self._fingerprint, limit, removes=removes):
             return True
-        _log.warning(
+        log.warning(
             "%.2f GB of the parameters of %s are computed while loading and stay in memory: there is no room to write "
             "%.2f GB to %s (%s). Hint: mlx-flash cache list shows what is there.",
             self._rewrite.nbytes / GB,

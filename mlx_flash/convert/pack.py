@@ -20,10 +20,9 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple, NoReturn
@@ -78,6 +77,7 @@ from mlx_flash.storage.safetensors import (
     read_shard,
 )
 from mlx_flash.storage.shards import COMPRESSED_NAME, PLAIN_NAME, STOCK_PATTERN, weight_files
+from mlx_flash.storage.workers import Work, Workers
 
 DATA_ALIGNMENT = 16 * 1024
 """Data sections begin at a multiple of this: the page of Apple silicon, a multiple of most other machines' page."""
@@ -558,15 +558,23 @@ class CompressedPlan(ShardPlan):
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each block, coded on all cores, and the bytes of its contents."""
         num_threads, local = num_cores(), _LocalEncoder()
-        under_way: deque[tuple[Future[bytes], int]] = deque()
-        with ThreadPoolExecutor(num_threads) as pool:
+        under_way: deque[tuple[Work[bytes], int]] = deque()
+        coders: Workers[Work[bytes]] = Workers("coder", num_threads, self._code)
+        try:
+            coders.start()
             for block, itemsize in self._blocks(pieces):
-                under_way.append((pool.submit(local.encode, block, itemsize), len(block)))
+                under_way.append((Work(partial(local.encode, block, itemsize)), len(block)))
+                coders.queue.put(under_way[-1][0])
                 if len(under_way) > 2 * num_threads:
                     coded, nbytes = under_way.popleft()
                     yield coded.result(), nbytes
             for coded, nbytes in under_way:
                 yield coded.result(), nbytes
+        finally:
+            coders.end()
+
+    def _code(self, block: Work[bytes]) -> None:
+        block.run()
 
     def _blocks(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each block, and the item size of its tensor."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -56,7 +55,6 @@ class Lifecycle:
         kv: what its KV caches share; None where they are mlx-lm's own.
         counters: what its calls did so far.
         governor: counts writes.
-        session: the plan in force; None before :meth:`start`.
         engine, prefixes: those of the session; None without one.
         passes, times: its passes, and their measured times. There from :meth:`start` on.
     """
@@ -69,9 +67,8 @@ class Lifecycle:
         self.config = config
         self.plan, self.layout = prepared.plan, prepared.layout
         self.promised_bytes = 0
-        self.session: Session | None = None
+        self._sessions: list[Session] = []
         self.engine: Engine | None = None
-        self._release: weakref.finalize[..., Any] | None = None  # ends the session with this object
         self.prefixes: PrefixCache | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
@@ -81,12 +78,13 @@ class Lifecycle:
         peers = None if prepared.chain is None else prepared.chain.peers
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
         self._pid = os.getpid()
+        finalize(self, enginethread.leave, partial(_end_all, self._sessions))
         self._closed = self._has_ended = False
         self._is_planned = False
         self._manager = ModelManager.of_process()
         self._manager.add(self)
         if config.ram_budget_gb == "auto":
-            self._manager.watch()
+            enginethread.run(self._manager.watch)  # an interrupt of `Thread.start` may leave one that never runs
 
     def start(self, progress: Progress | None = None) -> None:
         """Start the model, and all others that wait. As :meth:`FlashLLM.start`."""
@@ -96,6 +94,11 @@ class Lifecycle:
             raise _closed()
         if self.engine is None:
             self._manager.start(self, progress and partial(_told, progress))
+
+    @property
+    def session(self) -> Session | None:
+        """The plan in force; None before :meth:`start`."""
+        return self._sessions[0] if self._sessions else None
 
     @property
     def is_as_loaded(self) -> bool:
@@ -115,8 +118,8 @@ class Lifecycle:
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
         """Read the pinned weights of a plan, and begin to stream the rest. The model runs once it has an engine."""
         # Known before it changes anything, for begin()
-        self.session = session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor)
-        self._release = finalize(self, session.end, waits=True)
+        session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor)
+        self._sessions.append(session)
         session.start(progress)
         self.layout, self.plan = prepared.layout, prepared.plan
         self.prefixes = session.prefixes
@@ -239,13 +242,17 @@ class Lifecycle:
 
     def _stop(self) -> None:
         """End the session, if there is one. Each step may be repeated."""
-        if self.session is not None:
-            self.session.end()
-            if self._release is not None:
-                self._release.detach()
-            self.session.engine.close()
-            self.session = None
+        if (session := self.session) is not None:
+            session.end()
+            session.engine.close()
+            self._sessions.clear()
+            del session
             free_unused()
+
+
+def _end_all(sessions: Sequence[Session]) -> None:
+    for session in sessions:
+        session.end()
 
 
 def _told(progress: Progress, done: int, total: int) -> None:

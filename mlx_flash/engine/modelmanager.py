@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 import weakref
@@ -21,7 +20,9 @@ from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.tide import Tide
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.logs import log
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.memory.pressure import MemoryReading, read_memory
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
@@ -31,8 +32,6 @@ NUM_CHANGES = 8
 
 INTERVAL_SECONDS = 1.0
 """Time between two looks at the machine's memory."""
-
-_log = logging.getLogger("mlx_flash")
 
 
 class StreamedModel(Protocol):
@@ -175,7 +174,7 @@ class ModelManager:
     @property
     def is_alone(self) -> bool:
         """True if there is only one model, which need not leave memory to others."""
-        return len(self._models) == 1
+        return len([*self._models.values()]) == 1  # whatever the dictionary still counts
 
     def add(self, model: StreamedModel) -> None:
         """Take in a model that was loaded. It stays until :meth:`remove`, or until nobody refers to it."""
@@ -283,7 +282,7 @@ class Watcher:
             try:
                 self.look()
             except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago
-                _log.warning("the budget was not changed: %s", error)
+                log.warning("the budget was not changed: %s", error)
             time.sleep(INTERVAL_SECONDS)
 
 
@@ -293,9 +292,9 @@ _CLOSED: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 def make_room() -> None:
     """Free what is not to count for the plan of another model: closed models that only garbage refers to, and loans."""
-    if _OF_PROCESS.running:
-        enginethread.run(_OF_PROCESS.end_loans)
     with _OF_PROCESS.lock:
         if _CLOSED:
             gc.collect()
             _CLOSED.clear()
+    wait_for_finalizers()  # which leave the ends of models to the engine thread
+    enginethread.run(_OF_PROCESS.end_loans)

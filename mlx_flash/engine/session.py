@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +15,7 @@ from mlx_flash.engine.status import PassCounters, Running, Status
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import reads_explained
+from mlx_flash.logs import log
 from mlx_flash.memory.buffers import end_limit, limit_buffers
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.pressure import FREE_SHARE
@@ -37,8 +37,6 @@ MIN_READ_BYTES = 64 << 20
 HALF = 0.5
 """A disk that gives less than this share of its probed speed is probed once more. So is one that gives more than the
 inverse: other programs were busy when it was probed."""
-
-_log = logging.getLogger("mlx_flash")
 
 
 class Session:
@@ -86,7 +84,7 @@ class Session:
         prepared, config, name, reader = self._prepared, self._config, self._name, self._reader
         plan, governor = prepared.plan, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
-        _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
+        log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         with reads_explained(prepared.loaded.streams, prepared.loaded.sources, prepared.checkpoint):
             fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
             self.engine.start(progress)
@@ -148,7 +146,7 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
         return None
     changes = prepared.identity.changes()
     if changes is None:
-        _log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", name)
+        log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", name)
         return None
     return prepared.fingerprint + changes
 

@@ -27,10 +27,9 @@ from mlx_flash.engine.need import Need, check_least, layers_at_once, make_room, 
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
+from mlx_flash.logs import log
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
-
-_log = logging.getLogger("mlx_flash")
 
 
 class _Asked(NamedTuple):
@@ -179,7 +178,7 @@ class Sharing:
         """Log that the parts of a row get smaller; warn once of each size."""
         level = logging.INFO if step in self._told_steps else logging.WARNING
         self._told_steps.add(step)
-        _log.log(
+        log.log(
             level,
             "from token %d of a prompt on the budget has room for %d tokens at a time: output is mlx-lm's own for "
             "--prefill-step-size %d from there on",

@@ -7,7 +7,6 @@ token and guesses of those after it. As long as a sequence :attr:`~GeneratedSequ
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import weakref
@@ -24,11 +23,9 @@ from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.kv.checkpoints import trimmable
 from mlx_flash.kv.owed import Debt, Owed
+from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
-
-_log = logging.getLogger("mlx_flash")
-
 
 Choice = tuple[mx.array, mx.array]
 """A token that was chosen, ``(1,)``, and the logarithms of all probabilities, ``(1, vocabulary)``."""
@@ -219,7 +216,7 @@ class GeneratedSequence:
             guessed, size = self.guesses.take(self.model.times, limit, num_others), self._logprobs.shape[-1]
             return [*takewhile(lambda token: token < size, guessed)]  # a draft model may have more tokens
         if self._reason != before:
-            _log.info("no tokens are guessed: %s", self._reason)
+            log.info("no tokens are guessed: %s", self._reason)
         return []
 
     @property

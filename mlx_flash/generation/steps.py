@@ -8,7 +8,6 @@ loops run. Tokens and log probabilities are mlx-lm's own.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -28,13 +27,12 @@ from mlx_flash.compat.generation import (
 from mlx_flash.engine.engine import Progress
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, Token, compute
 from mlx_flash.kv.views import can_be_viewed
+from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from mlx_flash.speculation.draft import Draft
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Source
 from mlx_flash.speculation.lookup import Lookup
-
-_log = logging.getLogger("mlx_flash")
 
 _CLEAR_EVERY = 256
 """Tokens after which MLX's freed buffers are released, as mlx-lm does."""
@@ -76,7 +74,7 @@ def speculative_generate_step(
     cache = make_prompt_cache(model) if caches is None else caches[:num_layers]
     drafted = make_prompt_cache(draft_model) if caches is None else caches[num_layers:]
     if not can_be_viewed(drafted):
-        _log.info("mlx-lm checks what the draft model guesses: it has a cache of its own kind")
+        log.info("mlx-lm checks what the draft model guesses: it has a cache of its own kind")
         return stock()
     most = options.pop("num_draft_tokens", MAX_GUESSES)
     options, tokens = _ours(options), cast("list[int]", prompt.tolist())

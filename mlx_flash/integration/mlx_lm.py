@@ -7,7 +7,6 @@ All of them end in ``mlx_lm.utils.load_model``, which nobody imports by name.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,10 @@ from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm
 from mlx_flash.integration.writers import refuse_writers
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
+from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks import launched_group
 
-_log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()
 
 _LARGE_BYTES = 64 << 20
@@ -121,7 +120,7 @@ def _restore() -> None:
     found = current_load_model()
     if _State.changes and found is not _State.changes[0].stock:  # another patch calls ours, which calls the stock one
         name = f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
-        _log.warning(
+        log.warning(
             "mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: left as it is", name
         )
     else:
@@ -200,7 +199,7 @@ def _warn_once(module: nn.Module, nbytes: int) -> None:
     if _OWN_LOADERS.isdisjoint(callers):
         _State.has_warned = True
         kind = f"{type(module).__module__}.{type(module).__name__}"
-        _log.warning(
+        log.warning(
             "%s with %.1f MB of weights was loaded around mlx-flash by %s: it is not streamed, and takes memory that "
             "is in no plan. Hint: load it through mlx_lm.load or mlx_vlm.load, imported after the patch.",
             kind,

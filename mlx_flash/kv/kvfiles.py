@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_flash.errors import CheckpointError, WriteError
 from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
-from mlx_flash.forks import finalize
+from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
@@ -56,8 +56,9 @@ class StoredFile:
 
     def __init__(self, path: Path, reader: PageReader) -> None:
         self.path = path
-        self.inode = reader.open(path).identity.inode
-        finalize(self, reader.remove, path)
+        file = reader.open(path)
+        self.inode = file.identity.inode
+        finalize(self, reader.remove, file)
 
     def flush(self) -> None:
         """Do nothing: it is written."""
@@ -190,8 +191,11 @@ class KVFiles:
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""
+        if not needed:
+            return
         base = self._options.directory or cache_directory()
-        if needed and needed > (found := free_bytes(base)):
+        wait_for_finalizers()  # which remove files of caches that are gone
+        if needed > (found := free_bytes(base)):
             raise WriteError(
                 f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
                 f"{found / 1e6:.1f} MB are free. Hint: make room there, set another kv_directory, or kv_max_tokens."

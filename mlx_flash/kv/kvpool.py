@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_flash import enginethread
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
@@ -311,7 +312,7 @@ class KVPool(Opaque):
         self._clock = count(1)
         self.is_closed = False
         if options.always_on_disk:  # nobody closes these pools
-            finalize(self, self.files.close, waits=True)
+            finalize(self, enginethread.leave, self.files.close)
 
     def new_group(self) -> CacheGroup:
         """Return another list of caches."""

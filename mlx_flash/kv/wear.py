@@ -7,7 +7,6 @@ in one write, so a killed process leaves the old record or the new one.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.files import HeldLock, make_private
 from mlx_flash.folders import cache_directory
+from mlx_flash.logs import log
 
 DEFAULT_GB_PER_DAY = 20.0
 """SSDs of laptops are rated for 150 TB (256 GB) to 600 TB (1 TB) of writes. Over five years the smallest takes 82 GB a
@@ -29,7 +29,6 @@ model with 128 KiB for each (8B, 16 bits)."""
 FILE_NAME = "writes.json"
 
 _RECORD_BYTES = 256
-_log = logging.getLogger("mlx_flash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class WriteGovernor:
         if not self._warned:
             self._warned = True
             reason = error.strerror or error if isinstance(error, OSError) else f"it is damaged ({error})"
-            _log.warning("%s is not used: %s. Bytes written are counted from here on.", self._path, reason)
+            log.warning("%s is not used: %s. Bytes written are counted from here on.", self._path, reason)
 
 
 def open_governor(config: FlashConfig) -> WriteGovernor:

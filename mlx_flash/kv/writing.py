@@ -8,10 +8,10 @@ it is never written again.
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
@@ -29,6 +29,7 @@ from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dty
 from mlx_flash.memory.pagecache import aligned_offsets
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import SourceFile, identity_of
+from mlx_flash.storage.workers import Work, Workers
 
 T = TypeVar("T")
 
@@ -67,21 +68,25 @@ class PageReader(BackgroundPrefetcher):
 
     def open(self, path: Path) -> SourceFile:
         """Open and lock a file, which is read until :meth:`remove`. Raises: OSError, CheckpointError."""
-        file = self._files[path] = LockedFile(path, self._direct)
+        file = LockedFile(path, self._direct)
+        with self._lock:
+            self._files[path] = file
         return file
 
-    def remove(self, path: Path) -> None:
-        """Close a file that will not be read any more."""
-        if (file := self._files.pop(path, None)) is not None:
+    def remove(self, file: SourceFile) -> None:
+        """Close a file that will not be read any more. Its path may lead to another one meanwhile."""
+        with self._lock:
+            if self._files.get(file.path) is file:
+                del self._files[file.path]
             file.close()
 
 
-def _failure(write: Future[Any]) -> BaseException | None:
-    """Wait for the end of a write. Return why it failed, a CancelledError if it did not begin; None if it did not."""
-    try:
-        return write.exception()
-    except CancelledError as error:
-        return error
+class Write(Work[T]):
+    """A write of some bytes that is queued."""
+
+    def __init__(self, nbytes: int, write: Callable[[], T]) -> None:
+        super().__init__(write)
+        self.nbytes = nbytes
 
 
 class WriteBehind:
@@ -90,45 +95,60 @@ class WriteBehind:
     def __init__(
         self,
         limit_bytes: int = WRITE_BEHIND_BYTES,  # the most bytes queued, but for one write alone; may be changed
-        name: str = "mlx-flash-kv-writer",
+        name: str = "kv-writer",
         count: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.nbytes = 0  # written, or queued for it
         self.limit_bytes = limit_bytes
         self._count = count
-        self._thread = ThreadPoolExecutor(1, name)
-        self._waiting: deque[tuple[Future[Any], int]] = deque()
+        self._is_closed = False
+        self._thread: Workers[Write[Any]] = Workers(name, 1, self._run)
+        self._waiting: deque[Write[Any]] = deque()
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written. Any thread may ask."""
-        return sum(nbytes for write, nbytes in [*self._waiting] if not write.done())
+        return sum(write.nbytes for write in [*self._waiting] if not write.is_done)
 
     def make_room(self, nbytes: int) -> None:
         """Wait while more bytes would be queued than may be."""
-        while self._waiting and (self._waiting[0][0].done() or self.queued_bytes + nbytes > self.limit_bytes):
-            wait([self._waiting.popleft()[0]])
+        while self._waiting and (self._waiting[0].is_done or self.queued_bytes + nbytes > self.limit_bytes):
+            self._waiting.popleft().wait()
 
-    def submit(self, nbytes: int, write: Callable[[], T]) -> Future[T]:
+    def submit(self, nbytes: int, work: Callable[[], T]) -> Write[T]:
         """Queue a write of so many bytes, once there is room for them."""
+        if self._is_closed:
+            raise _closed()
         self.make_room(nbytes)
         self.nbytes += nbytes
-        written = self._thread.submit(self._write, nbytes, write)
-        self._waiting.append((written, nbytes))
-        return written
+        write = Write(nbytes, partial(self._counted, nbytes, work))
+        self._thread.start()
+        self._thread.queue.put(write)
+        self._waiting.append(write)
+        return write
 
-    def _write(self, nbytes: int, write: Callable[[], T]) -> T:
-        result = write()
+    def _run(self, write: Write[Any]) -> None:
+        write.run(_closed() if self._is_closed else None)
+
+    def _counted(self, nbytes: int, work: Callable[[], T]) -> T:
+        result = work()
         self._count(nbytes)
         return result
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything is written, at most so many seconds. Return whether it is."""
-        return not wait([write for write, _ in self._waiting], timeout).not_done
+        end = None if timeout is None else time.monotonic() + timeout
+        left = (None if end is None else max(0.0, end - time.monotonic()) for _ in count())
+        return all(map(Write.wait, [*self._waiting], left))
 
     def close(self) -> None:
         """End the thread, and drop what it has not begun to write."""
-        self._thread.shutdown(cancel_futures=True)
+        self._is_closed = True
+        self._thread.end()
+
+
+def _closed() -> WriteError:
+    return WriteError("the KV caches were closed")
 
 
 class WrittenFile:
@@ -137,23 +157,24 @@ class WrittenFile:
     def __init__(self, path: Path, reader: PageReader, writer: WriteBehind) -> None:
         self.path = path
         self.reader = reader
-        self._descriptors = [_create(path)]
-        finalize(self, _remove_file, path, self._descriptors, reader)
-        reader.open(path)
+        self._descriptors, read = list[int](), list[SourceFile]()
+        finalize(self, _remove_file, path, self._descriptors, reader, read)
+        _create_into(self._descriptors, path)
+        read.append(reader.open(path))
         self._writer = writer
-        self._pending: deque[Future[list[int]]] = deque()
+        self._pending: deque[Write[list[int]]] = deque()
 
     @property
     def fd(self) -> int:
         """The descriptor for writing."""
         return self._descriptors[0]
 
-    def submit(self, blocks: Blocks, *, is_checked: bool = False) -> Future[list[int]]:
+    def submit(self, blocks: Blocks, *, is_checked: bool = False) -> Write[list[int]]:
         """Write blocks, whose memory must not change any more. The result is the CRC-32 of each if they are checked.
 
         Raises: WriteError: an earlier write failed.
         """
-        while self._pending and self._pending[0].done():
+        while self._pending and self._pending[0].is_done:
             self._finish_first()
         nbytes = sum(len(block) for _, block in blocks)
         write = self._writer.submit(nbytes, partial(self._write, blocks, is_checked))  # which keeps the file open
@@ -181,10 +202,7 @@ class WrittenFile:
 
         The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
         """
-        error = _failure(self._pending[0])
-        if isinstance(error, CancelledError):
-            raise WriteError("the KV caches were closed")
-        if error is not None:
+        if (error := self._pending[0].failure()) is not None:
             raise WriteError(str(error)) from error.__cause__
         self._pending.popleft()
 
@@ -248,7 +266,7 @@ class Draft(WrittenFile):
         super().__init__(path, reader, writer)
         self.room = room
         self._end = room
-        self._pages: dict[int, tuple[list[BlobInfo], Future[list[int]]]] = {}  # by layer, with no checksums yet
+        self._pages: dict[int, tuple[list[BlobInfo], Write[list[int]]]] = {}  # by layer, with no checksums yet
 
     @property
     def nbytes(self) -> int:
@@ -282,22 +300,24 @@ class Draft(WrittenFile):
         """
         found = list[BlobInfo]()
         for blobs, write in list(self._pages.values()):
-            if _failure(write) is not None:
+            if write.failure() is not None:
                 return None
             found += [blob._replace(checksum=each) for blob, each in zip(blobs, write.result(), strict=True)]
         places = aligned_offsets([blob.nbytes for blob in found], FILE_ALIGNMENT, self.room)
         return found if places == [*(blob.offset for blob in found), self._end] else None
 
 
-def _create(path: Path) -> int:
+def _create_into(descriptors: list[int], path: Path) -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptors.extend(map(os.open, [path], [flags], [0o600]))  # one step, as in :mod:`mlx_flash.files`
     except OSError as error:
         raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
 
 
-def _remove_file(path: Path, descriptors: list[int], reader: PageReader) -> None:
-    reader.remove(path)
+def _remove_file(path: Path, descriptors: list[int], reader: PageReader, read: list[SourceFile]) -> None:
+    for file in read:
+        reader.remove(file)
     close_all(descriptors)
     with suppress(OSError):  # it goes with its folder
         path.unlink()

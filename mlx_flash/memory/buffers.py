@@ -6,6 +6,7 @@ import threading
 
 import mlx.core as mx
 
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.memory.footprint import release_freed_memory
 
 _lock = threading.RLock()  # the collector may end another model while it is held
@@ -32,6 +33,7 @@ def limit_buffers(owner: object, nbytes: int) -> None:
 
 def free_unused() -> None:
     """Return to the system what MLX and the allocator keep of freed memory."""
+    wait_for_finalizers()
     mx.clear_cache()
     release_freed_memory()
 

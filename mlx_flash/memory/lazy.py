@@ -7,7 +7,6 @@ import io
 import json
 import mmap
 import sys
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
@@ -16,6 +15,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_flash.compat.arrays import address_of, array_over, memory_of
+from mlx_flash.forks import finalize
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
@@ -136,7 +136,7 @@ class LazyRows:
         pages = _take_map(num_rows * width)
         self.array = array_over(memoryview(pages)[: num_rows * width], (num_rows, width))
         self._number = next(_numbers)
-        weakref.finalize(self, _end, pages, self._number).atexit = False
+        finalize(self, _end, pages, self._number)
 
     def note(self, committed: int) -> None:
         """Note how many bytes were written to and not given back."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import struct
 import time
@@ -28,6 +27,7 @@ import numpy as np
 from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, free_bytes, free_floor, make_private, remove_unheld, write_at
 from mlx_flash.kv.writing import FILE_ALIGNMENT, BlobInfo, Draft
+from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import aligned_offsets, drop_cached, round_up
 
 MAGIC = b"MLXFKV\x00\x04"
@@ -236,8 +236,6 @@ class PageFile:
 LOCK_SECONDS = 10.0
 """Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
 
-_log = logging.getLogger("mlx_flash")
-
 
 @dataclass(slots=True)
 class CachedPage:
@@ -288,7 +286,7 @@ class PageFolder:
         """Add and remove nothing any more; pages are still read."""
         self.is_writable = False
         text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
-        _log.warning(text, self.directory, str(error))  # without its traceback, which has pages
+        log.warning(text, self.directory, str(error))  # without its traceback, which has pages
 
     def locked(self) -> AbstractContextManager[int]:
         """Hold the lock under which files are added and removed. Raises: BlockingIOError: another process has it."""
@@ -347,10 +345,10 @@ class PageFolder:
             except FileNotFoundError:
                 pass  # it was removed meanwhile
             except ReadError as error:
-                _log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
+                log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
                 useless.append(name)
             except OSError as error:
-                _log.warning("%s is not used: %s", entry.path, error.strerror or error)
+                log.warning("%s is not used: %s", entry.path, error.strerror or error)
         self._known = found
         usable: dict[str, CachedPage] = {}
         for name, page in sorted(found.items(), key=lambda item: item[1].key.number):

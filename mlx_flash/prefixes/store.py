@@ -6,14 +6,12 @@ disk costs a page, or the storing of new ones, and a warning; never a run.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,8 @@ from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.writing import Draft, WriteBehind
+from mlx_flash.kv.writing import Draft, Write, WriteBehind
+from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.folder import (
     Blob,
@@ -58,8 +57,6 @@ QUEUE_BYTES = 64 << 20
 
 _MOST_SECONDS = 10.0
 """The longest time that a prompt waits for its pages to be written, on a disk that does not answer."""
-
-_log = logging.getLogger("mlx_flash")
 
 
 class Prefix(NamedTuple):
@@ -110,8 +107,8 @@ class PrefixStore:
                 self._folder.open()
             except OSError as error:
                 self._folder.stop(error)
-        self._writer = WriteBehind(queue_bytes, "mlx-flash-prefixes")
-        self._queued: dict[str, Future[None]] = {}  # pages that wait to be written, by name
+        self._writer = WriteBehind(queue_bytes, "prefixes")
+        self._queued: dict[str, Write[None]] = {}  # pages that wait to be written, by name
         self._lock = threading.Lock()  # of the counts
         self._counts: Counter[str] = Counter()
 
@@ -155,9 +152,9 @@ class PrefixStore:
         except ReadError as error:
             count = self._folder.drop(page)
             self._count("damaged")
-            _log.warning("%s. It is not used, nor the %d pages that follow it.", error, count)
+            log.warning("%s. It is not used, nor the %d pages that follow it.", error, count)
         except OSError as error:
-            _log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
+            log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
         return False
 
     def put(
@@ -186,7 +183,7 @@ class PrefixStore:
         self._writer.make_room(nbytes)
         if not is_large:
             blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-        self._queued = {page: write for page, write in self._queued.items() if not write.done()}
+        self._queued = {page: write for page, write in self._queued.items() if not write.is_done}
         self._queued[key.page] = self._writer.submit(nbytes, partial(self._write, key, blobs, draft))
         if is_large:
             self.flush()
@@ -231,7 +228,7 @@ class PrefixStore:
         return PageKey(names[-1], "".join(names[-2:-1]), page_index, count, self._model, self._title)
 
     def _is_queued(self, page: str) -> bool:
-        return page in self._queued and not self._queued[page].done()
+        return page in self._queued and not self._queued[page].is_done
 
     def _count(self, what: str) -> None:
         """Count a page. Warn about the first one that is not stored for a reason that users can change."""
@@ -239,7 +236,7 @@ class PrefixStore:
             self._counts[what] += 1
             is_first = self._counts[what] == 1
         if is_first and what in _WARNINGS:
-            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[what])
+            log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[what])
 
     def _write(self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None) -> None:
         """Write a page, in the store's own thread."""
@@ -253,7 +250,7 @@ class PrefixStore:
             self._folder.stop(error)
             self._count("stopped")
         except BaseException:
-            _log.exception("a page for %s was not stored", self._folder.path)
+            log.exception("a page for %s was not stored", self._folder.path)
             raise
 
 

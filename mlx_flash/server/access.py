@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import logging
 import os
 import re
 import socket
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.files import read_regular
+from mlx_flash.logs import log
 from mlx_flash.server.replies import error_reply
 
 API_KEY_VARIABLE = "MLX_FLASH_API_KEY"
@@ -33,8 +33,6 @@ OPEN_FOLDER = "/page/"
 _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(r"[!-~]{1,4096}")
 _NAMED_KEY = re.compile(r"([\w.@-]{1,64})\s+sha256:([0-9a-f]{64})(?:\s+([1-9][0-9]{0,3}))?", re.ASCII | re.IGNORECASE)
-
-_log = logging.getLogger("mlx_flash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class AccessMiddleware:
             self._num_open[name] -= 1
             if name:
                 path, seconds = scope["raw_path"].decode("ascii", "replace"), time.monotonic() - began
-                _log.info("%s: %s %s took %.1f s", name, scope["method"], path, seconds)
+                log.info("%s: %s %s took %.1f s", name, scope["method"], path, seconds)
 
 
 def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_open: bool) -> Access:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ import mlx.core as mx
 from mlx_flash.compat.compiler import explained
 from mlx_flash.errors import CheckpointError, FlashError, RefusedError
 from mlx_flash.generation.batches import Reading
+from mlx_flash.logs import log
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Answer, End, Event, Failed, Reason
 from mlx_flash.server.prompts import NO_PROMPT, Prompt
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.text import TextStream
-
-_log = logging.getLogger("mlx_flash")
 
 
 @dataclass(eq=False)
@@ -150,12 +148,12 @@ def refusal_of(error: Exception) -> RefusedError:
     """Return an error as its client gets it, and log it without text that may quote the prompt."""
     if isinstance(error, RefusedError):
         cause = error.__cause__
-        _log.info("a request failed: %s", error if cause is None else type(cause).__name__)
+        log.info("a request failed: %s", error if cause is None else type(cause).__name__)
         return error
     error = explained(error)
     is_ours = isinstance(error, FlashError)
-    _log.error("a request failed: %s", error if is_ours else type(error).__name__)
-    _log.debug("its origin:", exc_info=error)
+    log.error("a request failed: %s", error if is_ours else type(error).__name__)
+    log.debug("its origin:", exc_info=error)
     status = 400 if isinstance(error, CheckpointError) else 500  # of a model that the request names
     refused = RefusedError(str(error) if is_ours else f"{type(error).__name__}: {error}", status)
     refused.__cause__ = error.with_traceback(None)  # whose frames hold the caches of the request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import apply_adapter, load_model
+from mlx_flash.logs import log
 from mlx_flash.memory.buffers import free_unused
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks import launched_group
@@ -29,8 +29,6 @@ from mlx_flash.vision.detect import loads_with_vlm
 
 if TYPE_CHECKING:  # an extra
     from mlx_flash.server.seeing import Sight
-
-_log = logging.getLogger("mlx_flash")
 
 
 class Models:
@@ -103,7 +101,7 @@ class Models:
             raise
         loaded = LoadedModel(source, model, tokenizer, draft, self._options, self._ranks, sight)
         self._loaded[source.name] = loaded
-        _log.info("loaded %s in %.1f s", source.name, time.perf_counter() - began)
+        log.info("loaded %s in %.1f s", source.name, time.perf_counter() - began)
         return loaded
 
     def note_use(self, model: LoadedModel, keep_alive: float | None) -> None:
@@ -138,7 +136,7 @@ class Models:
     def unload(self, model: LoadedModel) -> None:
         """Free the memory of a model, before another one is planned."""
         self._loaded.pop(model.source.name, None)
-        _log.info("unloading %s", model.source.name)
+        log.info("unloading %s", model.source.name)
         model.close()
         del model
         _free()
@@ -208,7 +206,7 @@ def _text_model(path: Path, config: FlashConfig) -> FlashLLM:
         try:
             return FlashLLM(prepare(path, kept), kept, model_name(path))
         except BudgetError:
-            _log.info("prompts are not kept on disk: the budget has no room for their pages")
+            log.info("prompts are not kept on disk: the budget has no room for their pages")
     return FlashLLM(prepare(path, config, group=group), config, model_name(path))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -17,10 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.logs import log
 from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, merged
 from mlx_flash.server.request import GenerationRequest
-
-_log = logging.getLogger("mlx_flash")
 
 T = TypeVar("T")
 
@@ -257,7 +255,7 @@ class Stream(Response):
         try:
             await while_connected(receive, self._send(send))
         except ClientDisconnect:
-            _log.info("a client left, or stopped reading, before its answer was complete")
+            log.info("a client left, or stopped reading, before its answer was complete")
         finally:
             for answer in self._answers:
                 answer.leave()

@@ -6,10 +6,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
@@ -52,11 +53,15 @@ class EngineRoom:
     def __init__(self, catalog: Catalog, options: BatchOptions | None = None, keep_alive: float | None = None) -> None:
         self.catalog = catalog
         self._options, self._keep_alive = options or BatchOptions(), keep_alive
-        self._plan: Future[ResidencyPlan | None] = Future()
+        self._plan: ResidencyPlan | FlashError | None = None
+        self._has_loaded = False
+        self._loaded: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generation")
         self._native_id: int | None = None
         self._is_stopping = self._is_closed = self._has_ended_well = False
-        self._changed = threading.Condition()
+        # No condition: an interrupt of the main thread could leave it locked for ever
+        self._lock = threading.Lock()  # held while news are added or taken
+        self._woken: SimpleQueue[None] = SimpleQueue()
         self._requests: list[GenerationRequest] = []
         self._left: list[int] = []  # numbers of requests whose clients have left
         self._answers: WeakValueDictionary[int, Answer] = WeakValueDictionary()
@@ -72,7 +77,10 @@ class EngineRoom:
         """
         try:
             self._thread.start()
-            return self._plan.result()
+            self._loaded.get()
+            if isinstance(self._plan, FlashError):
+                raise self._plan
+            return self._plan
         except BaseException:  # after a signal the thread would go on, and Python waits for it before it ends
             self.stop()
             if self._thread.ident is not None:  # one that Python counts as ended may still end
@@ -87,7 +95,7 @@ class EngineRoom:
     @property
     def is_ready(self) -> bool:
         """True once the default model is in memory."""
-        return self._plan.done()
+        return self._has_loaded
 
     @property
     def num_answers(self) -> int:
@@ -112,26 +120,24 @@ class EngineRoom:
             for each in requests
             for i in range(each.num_choices)
         ]
-        with self._changed:
+        with self._lock:
             if not self.is_alive:
                 raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
             events = Events()
             answers = {each.number: Answer(partial(self._leave, each.number), events) for each in asked}
             self._answers.update(answers)
             self._requests += asked
-            self._changed.notify()
+        self._woken.put(None)
         return [*answers.values()]
 
     def _leave(self, number: int) -> None:
-        with self._changed:
-            self._left.append(number)
-            self._changed.notify()
+        self._left.append(number)
+        self._woken.put(None)
 
     def stop(self) -> None:
         """End all requests with an error after the pass under way, and the thread."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify()
+        self._is_stopping = True
+        self._woken.put(None)
 
     def join(self) -> bool:
         """Wait for the end of the thread. Return False if it died."""
@@ -146,28 +152,33 @@ class EngineRoom:
 
     def _run(self) -> None:
         self._native_id = threading.get_native_id()
-        self._ranks = Ranks.of_process()
-        self.models = Models(self._options, self._ranks, self._keep_alive)
         try:
-            try:
-                default = self.catalog.default
-                model = None if default is None else self.models.load(default, self._check_running)
-            except FlashError as error:
-                self._plan.set_exception(error)
-                return
-            self._plan.set_result(None if model is None else model.model.plan)
-            del model
-            self._answer_all()
-            self._has_ended_well = True
+            self._ranks = Ranks.of_process()
+            with closing(Models(self._options, self._ranks, self._keep_alive)) as self.models:
+                if self._load_default():
+                    self._answer_all()
+                    self._has_ended_well = True
         finally:
-            with self._changed:
+            with self._lock:
                 self._is_closed = True
                 answers = list(self._answers.values())
             for answer in answers:
                 answer.put(Failed(RefusedError("the server stops.", 503)))
-            self.models.close()
-            if not self._plan.done():
-                self._plan.set_exception(RefusedError("the generation thread died.", 503))
+            if not self._has_loaded:
+                self._plan = self._plan or RefusedError("the generation thread died.", 503)
+                self._loaded.put(None)
+
+    def _load_default(self) -> bool:
+        """Load the default model, if there is one. Return whether requests can be answered."""
+        try:
+            default = self.catalog.default
+            model = None if default is None else self.models.load(default, self._check_running)
+        except FlashError as error:
+            self._plan = error
+            return False
+        self._plan, self._has_loaded = None if model is None else model.model.plan, True
+        self._loaded.put(None)
+        return True
 
     def _answer_all(self) -> None:
         """Answer requests until the server stops."""
@@ -210,8 +221,9 @@ class EngineRoom:
         seconds = self.models.next_expiry if is_idle else 0.0
         if ranks is not None:
             seconds = RANKS_SECONDS if seconds is None else min(RANKS_SECONDS, seconds)
-        with self._changed:
-            self._changed.wait_for(lambda: self._requests or self._left or self._is_stopping, seconds)
+        with suppress(Empty):
+            self._woken.get(timeout=seconds)
+        with self._lock:
             news = News(self._requests, self._left, self.models.expired(), self._is_stopping)
             self._requests, self._left = [], []
         return news if ranks is None else ranks.share(news)
@@ -258,7 +270,7 @@ class EngineRoom:
 
         def report(done: int, total: int) -> None:
             if self._ranks is None:  # other ranks take requests between passes only
-                with self._changed:
+                with self._lock:
                     found, self._requests = self._requests, []
                 for request in found:
                     self._take_in(request)

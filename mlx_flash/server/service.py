@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -19,13 +18,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_flash.errors import FlashError, RefusedError
+from mlx_flash.logs import log
 from mlx_flash.server.events import Answer
 from mlx_flash.server.replies import Asked, error_reply, reply
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import with_pictures
 from mlx_flash.server.room import EngineRoom
-
-_log = logging.getLogger("mlx_flash")
 
 MAX_REQUESTS = 128
 """The most answers that are computed or wait."""
@@ -330,7 +328,7 @@ class Service:
         for name in names:
             name = name if name in self.ignored or len(self.ignored) < MAX_IGNORED_NAMES else "others"
             if name not in self.ignored:
-                _log.info("%s: %s has no effect here", path, name)
+                log.info("%s: %s has no effect here", path, name)
             self.ignored[name] += 1
 
     @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.logs import log
 from mlx_flash.server.access import Access
 from mlx_flash.server.app import make_app
 from mlx_flash.server.room import EngineRoom
@@ -98,8 +98,6 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-_log = logging.getLogger("mlx_flash")
-
 DRAIN_SECONDS = 8.0
 """The longest time that SIGTERM leaves to answers that have begun. Docker kills after 10 seconds."""
 
@@ -163,7 +161,7 @@ class Server(uvicorn.Server):
         SIGTERM leaves :data:`DRAIN_SECONDS` to requests under way, the others none. The second signal ends the process
         at once.
         """
-        _log.info("listening on %s:%d", *listener.getsockname()[:2])
+        log.info("listening on %s:%d", *listener.getsockname()[:2])
         self.run(sockets=[listener])
         return int(self._is_dead)
 
@@ -204,10 +202,10 @@ class Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         if self._number == signal.SIGTERM:
-            _log.info("the server stops when its requests are answered, at most in %d seconds", DRAIN_SECONDS)
+            log.info("the server stops when its requests are answered, at most in %d seconds", DRAIN_SECONDS)
             await self._until_idle(DRAIN_SECONDS)
         elif self._number is not None:
-            _log.info("the server stops after the pass under way; Ctrl-C again ends it at once")
+            log.info("the server stops after the pass under way; Ctrl-C again ends it at once")
         self._is_dead = not self._room.is_alive
         self._room.stop()
         await asyncio.to_thread(self._room.join)

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.forks import THREAD_PREFIX, finalize
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import REFRESH_SECONDS, CachedShare
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, Buffer, Part, RangeReader
 from mlx_flash.storage.source import FileIdentity, SourceFile
+from mlx_flash.storage.workers import Workers
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
@@ -166,55 +164,6 @@ class Ticket:
         return not self._num_left
 
 
-class _Threads:
-    """Threads that serve one queue. A ticket is in it once for each thread that may work for it; None ends a thread.
-
-    They do not keep their owner, and end with it.
-    """
-
-    def __init__(self, name: str, number: int, work: Callable[[Ticket], None]) -> None:
-        self.queue: SimpleQueue[Ticket | None] = SimpleQueue()
-        self.are_started = False
-        self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, work
-        self._threads: list[tuple[threading.Thread, threading.Lock]] = []  # a thread holds its lock until it ends
-        finalize(self, _end, self.queue, number)  # also of one that an interrupt has hidden
-
-    def start(self) -> None:
-        """Start the threads, once. They end with Python if nobody ends them before."""
-        while len(self._threads) < self._number:
-            running = threading.Lock()
-            running.acquire()
-            arguments = self.queue, weakref.WeakMethod(self._work), running
-            thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
-            thread.start()
-            self._threads.append((thread, running))
-        self.are_started = True
-
-    def end(self) -> None:
-        """End the threads, after what is in the queue."""
-        _end(self.queue, self._number)
-        for thread, running in self._threads:
-            with running:  # after a `join` that an interrupt ended, Python 3.11 takes the thread for stopped
-                thread.join()
-
-
-def _end(queue: SimpleQueue[Ticket | None], number: int) -> None:
-    for _ in range(number):
-        queue.put(None)
-
-
-def _serve(
-    queue: SimpleQueue[Ticket | None], work_of: weakref.WeakMethod[Callable[[Ticket], None]], running: threading.Lock
-) -> None:
-    """Work for the tickets of a queue until None comes, or nobody owns it. Then release the lock."""
-    try:
-        while (ticket := queue.get()) is not None and (work := work_of()) is not None:
-            work(ticket)
-            del ticket, work  # the buffer belongs to others
-    finally:
-        running.release()
-
-
 class BackgroundPrefetcher:
     """Threads that read segments of files: some read ahead, others serve callers that already wait.
 
@@ -264,8 +213,8 @@ class BackgroundPrefetcher:
             raise
         self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
         self._refresh_at = 0.0
-        self._ahead = _Threads("reader", queue_depth, self._work)
-        self._urgent = _Threads("reader-urgent", queue_depth, self._work)
+        self._ahead = Workers("reader", queue_depth, self._work)
+        self._urgent = Workers("reader-urgent", queue_depth, self._work)
 
     @property
     def stats(self) -> ReadStats:
@@ -284,7 +233,7 @@ class BackgroundPrefetcher:
     @property
     def is_direct(self) -> bool:
         """True if every file is read past the page cache."""
-        return all(file.direct_fd is not None for file in self._files.values())
+        return all(file.direct_fd is not None for file in [*self._files.values()])
 
     def prepare(self, segments: Sequence[Segment], caching: Caching = "shared") -> Reads:
         """Return reads that :meth:`start` starts.
@@ -447,5 +396,6 @@ class BackgroundPrefetcher:
 
     def _release(self) -> None:
         self._ranges.close()
-        for file in self._files.values():
-            file.close()
+        with self._lock:
+            for file in self._files.values():
+                file.close()

@@ -62,14 +62,14 @@ class _Case:
     num_blocks: int
     is_shared: bool
 
-    def places(self) -> tuple[list[memoryview], mx.array | list[mx.array]]:
-        """Return the memory of each place, and MLX's views of them."""
+    def places(self) -> tuple[list[memoryview], mx.array | list[mx.array], object]:
+        """Return the memory of each place, MLX's views of them, and their owner: with it the memory would go."""
         words = self.block_bytes // 4
         if not self.is_shared:
             arenas = [Arena(self.block_bytes) for _ in range(self.num_blocks)]
-            return [arena.memory for arena in arenas], [arena.view(0, (words,), mx.uint32) for arena in arenas]
+            return [arena.memory for arena in arenas], [arena.view(0, (words,), mx.uint32) for arena in arenas], arenas
         slots = SlotArena(self.num_blocks, self.block_bytes + DIRECT_ALIGNMENT)
-        return [slots.memory(i) for i in range(self.num_blocks)], slots.view(0, (words,), mx.uint32)
+        return [slots.memory(i) for i in range(self.num_blocks)], slots.view(0, (words,), mx.uint32), slots
 
 
 CASES = (_Case(3 << 20, 8, True), _Case(64 << 10, 16, True), _Case(64 << 10, 16, False))
@@ -215,7 +215,7 @@ def _lost_in_case(case: _Case, reader: BackgroundPrefetcher, file: Path) -> int:
 
     Return the number of places that are wrong after a round, and end with the first round that has some.
     """
-    memories, views = case.places()
+    memories, views, _owner = case.places()
     starts = range(0, NUM_FILE_BYTES - case.block_bytes, case.block_bytes)
     first_words = _words(0, case.block_bytes)
     held: dict[int, int] = {}

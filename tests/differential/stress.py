@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from differential.signals import CUT_FINALIZERS
 from differential.stock import Stock
 from differential.table import ROWS, Zoo
 from differential.trials import EVENTS, events_of, try_row
@@ -59,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             faulthandler.cancel_dump_traceback_later()
         stock.close()
-    totals["finalizers cut"] = len(CUT_FINALIZERS)
     print(" · ".join(f"{name} {totals[name]}" for name in sorted(totals)))
     return int(totals["wrong"] > 0)
 

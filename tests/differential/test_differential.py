@@ -49,7 +49,6 @@ def test_sample_of_the_day(zoo: Zoo, stock: Stock) -> None:
         try_row(row, dice.choices(events, k=12), zoo, stock, f"{SEED} sample")
 
 
-@pytest.mark.xfail(strict=False, reason="Python 3.11: a signal may leave logging's lock held, or cut a finalizer")
 def test_signals_at_random_moments() -> None:
     """In a process of its own: pytest does not expect one in what it does with a warning."""
     rows, events = "min,small,large,layers", ",".join(sorted(SIGNALS))

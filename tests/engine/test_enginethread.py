@@ -89,13 +89,13 @@ def test_work_is_done_in_one_thread_in_the_order_of_callers() -> None:
 
 def test_an_interrupt_at_any_line_leaves_the_thread_alone() -> None:
     """Also in the lines of Python's own modules: an interrupted `is_alive` made Python 3.11 take it for stopped."""
-    thread = run(threading.current_thread)
+    thread, handing_in = run(threading.current_thread), enginethread._Call.hand_in.__code__
     for at in range(1, 100):
         left = at
 
         def strike(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal left
-            left -= event == "line"
+            left -= event == "line" and frame.f_code is not handing_in  # a handler runs before no line of it
             if left == 0:
                 sys.settrace(None)
                 raise Struck
@@ -144,7 +144,41 @@ def test_an_interrupt_comes_after_the_work_was_undone() -> None:
     assert done == ["first undone"]
 
 
-def test_a_second_interrupt_leaves_and_what_is_asked_next_waits() -> None:
+def test_further_interrupts_come_after_the_work_was_undone() -> None:
+    done = list[str]()
+
+    def put_back() -> None:
+        for _ in range(10):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.01)
+
+    with signals_after(0.05), pytest.raises(Struck):
+        try:
+            run(working(done, "first", put_back=put_back))
+        finally:
+            assert done == ["first undone"]
+
+
+def test_an_interrupt_anywhere_leaves_nothing_under_way() -> None:
+    """Work has not begun, or has ended, when its caller goes on."""
+    begun = list[str]()
+    at = 0
+
+    def work() -> None:
+        begun.append("work")
+        time.sleep(0.002)
+        begun.pop()
+
+    while Tracer(at, ("enginethread.py",)).strike(lambda: run(work)):
+        assert not begun, at
+        run(int)
+        at += 1
+    assert at > 10
+
+
+def test_a_second_interrupt_leaves_and_what_is_asked_next_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it takes too long to undo the work."""
+    monkeypatch.setattr(enginethread, "UNDONE_SECONDS", 0.01)
     done, has_left = list[str](), threading.Event()
     with signals_after(0.05, 0.07), pytest.raises(Struck):
         run(working(done, "first", put_back=lambda: has_left.wait(20)))

@@ -275,8 +275,7 @@ def test_publishing_does_not_keep_a_model_alive(directory: Path) -> None:
     assert len(eventually(find)) == 1
     del model
     gc.collect()
-    assert find() == []
-    assert not threads_of_models()
+    assert eventually(lambda: not find() and not threads_of_models())
 
 
 def eventually(condition: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import footprint, total_memory
 from mlx_flash.memory.hugepages import HUGE_PAGE, use_huge_pages
@@ -101,6 +102,7 @@ def test_slots_take_memory_when_they_are_used_and_give_it_back() -> None:
     assert not bool(view[4].any())
     del arena, view
     gc.collect()
+    wait_for_finalizers()
     assert active_memory() == active
     again = SlotArena(1, pitch, 1000)
     assert not any(again.memory(0))  # the same addresses, and nothing of what was there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mlx_flash import enginethread
+from mlx_flash.forks import wait_for_finalizers
 from threads import threads_of_models
 
 CREATING = ("mkdir", "open", "replace", "rename", "ftruncate", "truncate", "pwrite", "write", "sendfile", "fsync")
@@ -79,7 +82,11 @@ def _is_for_writing(file: object, mode: str = "r", *_: object) -> bool:
 
 
 def open_things() -> tuple[int, list[str]]:
-    """Return the number of open descriptors, and the names of our threads."""
+    """Return the number of open descriptors, and the names of our threads, after the finalizers of what is gone."""
+    for _ in range(2):  # they may leave garbage
+        gc.collect()
+        wait_for_finalizers()
+        enginethread.run(int)
     threads = [thread.name for thread in threads_of_models()]
     return len(list(Path("/dev/fd").iterdir())), threads
 

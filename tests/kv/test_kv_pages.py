@@ -26,6 +26,7 @@ from children import HELPERS
 from kv_on_disk import feed, on_disk
 from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.files import HeldLock
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvfiles import KVFiles, Stored
@@ -207,6 +208,7 @@ def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_p
         HeldLock(path, wait=False).release()
     assert replaced(page).where(files) is None
     del kept
+    wait_for_finalizers()
     HeldLock(path, wait=False).release()
     path.unlink()
     assert page.where(files) is None

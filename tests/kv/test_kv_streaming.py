@@ -49,6 +49,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.options import KVOptions
 from models import save, saved_once, stock
+from waiting import eventually
 
 __all__ = ["little_under_way"]
 
@@ -492,7 +493,7 @@ def test_files_are_removed_with_the_model(directories: Callable[[str], Path], tm
     assert list(base.iterdir())
     del model, cache
     gc.collect()
-    assert not list(base.iterdir())
+    eventually(lambda: not list(base.iterdir()))
 
 
 BUDGET = """

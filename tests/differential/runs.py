@@ -36,8 +36,10 @@ def text_step(prompt: mx.array, model: Any, **options: Any) -> Iterator[Any]:
         yield response.token, response.logprobs
 
 
-class Falls(logging.Handler):
+class Falls(logging.Filter):
     """What the engine logs of prompts whose step becomes smaller: output is mlx-lm's own for that step.
+
+    It is no handler: logging takes its lock when one is collected, and in Python 3.11 a signal then leaves it held.
 
     Attributes:
         found: tokens of a call from which on the step is smaller, and the step.
@@ -46,27 +48,26 @@ class Falls(logging.Handler):
     TEXT = re.compile(r"from token (\d+) of a prompt on .*--prefill-step-size (\d+)")
 
     def __init__(self) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self.found: list[tuple[int, int]] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         if found := self.TEXT.search(record.getMessage()):
             self.found.append((int(found[1]), int(found[2])))
+        return False
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
         """Listen as long as the block lasts."""
         logger = logging.getLogger("mlx_flash")
-        before, handles = logger.level, logger.propagate
-        logger.addHandler(self)
+        before = logger.level
+        logger.addFilter(self)
         logger.setLevel(logging.INFO)
-        logger.propagate = False
         try:
             yield
         finally:
-            logger.removeHandler(self)
+            logger.removeFilter(self)
             logger.setLevel(before)
-            logger.propagate = handles
 
 
 class Run:

@@ -18,7 +18,7 @@ from mlx_flash.experts.pooledstacks import make_pooled
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, is_embedding
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
-from mlx_flash.memory.arena import Arena, kernel_alignment
+from mlx_flash.memory.arena import Arena, kernel_alignment, views_of
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
@@ -152,14 +152,15 @@ class Engine:
         placement = place_groups([parameter.records for parameter in parameters], kernel_alignment())
         arena = Arena(placement.nbytes, is_read_once=True)
         self._bound += parameters
-        bind_views(parameters, placement, arena)
+        bind_views([(parameters, placement, arena)])
         return self.reader.submit(placement.segments, arena.memory, caching="found")
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
         layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
+        streamed: list[tuple[int, Unit, _Placed]] = []
         for unit in [*layout.cut(plan.streaming.cut), *layout.heads]:
             if unit.name in layers:
-                self._stream_layer(unit, set(layers[unit.name]))
+                streamed.append(self._place_layer(unit, set(layers[unit.name])))
             elif unit.name in heads:
                 tiles = self._tile(unit, heads[unit.name])
                 self._swap(unit, TiledLinear, tiles, unit.large)
@@ -170,19 +171,25 @@ class Engine:
                 head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
                 self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
                 self._heads += [head] if head is not None else []
+        self._stream_layers(streamed)
         self.loans.settle()
         self.stream.start()
 
-    def _stream_layer(self, unit: Unit, names: set[str]) -> None:
+    def _place_layer(self, unit: Unit, names: set[str]) -> tuple[int, Unit, _Placed]:
+        """Add a unit to the ring. Return its number and what it reads."""
         parameters = [parameter for parameter in unit.large if parameter.name in names]
         placement = place_groups([parameter.records for parameter in parameters], kernel_alignment())
         index, arena = self.stream.add(unit.name, placement)
         self.units.append(unit)
-        self._bound += parameters
-        views = bind_views(parameters, placement, arena)
-        self._swap(unit, StreamedLayer, (index, self.stream, type(unit.module).__call__), parameters)
-        places = zip(placement.offsets, views, parameters, strict=True)
-        self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
+        return index, unit, (parameters, placement, arena)
+
+    def _stream_layers(self, units: Sequence[tuple[int, Unit, _Placed]]) -> None:
+        self._bound += [parameter for _, _, (parameters, *_) in units for parameter in parameters]
+        views_of_units = bind_views([placed for *_, placed in units])
+        for (index, unit, (parameters, placement, _)), views in zip(units, views_of_units, strict=True):
+            self._swap(unit, StreamedLayer, (index, self.stream, type(unit.module).__call__), parameters)
+            places = zip(placement.offsets, views, parameters, strict=True)
+            self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
 
     def _tile(self, unit: Unit, rows: int) -> HeadState:
         num_rows = unit.module["weight"].shape[0]
@@ -295,10 +302,20 @@ def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Paramet
     return [part for part in parts if part]
 
 
-def bind_views(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:
-    """Make modules hold views of an arena, one for each parameter of a placement. Return the views."""
-    places = zip(placement.offsets, parameters, strict=True)
-    views = arena.views([(offset, parameter.array.shape, parameter.array.dtype) for offset, parameter in places])
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.bind(view)
-    return views
+_Placed = tuple[list[Parameter], Placement, Arena]
+"""Parameters, their places in a buffer, and the buffer."""
+
+
+def bind_views(placed: Sequence[_Placed]) -> list[list[mx.array]]:
+    """Make modules hold views of arenas, one for each parameter of a placement. Return those of each."""
+    places = [
+        (arena, offset, parameter.array.shape, parameter.array.dtype)
+        for parameters, placement, arena in placed
+        for offset, parameter in zip(placement.offsets, parameters, strict=True)
+    ]
+    views = iter(views_of(places))
+    bound = [[next(views) for _ in parameters] for parameters, *_ in placed]
+    for (parameters, *_), arrays in zip(placed, bound, strict=True):
+        for parameter, array in zip(parameters, arrays, strict=True):
+            parameter.bind(array)
+    return bound

@@ -59,18 +59,7 @@ class Arena:
             shape: of the array.
             dtype: of the array.
         """
-        return self.views([(offset, shape, dtype)])[0]
-
-    def views(self, places: Sequence[tuple[int, Sequence[int], mx.Dtype]]) -> list[mx.array]:
-        """Return what :meth:`view` does for several places, in one evaluation: a thread may have to wait for each."""
-        arrays = [self._lazy_view(*place) for place in places]
-        mx.eval(arrays)
-        for array, (offset, *_) in zip(arrays, places, strict=True):
-            if array.size and address_of(memory_of(array)) != address_of(self.memory) + offset:
-                raise AssertionError(
-                    f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena"
-                )
-        return arrays
+        return views_of([(self, offset, shape, dtype)])[0]
 
     def _lazy_view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         size = math.prod(shape)
@@ -84,6 +73,16 @@ class Arena:
     def fill(self, byte: int) -> None:
         """Write one value to every byte; 255 makes NaN in every floating-point dtype."""
         np.frombuffer(self.memory, np.uint8)[:] = byte
+
+
+def views_of(places: Sequence[tuple[Arena, int, Sequence[int], mx.Dtype]]) -> list[mx.array]:
+    """Return what :meth:`Arena.view` does for several places, in one evaluation: a thread may have to wait for each."""
+    arrays = [arena._lazy_view(offset, shape, dtype) for arena, offset, shape, dtype in places]
+    mx.eval(arrays)
+    for array, (arena, offset, *_) in zip(arrays, places, strict=True):
+        if array.size and address_of(memory_of(array)) != address_of(arena.memory) + offset:
+            raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
+    return arrays
 
 
 class SlotArena:

@@ -177,7 +177,7 @@ class Towers:
         engine.reader.submit(placement.segments, arena.memory, caching="found", urgent=True).wait()
         self._resident.add(id(unit))
         try:
-            bind_views(unit.large, placement, arena)
+            bind_views([(unit.large, placement, arena)])
             yield
             if self._before_release is not None:
                 self._before_release(placement.segments, arena.memory)

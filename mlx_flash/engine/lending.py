@@ -77,7 +77,8 @@ class Lending:
         adapted = replace(plan, budget_bytes=budget_bytes, pool=pool)
         if adapted.peak_bytes > budget_bytes:
             return None
-        self._planned = 0 if pool is None else pool.num_slots
+        if pool is not None and self._experts is not None:
+            self._planned = min(pool.num_slots, self._experts.pool.slots.capacity)
         return adapted
 
     def end(self) -> None:

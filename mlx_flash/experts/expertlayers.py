@@ -311,9 +311,11 @@ class Experts:
             return
         self._stage.let_go()
         self._pooled.let_go()
-        self.pool.resize(num_slots)
-        self._pooled.arrange()
-        self._stage.arrange()
+        try:
+            self.pool.resize(num_slots)
+        finally:
+            self._pooled.arrange()
+            self._stage.arrange()
 
     def recover(self) -> None:
         """Drop what a failed pass has not computed."""

@@ -51,19 +51,26 @@ class StackArena:
         self._make(num_slots)
 
     def _make(self, num_slots: int) -> None:
-        self.num_slots = self.num_touched = num_slots
         starts, end = {}, 0
         for part in sorted(range(len(self._widths)), key=lambda i: -self._widths[i]):  # the widest first: see head()
             starts[part] = end
             end = round_up(end + num_slots * self._widths[part], _ALIGNMENT)
         self._starts = [starts[part] for part in range(len(self._widths))]
         self._arena = Arena(max(num_slots * self.pitch, end))
+        self.num_slots = self.num_touched = num_slots
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots, up to the capacity. All lose their contents, and no view may be left."""
+        """Change the number of slots, up to the capacity. All lose their contents, and no view may be left.
+
+        After an error there are the fewest.
+        """
         del self._arena
         free_unused()
-        self._make(num_slots)
+        try:
+            self._make(num_slots)
+        except BaseException:
+            self._make(self.least)
+            raise
 
     @property
     def committed(self) -> int:

@@ -39,7 +39,7 @@ from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
-from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.memory.stacks import StackArena
 from mlx_flash.residency.planner import make_plan
@@ -352,6 +352,47 @@ def test_another_number_of_stacks_frees_the_memory_of_the_old_ones(quantized: Pa
         assert more and abs(mx.get_active_memory() - before - more) < slots.pitch
         lending.end()
         assert abs(mx.get_active_memory() - before) < slots.pitch
+
+
+@pytest.mark.usefixtures("in_stacks")
+def test_stacks_that_get_no_memory_leave_the_model_as_it_began(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(stock(quantized), TOKENS)
+    with with_pool(quantized, 24, exact_rows=False) as model:
+        assert model.engine is not None
+        lending, slots = model.engine.lending, pool_of(model).slots
+        lending.lend(4 * slots.pitch)
+        run(model, TOKENS)
+
+        def refuse(nbytes: int) -> Arena:
+            if nbytes > 24 * slots.pitch:
+                raise MemoryError
+            return Arena(nbytes)
+
+        monkeypatch.setattr("mlx_flash.memory.stacks.Arena", refuse)
+        with pytest.raises(MemoryError):
+            lending.lend(slots.capacity * slots.pitch)
+        assert slots.num_slots == 24 and not lending.nbytes
+        check_slots(pool_of(model))
+        assert same_bits(run(model, TOKENS), expected)
+
+
+@pytest.mark.usefixtures("in_stacks")
+def test_another_budget_gives_stacks_no_more_slots_than_mlx_can_count(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with with_pool(quantized, 24) as model:
+        most_bytes = 20 * max(pool_of(model).layers[0].widths)
+    monkeypatch.setattr(pooledstacks, "_MOST_ITEMS", most_bytes // 4)
+    with with_pool(quantized, 24) as model:
+        assert model.engine is not None
+        lending, slots = model.engine.lending, pool_of(model).slots
+        assert slots.num_slots == slots.capacity < 24
+        assert lending.adapt(model.plan, model.plan.budget_bytes + 1) is not None
+        assert not lending.nbytes
+        lending.end()
+        assert slots.num_slots == slots.capacity
 
 
 @pytest.mark.usefixtures("in_stacks")

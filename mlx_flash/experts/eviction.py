@@ -56,7 +56,7 @@ class Uses:
         """
         if layer <= self._last:
             self._now += 1 / HALF_LIFE
-            self._order.clear()
+            self.reorder()
         self._last = layer
         weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
         sums = self._sums[layer]
@@ -73,10 +73,6 @@ class Uses:
         self._holders[slot] = None
         self._in_slots[slot] = np.inf
 
-    def holder(self, slot: int) -> Expert | None:
-        """Return the expert in a slot."""
-        return self._holders[slot]
-
     def least(self, spared: Collection[int], number: int) -> list[Expert]:
         """Return the experts in slots that were used least, or fewer where others are spared.
 
@@ -92,7 +88,7 @@ class Uses:
             if not self._order:
                 if is_new:
                     break
-                self._put_in_order(found)
+                self._put_in_order(set(found))
                 kept, is_new = [], True
             elif (slot := self._order.pop()) in spared:
                 kept.append(slot)
@@ -100,6 +96,10 @@ class Uses:
                 found.append(slot)
         self._order += reversed(kept)
         return [key for slot in found if (key := self._holders[slot]) is not None]
+
+    def reorder(self) -> None:
+        """Have slots put in order again, by what was used and has entered up to now."""
+        self._order.clear()
 
     def _put_in_order(self, without: Collection[int]) -> None:
         """List the slots with experts, but for some, those that were used least last."""

@@ -6,7 +6,7 @@ A slot holds one expert of one layer. An expert that gets a slot takes that of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -334,27 +334,30 @@ class ExpertPool:
             for layer, table in enumerate(self.slot_of):
                 for number in np.flatnonzero(table != ABSENT):
                     self.leave((layer, int(number)))
-            self.slots.resize(num_slots)
-            self._free = [*reversed(range(num_slots))]
+            try:
+                self.slots.resize(num_slots)
+            finally:
+                self._free = [*reversed(range(self.slots.num_slots))]
             return
         for layer, in_flight in enumerate(self._in_flight):
             for expert in [expert for expert in in_flight if self.slot_of[layer][expert] >= num_slots]:
                 self.leave((layer, expert))
-        before = self.slots.num_slots
-        going = range(num_slots, self.slots.capacity)
+        before, going = self.slots.num_slots, range(num_slots, self.slots.capacity)
         self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
-        for slot in range(num_slots, before):
-            self._vacate(slot, going)
+        self._uses.reorder()
+        num_leaving = sum([int(np.count_nonzero(table >= num_slots)) for table in self.slot_of])
+        leaving = self._uses.least(range(num_slots), num_leaving)
+        others = iter(self._uses.least(going, num_leaving))
+        for key in reversed(leaving):
+            self._vacate(key, others)
         self.slots.resize(num_slots)
 
-    def _vacate(self, slot: int, going: range) -> None:
-        """Take a slot from its expert, which gets that of an expert in another slot if that one was used less."""
-        key = self._uses.holder(slot)
-        if key is None:
-            return
+    def _vacate(self, key: Expert, others: Iterator[Expert]) -> None:
+        """Give an expert a free slot, or that of the next one of others if it was used less."""
         assert isinstance(self.slots, SlotArena)
-        if not self._free and (least := self._uses.least(going, 1)) and self._uses.is_more(key, least[0]):
-            self.leave(least[0])
+        slot = int(self.slot_of[key[0]][key[1]])
+        if not self._free and (least := next(others, None)) is not None and self._uses.is_more(key, least):
+            self.leave(least)
         if self._free:
             to = self._free.pop()
             self.slots.touch(to)

@@ -341,6 +341,18 @@ def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: 
     assert resident(pool) == [(0, 0), (1, 2)]
 
 
+def test_a_smaller_pool_keeps_the_most_used_experts(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
+    """The third one gets no slot of the others; the fourth one still gets that of the first."""
+    pool = checkpoint.pool(4, reader)
+    if not pool.slots.can_resize:
+        pytest.skip("slots keep their memory here")
+    pool.use(0, numbers([0, 1, 2, 3]), numbers([20, 30, 10, 25]), 30)
+    for expert in range(4):
+        bring(pool, 0, expert)
+    pool.resize(2)
+    assert resident(pool) == [(0, 1), (0, 3)]
+
+
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)

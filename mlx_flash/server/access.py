@@ -198,7 +198,7 @@ def _keys_in(path: Path) -> list[Key]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the API key from {path}: {reason}.") from error
-    if "sha256:" not in text:
+    if "sha256:" not in text.lower():
         return [plain_key(text)]
     keys: dict[str, Key] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -212,6 +212,8 @@ def _keys_in(path: Path) -> list[Key]:
                 "requests at a time behind it; printf %s KEY | sha256sum"
             )
         keys[match[1]] = Key(bytes.fromhex(match[2]), match[1], int(match[3]) if match[3] else None)
+    if not keys:
+        raise ConfigError(f"{path}: each line is a comment, so there is no API key. Hint: lines are NAME sha256:HASH")
     return [*keys.values()]
 
 

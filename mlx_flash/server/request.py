@@ -224,7 +224,7 @@ class Messages:
     Parts of one role in a row are one message until :meth:`begin`. Results of calls are messages of their own.
 
     Args:
-        earlier: messages before them.
+        earlier: the conversation that they go on from.
         between: what separates texts of a message.
 
     Attributes:
@@ -232,11 +232,11 @@ class Messages:
         names: of functions that were called, by the numbers of the calls.
     """
 
-    def __init__(self, earlier: Sequence[dict[str, Any]] = (), between: str = "") -> None:
-        self.found = list(earlier)
+    def __init__(self, earlier: Messages | None = None, between: str = "") -> None:
+        self.found: list[dict[str, Any]] = [] if earlier is None else [*earlier.found]
         self._between = between
         self.names: dict[str | None, str] = {}
-        self._broken: set[str | None] = set()
+        self._broken: set[str | None] = set() if earlier is None else {*earlier._broken}
         self._is_new = True
 
     def begin(self) -> Messages:

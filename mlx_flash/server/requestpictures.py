@@ -102,8 +102,8 @@ def _read(source: str, field: str, folder: Path | None) -> str:
     """Return the file of a picture as base64."""
     if source[:5].lower() == "data:":
         return _of_data(source, field)
-    url = _FILE_URL.match(source)
-    scheme = _SCHEME.match(source) if url is None else None
+    url = _FILE_URL.match(source, 0, MAX_NAME)  # that of 31 MB takes a second
+    scheme = _SCHEME.match(source, 0, MAX_NAME) if url is None else None
     if len(source) > MAX_NAME:
         fault = f"the name of the picture has {len(source)} characters, {MAX_NAME} are allowed"
     elif scheme is not None:

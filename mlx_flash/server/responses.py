@@ -39,14 +39,14 @@ class KeptResponses:
         self._kept: dict[str, tuple[float, Any, int]] = {}
         self._num_bytes = 0
 
-    def keep(self, name: str, value: list[dict[str, Any]] | dict[str, Any]) -> None:
+    def keep(self, name: str, value: Messages | dict[str, Any]) -> None:
         """Keep something for a time, if it is not too long.
 
         Args:
             name: its number.
-            value: a conversation as chat templates take it, without instructions, or an item.
+            value: a conversation without instructions, or an item.
         """
-        nbytes = len(json.dumps(value))
+        nbytes = len(json.dumps(value.found if isinstance(value, Messages) else value))
         now = time.monotonic()
         self._kept[name] = now, value, nbytes
         self._num_bytes += nbytes
@@ -62,7 +62,7 @@ class KeptResponses:
 
         Args:
             name: its id.
-            kind: ``list`` for a conversation, ``dict`` for an item.
+            kind: `Messages` for a conversation, ``dict`` for an item.
             field: of the request, to name in an error.
 
         Raises:
@@ -274,7 +274,8 @@ class ResponseWriter(Writer):
 
     def beat(self) -> bytes:
         """Return an event that says that the response is being made, again and again: without what may be 60 kB."""
-        brief = ResponseRequest.model_construct(model=self._body.model)
+        long = ("instructions", "tools", "tool_choice", "text", "metadata")
+        brief = self._body.model_copy(update=dict.fromkeys(long))
         return self._event("response.in_progress", response=response_of(brief, self._head, None, []))
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
@@ -383,9 +384,9 @@ def respond(kept: KeptResponses, body: ResponseRequest) -> Asked:
             for i, item in enumerate(items):
                 _add(conversation, InputItem.model_validate(item), f"output.{i}", body, kept)
                 kept.keep(item["id"], item)
-            kept.keep(head["id"], conversation.found)
+            kept.keep(head["id"], conversation)
 
-    asked = _generation_request(body, messages, functions)
+    asked = _generation_request(body, messages.found, functions)
     return Asked([asked], ResponseWriter(body, head, functions, keep), streams=bool(body.stream))
 
 
@@ -429,18 +430,16 @@ def functions_of(body: ResponseRequest) -> Functions:
     return found
 
 
-def _messages(body: ResponseRequest, kept: KeptResponses) -> list[dict[str, Any]]:
-    """Return the conversation as chat templates take it, without instructions."""
-    earlier = (
-        [] if body.previous_response_id is None else kept.find(body.previous_response_id, list, "previous_response_id")
-    )
-    messages = Messages(earlier)
+def _messages(body: ResponseRequest, kept: KeptResponses) -> Messages:
+    """Return the conversation without instructions."""
+    last = body.previous_response_id
+    messages = Messages(None if last is None else kept.find(last, Messages, "previous_response_id"))
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for number, item in enumerate(items):
         _add(messages, item, f"input.{number}", body, kept)
     if not messages.found:
         raise RefusedError("input has no messages.", 400, "input")
-    return messages.found
+    return messages
 
 
 def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest, kept: KeptResponses) -> None:

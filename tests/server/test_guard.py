@@ -185,7 +185,7 @@ def test_key_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.
     assert make_access("0.0.0.0", [], tmp_path / "key", False).keys == [plain_key(KEY)]
     monkeypatch.setenv("MLX_FLASH_API_KEY", "other")
     assert make_access("0.0.0.0", [], None, False).keys == [plain_key("other")]
-    for text in ("", "two words", "ключ", "x" * 5000):
+    for text in ("", "two words", "ключ", "x" * 5000, f"# al sha256:{plain_key(KEY).digest.hex()}"):
         (tmp_path / "key").write_text(text)
         with pytest.raises(ConfigError, match="API key"):
             make_access("127.0.0.1", [], tmp_path / "key", False)
@@ -195,7 +195,7 @@ def test_key_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.
 
 def test_named_keys_are_hashed_counted_and_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [
-        f"{name} sha256:{plain_key(key).digest.hex()}{more}" for name, key, more in ((BOB, "b", " 1"), ("al", "a", ""))
+        f"{name} SHA256:{plain_key(key).digest.hex()}{more}" for name, key, more in ((BOB, "b", " 1"), ("al", "a", ""))
     ]
     path = tmp_path / "keys"
     path.write_text("# who may ask\n\n" + "\n".join(lines))

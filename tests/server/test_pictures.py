@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 9)
     with pytest.raises(RefusedError, match="the picture has 12 bytes, 9 are allowed"):
         with_pictures(asked(URL), None)
+
+
+def test_a_name_of_many_megabytes_takes_no_time() -> None:
+    """The event loop waits for it."""
+    began = time.thread_time()
+    with pytest.raises(RefusedError, match="31000000 characters, 4096 are allowed"):
+        with_pictures(asked("x" * 31_000_000), None)
+    assert time.thread_time() - began < 0.2
 
 
 def test_refused_pictures_take_no_memory() -> None:

@@ -200,11 +200,13 @@ def test_a_beat_is_short(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {**TOOLS["/v1/responses"], "description": "The weather. " * 100}
     text = {"format": {"type": "json_schema", "name": "x", "schema": {**SCHEMA, "description": "x" * 1000}}}
     body = {"instructions": "Be brief. " * 100, "tools": [tool], "metadata": {"a": "x" * 1000}, "text": text}
+    body["store"] = False
     with saying("{}"), monkeypatch.context() as patch:
         stalling(patch, "make_prompt", STALL_SECONDS)
         first, *found = events(server, "/v1/responses", body)
     beats = [each for each in found if each["type"] == "response.in_progress"]
     assert len(beats) > 2 and all(len(json.dumps(beat)) < 1000 for beat in beats)
+    assert not any(beat["response"]["store"] for beat in beats)
     for whole in (first, found[-1]):
         assert whole["response"]["tools"] == [tool] and whole["response"]["instructions"] == body["instructions"]
 
@@ -258,6 +260,15 @@ def test_a_broken_call_does_not_block_a_conversation(server: Live, path: str, ar
         )
     else:
         assert f'<|assistant|>{{"name": "weather", "arguments": {arguments}<|user|>An error.' in prompts[0]
+
+
+def test_the_result_of_a_broken_call_may_come_with_the_next_request(server: Live) -> None:
+    prompts: list[str] = []
+    *first, result, _ = history("/v1/responses", "[1]")["input"]
+    with saying("Sorry.", prompts):
+        _, reply = server.post("/v1/responses", {"input": first})
+        server.post("/v1/responses", {"input": [result], "previous_response_id": reply["id"]})
+    assert prompts[1].replace("\n", "").count("<|user|>An error.") == 1
 
 
 def test_a_model_whose_answers_have_headers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dialects import events_of
 from live import Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import responses
-from mlx_flash.server.request import Defaults
+from mlx_flash.server.request import Defaults, Messages
 from mlx_flash.server.responses import ResponseRequest
 from mlx_flash.server.service import checked
 from scripted import make_scripted_model, saying
@@ -321,18 +321,20 @@ def test_responses_are_kept_for_some_time_and_bytes(monkeypatch: pytest.MonkeyPa
     kept, now = responses.KeptResponses(), [0.0]
     monkeypatch.setattr(responses, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(responses, "MAX_KEPT_BYTES", 1000)
-    kept.keep("resp_1", [{"role": "user", "content": "x" * 300}])
+    conversation = Messages()
+    conversation.add("user", [{"type": "text", "text": "x" * 300}])
+    kept.keep("resp_1", conversation)
     kept.keep("msg_1", {"type": "message", "text": "x" * 300})
     now[0] = responses.KEPT_SECONDS - 1
-    kept.find("resp_1", list, "previous_response_id")
+    kept.find("resp_1", Messages, "previous_response_id")
     kept.keep("msg_2", {"text": "x" * 500})  # for which the least recently used leaves
     with pytest.raises(RefusedError, match="'msg_1' is not kept"):
         kept.find("msg_1", dict, "input.0.id")
     now[0] += responses.KEPT_SECONDS - 1
-    assert kept.find("resp_1", list, "previous_response_id") and kept.find("msg_2", dict, "")
+    assert kept.find("resp_1", Messages, "previous_response_id") and kept.find("msg_2", dict, "")
     now[0] += responses.KEPT_SECONDS + 1
     with pytest.raises(RefusedError):
-        kept.find("resp_1", list, "previous_response_id")
+        kept.find("resp_1", Messages, "previous_response_id")
     kept.keep("msg_3", {"text": "x" * 2000})
     with pytest.raises(RefusedError):
         kept.find("msg_3", dict, "")

@@ -344,6 +344,7 @@ class BackgroundPrefetcher:
             self._read(task, ticket._buffer, ticket._caching, read)
         except BaseException as found:  # noqa: BLE001 the caller gets it
             error = found
+            self._ranges.begin()  # what was read before the error would keep the caller's memory
         with self._lock:
             self._num_busy -= 1
             stats, now = self._stats, time.perf_counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
+import mmap
 import os
 import random
 import signal
@@ -318,6 +320,27 @@ def test_short_reads(shard: Path, start: int, mode: str) -> None:
         load.check(reader, mode)
     assert reader.stats.nbytes == load.nbytes
     assert reader.stats.num_retries == 0
+
+
+def test_a_failed_read_keeps_nothing_of_the_buffer(shard: Path) -> None:
+    """Its thread read some of it that the driver has not copied: a pool made again would be there twice."""
+    write_file(shard, 40 * PAGE)
+    load = apart(shard, [PAGE, PAGE])
+    reader = open_reader(shard, "driver", read_size=16 * PAGE, queue_depth=1)
+
+    def fail_second(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
+        if offset > IN_PLACE:
+            raise OSError(errno.EACCES, "not now")
+        return read()
+
+    memory = mmap.mmap(-1, load.placement.nbytes)
+    with reads(fail_second):
+        ticket = reader.submit(load.placement.segments, memoryview(memory))
+        with pytest.raises(ReadError, match="not now"):
+            ticket.wait()
+    del ticket
+    gc.collect()
+    memory.close()  # which is refused while anything refers to it
 
 
 def test_direct_reads_of_less_than_a_page_are_retried(direct_shard: Path) -> None:

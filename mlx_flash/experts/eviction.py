@@ -83,30 +83,32 @@ class Uses:
             spared: slots whose experts must stay.
             number: how many are wanted.
         """
-        found, kept, is_new = list[int](), list[int](), False
+        found, seen, is_new = list[int](), list[int](), False
         while len(found) < number:
             if not self._order:
                 if is_new:
                     break
-                self._put_in_order(set(found))
-                kept, is_new = [], True
-            elif (slot := self._order.pop()) in spared:
-                kept.append(slot)
+                self._put_in_order()
+                found, seen, is_new = [], [], True
+                continue
+            slot = self._order.pop()
+            if slot in spared:
+                seen.append(slot)
             elif self._in_slots[slot] == self._ordered_by[slot]:
                 found.append(slot)
-        self._order += reversed(kept)
+                seen.append(slot)  # it may stay
+        self._order += reversed(seen)
         return [key for slot in found if (key := self._holders[slot]) is not None]
 
     def reorder(self) -> None:
         """Have slots put in order again, by what was used and has entered up to now."""
         self._order.clear()
 
-    def _put_in_order(self, without: Collection[int]) -> None:
-        """List the slots with experts, but for some, those that were used least last."""
+    def _put_in_order(self) -> None:
+        """List the slots with experts, those that were used least last."""
         self._ordered_by = self._in_slots.copy()
         number = int(np.count_nonzero(self._in_slots < np.inf))
-        order: list[int] = self._in_slots.argsort()[:number][::-1].tolist()
-        self._order = [slot for slot in order if slot not in without]
+        self._order = self._in_slots.argsort()[:number][::-1].tolist()
 
     def is_more(self, key: Expert, than: Expert) -> bool:
         """Return whether an expert was used more than another."""

@@ -341,6 +341,18 @@ def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: 
     assert resident(pool) == [(0, 0), (1, 2)]
 
 
+def test_an_expert_that_stayed_gives_way_to_the_next_one(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
+    pool = checkpoint.pool(2, reader)
+    pool.use(0, numbers([0, 1]), numbers([9, 3]), 10)
+    bring(pool, 0, 0, 1)
+    pool.use(1, numbers([2]), numbers([1]), 10)
+    pool.use(2, numbers([3]), numbers([5]), 10)
+    pool.clear_head(0)
+    assert not pool.adopt(1, [2], set())
+    assert list(pool.adopt(2, [3], set())) == [3]
+    assert resident(pool) == [(0, 0), (2, 3)]
+
+
 def test_a_smaller_pool_keeps_the_most_used_experts(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     """The third one gets no slot of the others; the fourth one still gets that of the first."""
     pool = checkpoint.pool(4, reader)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
+from mlx_flash import enginethread
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.kv.diskcache import DiskKVCache
@@ -39,6 +40,13 @@ if TYPE_CHECKING:  # an extra
 
 _KEY = "model"
 """mlx-lm's prompt cache holds those of several models by a key; here each model has its own."""
+
+
+def _recall(model: FlashLLM, nbytes: int) -> None:
+    """Free memory that weights have from reserves. In the engine thread, which also changes budgets."""
+    if model.engine is not None:
+        lending = model.engine.lending
+        lending.recall(min(nbytes, lending.nbytes))
 
 
 class PromptCaches(LRUPromptCache):  # type: ignore[misc]
@@ -75,9 +83,8 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
             if nbytes > self.limit_bytes:
                 return
             self.trim_to(n_bytes=self.limit_bytes - nbytes)
-        if isinstance(self._model, FlashLLM) and self._model.engine is not None:  # copies are not evaluated yet
-            lending = self._model.engine.lending
-            lending.recall(min(nbytes, lending.nbytes))
+        if isinstance(self._model, FlashLLM):  # copies are not evaluated yet
+            enginethread.run(partial(_recall, self._model, nbytes))
         for entry in prompt_cache:
             if isinstance(entry, DiskKVCache) and entry.offset and not entry.is_on_disk:
                 with entry.pool.lock:

@@ -13,6 +13,8 @@ import pytest
 from conversations import LONG, turn
 from conversations import model as model  # a fixture
 from kv_rows import rows_of
+from mlx_flash import enginethread
+from mlx_flash.engine.lending import Lending
 from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kvpool import KVPool
@@ -83,6 +85,24 @@ def test_the_second_turn_computes_its_new_words_only(model: str, prefixes: str, 
         request = GenerationRequest(model="default_model", messages=messages, max_tokens=5)
         (begun,) = (event for event in mine.events(request) if isinstance(event, Begun))
         assert begun.num_cached > length - 20 and begun.num_prompt - begun.num_cached < 50
+
+
+def test_memory_for_kept_conversations_comes_from_the_engine_thread(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of the budget takes lent memory back there, too."""
+    real, found = Lending.recall, list[bool]()
+
+    def recall(self: Lending, nbytes: int) -> int:
+        found.append(enginethread.check())
+        return real(self, nbytes)
+
+    with serving(model, context_length=4096) as mine:
+        mine.ask(*turn(QUESTIONS[0]))
+        monkeypatch.setattr(Lending, "recall", recall)
+        mine.ask(*turn(QUESTIONS[1]))
+        assert mine.kept
+    assert found and all(found)
 
 
 def test_no_caches_are_kept_without_room_for_them(model: str) -> None:

@@ -52,6 +52,7 @@ class Served:
 
     def __init__(self, room: EngineRoom) -> None:
         self.room = room
+        room._lock = threading.RLock()  # for `submit`
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -82,7 +83,7 @@ class Served:
 
     def submit(self, *requests: GenerationRequest) -> list[ServerAnswer]:
         """Send requests to the thread together, each with a client of its own."""
-        with self.room._changed:
+        with self.room._lock:
             return [answer for request in requests for answer in self.room.submit(request)]
 
     def events(self, request: GenerationRequest) -> list[Event]:

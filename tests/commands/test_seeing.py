@@ -158,16 +158,17 @@ def test_verify_compares_layers_of_towers_and_tokens_with_mlx_vlm(folder: Path, 
 
 
 def test_verify_finds_a_wrong_bit_of_a_tower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_flash.memory.arena import Arena
+    from mlx_flash.vision import towers
 
-    views = Arena.views
+    bind = towers.bind_views
 
-    def spoiled(arena: Arena, places: Any) -> Any:
-        found = views(arena, places)
-        arena.memory[places[0][0] + 5] ^= 64
-        return found
+    def spoiled(placed: Any) -> Any:
+        bound = bind(placed)
+        ((_, placement, arena),) = placed
+        arena.memory[placement.offsets[0] + 5] ^= 64
+        return bound
 
-    monkeypatch.setattr("mlx_flash.vision.towers.Arena.views", spoiled)
+    monkeypatch.setattr(towers, "bind_views", spoiled)
     status, text = run(verify, "--model", folder, "--json", "-m", 2, "--reference", "resident")
     receipt = json.loads(text)
     assert status == EXIT_DIFFERS and "vision_tower" in receipt["difference"] and receipt["wrong_bytes"]

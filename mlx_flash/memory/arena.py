@@ -40,16 +40,18 @@ class Arena:
         self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True, is_read_once: bool = False
     ) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
-        make = untouched if commits_lazily() else _zeros
+        is_untouched = commits_lazily()
+        make = untouched if is_untouched else _zeros
         self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        if pages is None and is_read_once:
-            PageChoice().take(self.memory)
-        elif pages is None and is_read_into:
-            use_huge_pages(self.memory, at_once=False)
+        if pages is None and is_read_into:
+            if not is_read_once:
+                use_huge_pages(self.memory, at_once=not is_untouched)
+            elif is_untouched:
+                PageChoice().take(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return an evaluated array whose memory begins ``offset`` bytes into the arena.

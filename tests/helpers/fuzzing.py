@@ -30,7 +30,7 @@ import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import KVCache, save_prompt_cache
 
-from mlx_flash import FlashConfig, telemetry
+from mlx_flash import FlashConfig, files, telemetry
 from mlx_flash import config as config_module
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.monitor import draw, print_json
@@ -369,7 +369,7 @@ def telemetry_file(folder: Path) -> Iterator[Case]:
         with io.FileIO(file.opened()) as opened:
             return opened.read()
 
-    with OneFile(folder / "state.json") as file, patch.object(telemetry, "read_regular", content):
+    with OneFile(folder / "state.json") as file, patch.object(files, "read_regular", content):
         yield case
 
 

@@ -19,6 +19,8 @@ import mlx.core as mx
 import pytest
 from hypothesis import settings
 
+from mlx_flash import enginethread
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.residency import machine
 from mlx_flash.storage import probe
 
@@ -174,7 +176,13 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 @pytest.fixture
 def _no_freed_buffers() -> Iterator[None]:
-    """Let MLX keep no buffers of freed arrays. On the CPU the limit of an earlier test's model stays, however large."""
+    """Let MLX keep no buffers of freed arrays. On the CPU the limit of an earlier test's model stays, however large.
+
+    What earlier tests have left ends before: finalizers leave the ends of models to the engine thread.
+    """
+    gc.collect()
+    wait_for_finalizers()
+    enginethread.run(gc.collect)
     limit = mx.set_cache_limit(0)
     mx.clear_cache()
     yield

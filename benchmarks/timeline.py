@@ -169,7 +169,9 @@ def main() -> None:
     described = harness.describe(args.model, harness.describe_cold(None, limited=limit is not None))
     harness.write_json(args.json, described | {"model": harness.describe_model(args.model), "token": run})
     if args.picture:
-        draw(args.picture, run, ", ".join(f"{name} {value}" for name, value in shares.items()))
+        busy, waiting = run["disk_busy"], run["disk_busy_while_waiting"]
+        title = f"{run['token_seconds']:.2f} s a token, {run['read_bytes'] / 1e9:.2f} GB read"
+        draw(args.picture, run, f"{title}; the disk is busy {busy:.0%} of it, and {waiting:.1%} of the waits")
 
 
 if __name__ == "__main__":

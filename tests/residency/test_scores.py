@@ -56,7 +56,7 @@ def seen_per_pair(directory: Path, long: int = LONG, *, quantized: bool = False)
     for context in (SHORT, long):
         filled = _filled(model, context, quantized=quantized)
         tokens, found = mx.zeros((1, NUM_TOKENS), mx.int32), []
-        for _ in range(6):  # another thread frees arrays, in some of them before others are made: the most counts
+        for _ in range(12):  # another thread frees arrays, in some of them before others are made: the most counts
             cache = [_copied(entry) for entry in filled]
             mx.eval(tokens, [entry.state for entry in cache])
             mx.synchronize()

@@ -105,8 +105,7 @@ class Peers:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
         self._can_send = not _uses_nccl()
-        if _patience.ident is None:
-            _patience.start()
+        _patience()
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank. All ranks call it, with equally many."""
@@ -178,14 +177,15 @@ class Peers:
             PeerError: the connection to a rank was lost.
         """
         told = f"rank {self.rank} exchanges {what} with {whom}"
-        _patience.since, _patience.told = time.monotonic(), told
+        patience = _patience()
+        patience.since, patience.told = time.monotonic(), told
         try:
             yield
         except RuntimeError as error:
             hint = "Hint: see what the other ranks printed; start all of them again."
             raise PeerError(f"{told}: {error}. {hint}") from error
         finally:
-            _patience.told = None
+            patience.told = None
 
 
 def _uses_nccl() -> bool:
@@ -214,7 +214,12 @@ class _Patience(threading.Thread):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-_patience = _Patience(name="mlx-flash-ranks", daemon=True)
+@cache
+def _patience() -> _Patience:
+    """Return the thread, which runs. From Python 3.13 on no forked child starts one that the parent has made."""
+    thread = _Patience(name="mlx-flash-ranks", daemon=True)
+    thread.start()
+    return thread
 
 
 # --- shares: the layers of each rank, from what its machine can do ----------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import math
 import re
 from decimal import Decimal
@@ -51,7 +52,8 @@ def refused(**settings: Any) -> str:
 
 
 def test_every_field_is_documented() -> None:
-    documented = re.findall(r"^        (\w+): ", FlashConfig.__doc__ or "", re.MULTILINE)
+    text = inspect.cleandoc(FlashConfig.__doc__ or "")  # as Python does it from 3.13 on
+    documented = re.findall(r"^    (\w+): ", text, re.MULTILINE)
     assert documented == [field.name for field in dataclasses.fields(FlashConfig)]
 
 

@@ -239,9 +239,12 @@ class Experts:
             experts: those that are needed, each once.
             late: those of them in flight.
         """
-        begins = is_small = routing.size < SORTED_SIZE
-        if not self._exact_rows and begun is not None and begun.ready[experts].all():
-            result, begins = begun.rows.reshape(*routing.shape, -1), False  # it has begun
+        is_small = routing.size < SORTED_SIZE
+        rows: mx.array | None = None
+        if begun is not None and not self._exact_rows and begun.ready[experts].all():
+            rows = begun.rows
+        if rows is not None:
+            result = rows.reshape(*routing.shape, -1)
         elif self._exact_rows and routing.size and is_whole(x, routing):
             # Each expert of a small call computes when it comes, but the last; those of a prompt when all have come.
             parts, late = self._compute_parts(layer, x, routing, begun, late, 1 if is_small else len(late))
@@ -249,7 +252,7 @@ class Experts:
         else:
             result = self._pooled.run_routing(layer, x, routing)
         self.pool.wait(layer, late)  # the part that computes with them is not evaluated yet
-        if begins:
+        if is_small and rows is None:
             # It computes while Python goes through the rest of the model. A prompt's results are large: they wait.
             mx.async_eval(result)
         self._pending.append(result)

@@ -39,7 +39,7 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
     if plan.pool is None or experts is None:
         return seconds
-    grows = not machine.has_buffer_cache and not task.pool_slots  # GPU drivers commit whole buffers
+    grows = not machine.has_buffer_cache and not task.pool_slots  # on GPUs stacks grow, too: not known here
     more = (lent - of_weights) // experts.slot_bytes if grows else 0
     most = max(plan.pool.num_slots, task.most_slots(experts))
     pool = pool_of(machine, experts, min(plan.pool.num_slots + more, most))

@@ -42,7 +42,7 @@ _python.PyThread_acquire_lock_timed.argtypes = [ctypes.c_void_p, ctypes.c_longlo
 _python.PyThread_release_lock.argtypes = [ctypes.c_void_p]
 
 _gates: list[int] = []
-"""Locks of Python's own, as C has them, that no call has. One stays with a call that was interrupted."""
+"""Locks of Python's C level that no call uses now. A call that was interrupted keeps its own."""
 
 
 def _closed_gate() -> int:

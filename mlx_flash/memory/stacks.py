@@ -78,7 +78,7 @@ class StackArena:
         return self.num_slots * self.pitch
 
     def num_within(self, nbytes: int) -> int:
-        """Return a number of slots that so much memory is enough for: not a few more or less than there are."""
+        """Return how many slots to have in so much memory: as many as now, or clearly more or fewer."""
         number, now = min(max(self.least, nbytes // self.pitch), self.capacity), self.num_slots
         if number >= now:
             return number if number >= now * _STEP or number == self.capacity else now

@@ -49,7 +49,6 @@ from mlx_flash.modelfile.parse import (
 from mlx_flash.monitor.words import counted, filled, formatted, printable, size
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from mlx_flash.residency.machine import SPEEDUPS
 from mlx_flash.residency.scores import RESULTS as ATTENTION
 from mlx_flash.sessions import remove_orphans
 from mlx_flash.storage.probe import PROFILES, sample_in
@@ -182,7 +181,7 @@ def list_models() -> list[Json]:
 
 def _remove_small_files() -> None:
     """Remove what was measured, and what killed processes have left. The count of disk writes stays."""
-    for measurements in (PROFILES, SELF_TESTS, ATTENTION, HELD, SPEEDUPS):
+    for measurements in (PROFILES, SELF_TESTS, ATTENTION, HELD):
         file = measurements.file
         for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.compat.require import installed
 from mlx_flash.config import FlashConfig
 from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
@@ -24,8 +23,7 @@ from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.scores import bytes_per_pair
-from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed, num_cores
-from mlx_flash.storage.measured import Measurements
+from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH
 from mlx_flash.storage.probe import DiskProfile
@@ -41,7 +39,6 @@ DECODED_READ_SIZE = 2 << 20
 """Bytes of weights in a read where they are compressed, whatever size suits the disk best. Smaller reads take longer,
 since threads that decode hand Python's lock to each other after each step. With larger ones the disk waits more."""
 
-SPEEDUPS = Measurements("speedups.json")
 
 COPIED_READ_SIZE, COPIED_DEPTH = 4 << 20, 8
 """Reads where CUDA's driver copies what was read. A processor copies it from the page cache before: on an H200's host
@@ -148,7 +145,7 @@ def look_at_machine(
         compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, compute_speed, cores)
         disk = replace(disk, bytes_per_second=compression.weight_bytes_per_second)
     read_size, queue_depth = _reads(config, disk, compression)
-    speeds = _known_speedup(layout), resident_bytes_per_second(layout), operation_seconds()
+    speeds = prompt_speedup(layout), resident_bytes_per_second(layout), operation_seconds()
     bytes_per_pair(layout.trace.attention)  # before the footprint: on a GPU, kernels that have run take memory
     return Machine(
         total_memory=total_memory(),
@@ -310,19 +307,6 @@ def prompt_speedup(layout: ModelLayout) -> float:
     one, many = (_inputs(linear, part, num_tokens) for num_tokens in (1, _PROMPT_TOKENS))
     first, second = _least(lambda: _seconds_after_writing(part, one, arena)), _least(lambda: _seconds(part, many))
     return _PROMPT_TOKENS * first / second
-
-
-def _known_speedup(layout: ModelLayout) -> float:
-    """Return :func:`prompt_speedup`, on the processor that of a run before this one: trials take longer than a plan.
-
-    On a GPU they also load kernels, whose memory plans have to count.
-    """
-    linear = _largest_linear(layout)
-    if linear is None or not computes_on_cores():
-        return prompt_speedup(layout)
-    arrays = [(key, array.shape, str(array.dtype)) for key, array in linear.items() if isinstance(array, mx.array)]
-    key = f"mlx {installed('mlx')} on {num_cores()} cores: {type(linear).__name__} {arrays}"
-    return SPEEDUPS.number(key, "prompt_speedup", lambda: prompt_speedup(layout))
 
 
 def barrier_seconds() -> float:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,15 +32,6 @@ class Measurements:
     def load(self) -> dict[str, Any]:
         """Return all entries; none where the file is missing, unreadable, no regular file, or not JSON."""
         return read_json_object(self.file, _MOST_BYTES)
-
-    def number(self, key: str, name: str, measure: Callable[[], float]) -> float:
-        """Return a number of an entry that a run before this one found, or measure it now."""
-        match self.load().get(key):
-            case dict(entry) if isinstance(found := entry.get(name), float) and 0 <= found < math.inf:
-                return found
-        found = measure()
-        self.save(key, {name: found})
-        return found
 
     def save(self, key: str, entry: dict[str, Any]) -> None:
         """Add an entry, and the time."""

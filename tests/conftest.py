@@ -65,8 +65,10 @@ DURATIONS = TESTS / "durations.json"
 """How many seconds each file took in the last run with ``--write-durations``."""
 sys.path.insert(0, str(TESTS / "helpers"))
 
-# Child processes import this checkout. They and pytest, which rewrites the tests, keep compiled modules.
+# Child processes import this checkout, and write as those of users do. They and pytest, which rewrites the tests, keep
+# compiled modules.
 os.environ["PYTHONPATH"] = str(TESTS.parent)
+os.environ.pop("PYTHONUNBUFFERED", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

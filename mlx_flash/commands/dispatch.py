@@ -89,19 +89,21 @@ def run_command(argv: Sequence[str]) -> int:
     """Run the command of the arguments. Return the exit status."""
     if REQUEST_VARIABLE in os.environ:
         complete()
-    args = parse_arguments(list(argv))
-    if args.command is None:
-        make_parser()[0].print_help(sys.stderr)
-        return EXIT_USAGE
-    out = sys.stdout
-    _set_loudness(args)
-    if args.command != "exec":
-        _set_encodings()
+    out, with_traceback = sys.stdout, bool(os.environ.get(TRACEBACK_VARIABLE))
     try:
-        with _ended_by_signals(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
-            with _sign_of_life(args), _ended_at_once(), mlx_explained():
-                run = _load_command(args.command)
-            return run(args, out)
+        with _written(out):
+            args = parse_arguments(list(argv))
+            with_traceback |= args.traceback
+            if args.command is None:
+                make_parser()[0].print_help(sys.stderr)
+                return EXIT_USAGE
+            _set_loudness(args)
+            if args.command != "exec":
+                _set_encodings()
+            with _ended_by_signals(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
+                with _sign_of_life(args), _ended_at_once(), mlx_explained():
+                    run = _load_command(args.command)
+                return run(args, out)
     except _TerminatedError as error:
         print("mlx-flash: terminated", file=sys.stderr)
         return EXIT_HUNG_UP if error.number == signal.SIGHUP else EXIT_TERMINATED
@@ -109,10 +111,30 @@ def run_command(argv: Sequence[str]) -> int:
         print("mlx-flash: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # for the flush when Python ends
         return EXIT_BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 the last line of defence: every error is printed
-        return _report(error, args.traceback or bool(os.environ.get(TRACEBACK_VARIABLE)))
+        return _report(error, with_traceback)
+    finally:
+        _drop_unwritable(out)
+
+
+@contextlib.contextmanager
+def _written(out: TextIO) -> Iterator[None]:
+    """Write what is left in the buffer, also after the help, which ends the program. Later, nobody reports errors."""
+    try:
+        yield
+    except SystemExit:
+        out.flush()
+        raise
+    out.flush()
+
+
+def _drop_unwritable(out: TextIO) -> None:
+    """Keep what could not be written from the flush when Python ends, which would change the exit status to 120."""
+    try:
+        out.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def end_silently() -> None:

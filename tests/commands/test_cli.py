@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import re
 import resource
 import shutil
@@ -636,12 +637,18 @@ def test_broken_pipe_is_quiet(model: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_full_disk_below_standard_output_is_named() -> None:
-    words = [sys.executable, "-m", "mlx_flash", "completion", "bash"]
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [("completion bash", ""), ("plan --help", ""), ("models --json", ""), ("completion bash", "1")],
+)
+def test_full_disk_below_standard_output_is_named(words: str, unbuffered: str) -> None:
+    """Python writes at once with PYTHONUNBUFFERED; else when its buffer is full, or the process ends."""
+    command = [sys.executable, "-m", "mlx_flash", *words.split()]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 1 and b"No space left on device. Hint: " in done.stderr
-    assert b"standard output" in done.stderr
+    assert b"standard output" in done.stderr and done.stderr.count(b"\n") == 1
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------

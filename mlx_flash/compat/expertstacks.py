@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable
 from functools import cache, partial
 from typing import ClassVar
@@ -41,7 +42,9 @@ class StackKinds:
             caller: called with a module, a :data:`StackCall` and the arguments of a call; None for no more arguments.
         """
         call = require(stack, "__call__", "x", "indices")  # calls are answered in their place
-        sorts = SORTED_SIZE in call.__code__.co_consts
+        sorts = any(
+            each.opname.startswith("LOAD") and each.argval == SORTED_SIZE for each in dis.get_instructions(call)
+        )
         require_that(sorts, f"{stack.__name__} does not sort from {SORTED_SIZE} indices on")
         cls.stacks += (stack,)
         if caller is not None:

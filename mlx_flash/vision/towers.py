@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,9 +31,6 @@ from mlx_flash.streaming.layers import compute
 MARGIN = 1.25
 """Allocators leave holes, and matrix products copy some inputs. Measured on the CPU back end: 0.99 to 1.2 times."""
 
-_OWN_REFERENCES = 3
-"""References to an object in a list while it is asked for: the list's, the loop's, and the argument."""
-
 
 @dataclass(slots=True)
 class TowerRehearsal:
@@ -46,17 +43,17 @@ class TowerRehearsal:
 
     calls: list[tuple[Unit, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     retained_bytes: int = 0
-    _results: list[mx.array] = field(default_factory=list)
+    _results: list[ref[mx.array]] = field(default_factory=list)
 
     def call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, and note it."""
-        held = (array.nbytes for array in self._results if sys.getrefcount(array) > _OWN_REFERENCES)
+        held = [array.nbytes for result in self._results if (array := result()) is not None]
         self.retained_bytes = max(self.retained_bytes, sum(held))
         before = len(self.calls)
         result = run(*args, **kwargs)
         if len(self.calls) == before:  # else the units inside it count
             self.calls.append((unit, run, args, kwargs))
-            self._results += arrays_in(result)
+            self._results += map(ref, arrays_in(result))
         return result
 
 

@@ -22,7 +22,9 @@ import mlx_flash
 
 PACKAGE = Path(mlx_flash.__file__).parent
 
-_BEFORE_POINT = ("CALL", "RESUME", "JUMP_BACKWARD", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR")
+_BEFORE_POINT = ("CALL", "RESUME", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "DELETE_ATTR")
+_BACK = ("JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+_NO_POINT = ("CALL_INTRINSIC", "JUMP_BACKWARD_NO_INTERRUPT")
 
 
 Trace = Callable[[FrameType, str, Any], Any]
@@ -55,6 +57,7 @@ class Tracer:
     def tracing(self) -> Iterator[None]:
         """Trace this thread while a block runs."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks here for what it has to trace
         sys.settrace(self._enter)
         try:
             yield
@@ -77,6 +80,7 @@ class Tracer:
             self._steps[key] = frame.f_code, self._step_of(frame.f_code) if is_inside else None
         step = self._steps[key][1]
         if step is not None:
+            frame.f_trace = step  # before the next line: Python 3.13 looks for it there
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
 
@@ -102,11 +106,14 @@ def _points(code: CodeType) -> frozenset[int]:
     def handler(offset: int) -> int | None:
         return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
 
-    return frozenset(
-        here.offset
-        for previous, here in pairwise(i for i in dis.get_instructions(code) if i.opname != "CACHE")
-        if previous.opname.startswith(_BEFORE_POINT) and handler(previous.offset) == handler(here.offset)
-    )
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    following = dict(pairwise(each.offset for each in instructions))
+    ways = [
+        (each.offset, each.argval if each.opname.startswith(_BACK) else following[each.offset])
+        for each in instructions
+        if each.opname.startswith(_BEFORE_POINT + _BACK) and not each.opname.startswith(_NO_POINT)
+    ]
+    return frozenset(here for previous, here in ways if handler(previous) == handler(here))
 
 
 Operation = Callable[[], object]

@@ -310,8 +310,11 @@ os._exit(0)  # MLX may abort when Python ends after a thread in which it compute
 """
 
 
+Environment = tuple[Path, Path]
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """(Python, site-packages) of an environment whose lower layer is linked by a sitecustomize, as LM Studio's are."""
     base = tmp_path_factory.mktemp("environment")
     venv.create(base, with_pip=False, symlinks=True)
@@ -324,32 +327,37 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return python, site_packages
 
 
-def engine_like(python: Path, model_dir: Path, **variables: str) -> Any:
-    env = {key: value for key, value in ENV.items() if key != "PYTHONPATH"} | variables
-    command = [python, "-c", ENGINE, model_dir]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_a_program_that_loads_like_lm_studio(model_dir: Path, environment: tuple[Path, Path]) -> None:
+def run_in(environment: Environment, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program there. PYTHONPATH comes before the sitecustomize that some systems have themselves."""
     python, site_packages = environment
-    kind, nothing, *expected = engine_like(python, model_dir)
+    env = ENV | variables | {"PYTHONPATH": str(site_packages)}
+    done = subprocess.run([str(python), "-c", *map(str, words)], capture_output=True, text=True, env=env, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def engine_like(environment: Environment, model_dir: Path, **variables: str) -> Any:
+    return json.loads(run_in(environment, ENGINE, model_dir, **variables).stdout)
+
+
+def test_a_program_that_loads_like_lm_studio(model_dir: Path, environment: Environment) -> None:
+    _, site_packages = environment
+    kind, nothing, *expected = engine_like(environment, model_dir)
     assert kind == "Model" and nothing is None
     assert [cached for cached, _ in expected[0]] == [False, True], "the second turn goes on from a copy of the cache"
     shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
     (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
     settings = {"RAM_BUDGET_GB": "min", "CONTEXT_LENGTH": "2048", "PREFILL_STEP_SIZE": "64"}
     variables = {f"MLX_FLASH_{name}": value for name, value in settings.items()}
-    kind, streamed, *found = engine_like(python, model_dir, **variables)
+    kind, streamed, *found = engine_like(environment, model_dir, **variables)
     assert kind == "FlashLLM" and min(streamed) > 0
     assert found == expected
-    kind, nothing, *found = engine_like(python, model_dir, MLX_FLASH_ENABLED="false")
+    kind, nothing, *found = engine_like(environment, model_dir, MLX_FLASH_ENABLED="false")
     assert kind == "Model" and found == expected
 
 
-def test_a_hook_that_cannot_start_steps_aside(model_dir: Path, environment: tuple[Path, Path]) -> None:
-    python, site_packages = environment
+def test_a_hook_that_cannot_start_steps_aside(model_dir: Path, environment: Environment) -> None:
+    _, site_packages = environment
     shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
     (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
     code = "import sys, mlx_lm; print(type(mlx_lm.load(sys.argv[1])[0]).__name__)"
@@ -358,17 +366,15 @@ def test_a_hook_that_cannot_start_steps_aside(model_dir: Path, environment: tupl
         (without + code, {}, "ModuleNotFoundError: import of greenlet halted"),
         (code, {"MLX_FLASH_RAM_BUDGET_GB": "much"}, "ConfigError"),
     ):
-        command = [python, "-c", program, model_dir]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENV | variables, check=True)
+        done = run_in(environment, program, model_dir, **variables)
         assert done.stdout == "Model\n"
         assert done.stderr.count("mlx-flash does not stream models here: " + reason) == 1
 
 
-def test_the_hook_imports_nothing_before_mlx_lm(environment: tuple[Path, Path]) -> None:
-    python, site_packages = environment
+def test_the_hook_imports_nothing_before_mlx_lm(environment: Environment) -> None:
+    _, site_packages = environment
     shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
     (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
     code = "import sys; print('mlx_flash_hook' in sys.modules, [m for m in sys.modules if m.split('.')[0] in HEAVY])"
     code = code.replace("HEAVY", "('mlx', 'mlx_lm', 'mlx_flash', 'numpy', 'transformers')")
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=ENV, check=True)
-    assert done.stdout == "True []\n"
+    assert run_in(environment, code).stdout == "True []\n"

@@ -40,6 +40,7 @@ class Live:
 
     def __init__(self, room: EngineRoom, access: Access | None = None, *, is_strict: bool = False) -> None:
         self.room = room
+        self._clients = contextlib.ExitStack()
         self._socket = take_port("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         self.server = Server(room, access or Access(), is_strict=is_strict)
@@ -49,6 +50,7 @@ class Live:
             time.sleep(0.005)
 
     def close(self) -> None:
+        self._clients.close()
         self.server.should_exit = True
         self._thread.join()
 
@@ -63,7 +65,8 @@ class Live:
     def client(self) -> openai.OpenAI:
         import openai
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
+        return self._clients.enter_context(client)
 
     def post(self, path: str, body: Any, data: bytes | None = None) -> tuple[int, Any]:
         """Return status and JSON of a reply; the lines of a stream as a list."""
@@ -74,14 +77,16 @@ class Live:
                 text, kind = reply.read().decode(), reply.headers["Content-Type"]
                 return reply.status, json.loads(text) if kind.startswith("application/json") else text.splitlines()
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+            with error:
+                return error.code, json.loads(error.read())
 
     def get(self, path: str) -> tuple[int, Any]:
         try:
             with urllib.request.urlopen(self.url + path, timeout=TIMEOUT) as reply:
                 return reply.status, json.loads(reply.read())
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+            with error:
+                return error.code, json.loads(error.read())
 
     def say(self, text: str, **fields: Any) -> str:
         """Return the answer to a message."""

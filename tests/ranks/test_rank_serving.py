@@ -89,8 +89,9 @@ def test_rank_0_answers_and_all_end_together(ranks: Ranks) -> None:
     assert ranks.ask(PROMPTS[1]) == expected[1]  # from the kept cache
     assert ranks.ask(PROMPTS[0], seed=3) == expected[0]  # alone
     tool = {"type": "function", "function": {"name": "f", "parameters": nested(300)}}
-    with pytest.raises(urllib.error.HTTPError, match="400"):
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
         ranks.post("chat/completions", messages=[{"role": "user", "content": "Hi"}], tools=[tool])
+    refused.value.close()
     assert ranks.ask(PROMPTS[1]) == expected[1]
     processes = [rank.process for rank in ranks.ranks]
     processes[0].terminate()

@@ -616,7 +616,7 @@ def test_busy_seconds_count_parallel_reads_once(shard: Path) -> None:
 def test_waiting_for_a_processor_is_not_waiting_for_reads(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A report said that 20 % of the time went to waiting for the disk, and 18 % to reading."""
     load = small_load(shard)
-    reader = open_reader(shard)
+    reader = open_reader(shard, read_size=1 << 20)  # one read: between two of them no read is in flight
     change_of, is_late = reader._change_of, threading.Event()
 
     def late(files: Any) -> Exception | None:

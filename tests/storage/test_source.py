@@ -211,8 +211,9 @@ def test_file_system_without_direct_reads(
     def refuse_read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, function, refuse if function == "open" else refuse_read)
-    file = SourceFile(shard, direct=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, refuse if function == "open" else refuse_read)
+        file = SourceFile(shard, direct=True)
     assert file.direct_fd is None
     assert descriptors() == before + 1
     file.close()

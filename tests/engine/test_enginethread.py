@@ -30,21 +30,19 @@ class Struck(Exception):
 
 
 @contextmanager
-def signals_after(*seconds: float) -> Iterator[None]:
-    """Send signals to this process during a block; their handler raises."""
+def signal_after(seconds: float) -> Iterator[None]:
+    """Send a signal to this process during a block; its handler raises."""
 
     def handler(*_: Any) -> None:
         raise Struck
 
     before = signal.signal(signal.SIGUSR1, handler)
-    timers = [threading.Timer(each, os.kill, (os.getpid(), signal.SIGUSR1)) for each in seconds]
-    for timer in timers:
-        timer.start()
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
     try:
         yield
     finally:
-        for timer in timers:
-            timer.join()
+        timer.join()
         signal.signal(signal.SIGUSR1, before)
 
 
@@ -139,7 +137,7 @@ def test_an_interrupt_of_its_start_leaves_no_second_thread(monkeypatch: pytest.M
 
 def test_an_interrupt_comes_after_the_work_was_undone() -> None:
     done = list[str]()
-    with signals_after(0.05), pytest.raises(Struck):
+    with signal_after(0.05), pytest.raises(Struck):
         run(working(done, "first"))
     assert done == ["first undone"]
 
@@ -152,7 +150,7 @@ def test_further_interrupts_come_after_the_work_was_undone() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.01)
 
-    with signals_after(0.05), pytest.raises(Struck):
+    with signal_after(0.05), pytest.raises(Struck):
         try:
             run(working(done, "first", put_back=put_back))
         finally:
@@ -180,8 +178,13 @@ def test_a_second_interrupt_leaves_and_what_is_asked_next_waits(monkeypatch: pyt
     """Where it takes too long to undo the work."""
     monkeypatch.setattr(enginethread, "UNDONE_SECONDS", 0.01)
     done, has_left = list[str](), threading.Event()
-    with signals_after(0.05, 0.07), pytest.raises(Struck):
-        run(working(done, "first", put_back=lambda: has_left.wait(20)))
+
+    def put_back() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)  # by now the first one has come
+        has_left.wait(20)
+
+    with signal_after(0.05), pytest.raises(Struck):
+        run(working(done, "first", put_back=put_back))
     assert done == []
     has_left.set()
     assert run(working(done, "second", 0.0)) == "second"
@@ -196,7 +199,7 @@ def test_what_cannot_be_put_back_goes_on_to_its_end() -> None:
             working(done, "first", 0.2)()
         check()
 
-    with signals_after(0.05), pytest.raises(Struck):
+    with signal_after(0.05), pytest.raises(Struck):
         run(work)
     assert done == ["first done"]
 

@@ -162,7 +162,7 @@ class Need:
         return max(slot, *[each.nbytes for each in self.pool.ring.slots]) * (len(together) - 1)
 
 
-_NO_LAYERS = KVLedger(KVOptions(), ())
+_NO_LAYERS = KVLedger(KVOptions(copies_slots=False), ())
 
 
 def need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int = 0) -> Need:

@@ -38,6 +38,7 @@ class DiskRows(Opaque):
         pages: in the order of their tokens.
         paged_tokens: number of tokens in them.
         length: number of all tokens.
+        capacity: tokens that its buffers in memory would have room for; 0 if it had none.
         num_forgotten: tokens that were dropped from between the others.
         expected: tokens after the pass, if parts of a prompt share it, this one's or another's; else 0.
     """
@@ -48,7 +49,7 @@ class DiskRows(Opaque):
         self.num_forgotten = num_forgotten
         self.expected = 0
         self.pages: FilePages = ()
-        self.paged_tokens = self.length = 0
+        self.paged_tokens = self.length = self.capacity = 0
         components, step = self.layout.components, self.layout.step
         # room for a page; rows behind the last token mean nothing
         self._tail: RowBytes = [np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components]
@@ -137,6 +138,7 @@ class DiskRows(Opaque):
             copy[:] = mine
         other.pages = (*cut(self.pages, start), *self.pages[len(cut(self.pages, stop)) :])
         other.paged_tokens, other.length = self.paged_tokens - num_dropped, self.length - num_dropped
+        other.capacity = self.capacity
         return other
 
 

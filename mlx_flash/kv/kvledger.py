@@ -152,9 +152,10 @@ class KVLedger:
         return self._slots(sizes, self.num_slots)
 
     def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
-        """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""
+        """Return the bytes of all slots, and of a copy, for layers of such sizes: bytes of a token, and tokens."""
         is_tight = self.commits_lazily or num_slots == 1
-        return num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
+        num_buffers = num_slots + self.options.copies_slots
+        return num_buffers * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
 
     def way(self, limit: int) -> Way:
         """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""

@@ -165,6 +165,7 @@ class LayerRows:
             self.pool.make_room(self, new)
             store = self.store
             if isinstance(store, DiskRows):
+                store.capacity = options.capacity_after(store.length, store.capacity, new[0].shape[2])
                 is_referred = stored is not None and self.pool.files.refer(store, stored)
                 return [] if is_referred else self.pool.ring.append(store, new, self.planned)
             length = store.length

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.hugepages import HUGE_PAGE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
@@ -53,6 +54,8 @@ class KVOptions:
     always_on_disk: bool = False  # whether layers go to disk with their first tokens, whatever the budget
     directory: Path | None = None  # in which a folder for files is created; None for the cache folder
     direct: bool = True  # whether reads bypass the page cache
+    # Whether attention reads a copy of a slot in a buffer of mlx-lm's size: CUDA's choice of a kernel depends on that.
+    copies_slots: bool = field(default_factory=has_own_memory)
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < self.kept_tokens + self.newest_tokens + self.step:

@@ -237,7 +237,7 @@ class SlotRing:
             self._successor[last] = weakref.ref(disk)
         self._last = weakref.ref(disk)
         self._read_ahead(disk, slot, num_new)
-        return arrays
+        return [_as_grown(array, disk.capacity) for array in arrays] if self._options.copies_slots else arrays
 
     def _filled_slot(self, disk: DiskRows, end: int) -> Slot:
         """Return a slot with all tokens of a layer, and room up to ``end`` that no pending computation reads."""
@@ -294,3 +294,10 @@ class SlotRing:
             return
         self._assign(slot, upcoming, self._options.held_tokens(upcoming.length + num_new, num_new))
         self._read(slot, upcoming, 0)
+
+
+def _as_grown(array: mx.array, capacity: int) -> mx.array:
+    """Return a copy of rows ``(batch, heads, tokens, width)`` in a buffer with room for so many tokens, as mlx-lm's."""
+    length = array.shape[2]
+    room = mx.zeros((*array.shape[:2], max(0, capacity - length), array.shape[3]), array.dtype)
+    return mx.concatenate([array, room], axis=2)[..., :length, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, s
 from kv_rows import same
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
+from mlx_flash.kv.options import KVOptions
 from models import LLAMA, build, same_bits
 from waiting import eventually
 
@@ -59,6 +61,25 @@ def test_it_is_mlx_lms_cache_bit_for_bit(tmp_path: Path) -> None:
     keys, values, offset = mine.state
     assert offset == theirs.offset
     assert same_bits([keys, values], [array[..., :offset, :] for array in theirs.state[:2]])
+
+
+def test_cuda_gets_buffers_of_mlx_lms_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mlx_flash.kv.diskcache.KVOptions", partial(KVOptions, copies_slots=True))
+    mine, theirs = DiskKVCache(directory=tmp_path / "cuda"), KVCache()
+    for seed, num_tokens in enumerate(LENGTHS):
+        rows = rows_of(seed, num_tokens).astype(mx.float32)
+        pairs = [*zip(mine.update_and_fetch(rows, rows + 1), theirs.update_and_fetch(rows, rows + 1), strict=True)]
+        assert all(tokens_of_buffer(found) == tokens_of_buffer(expected) for found, expected in pairs)
+        assert all(mx.array_equal(found, expected) for found, expected in pairs)
+        if seed % 2:
+            assert mine.trim(3) == theirs.trim(3)
+
+
+def tokens_of_buffer(rows: Any) -> int:
+    """Return for how many tokens the buffer of some rows has room, ``(batch, heads, tokens, width)``."""
+    mx.eval(rows)
+    strides = memoryview(rows).strides
+    return strides[1] // strides[2]
 
 
 def test_its_tokens_are_on_disk(tmp_path: Path) -> None:

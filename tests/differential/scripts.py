@@ -94,8 +94,8 @@ def cut(number: int, step: int, falls: Sequence[tuple[int, int]] = ()) -> tuple[
     return tuple(parts)
 
 
-BEFORE_STEP = 64
-"""Tokens in a call that fills a cache before its trials."""
+BEFORE_STEP = 8
+"""Tokens in a call that fills a cache before its trials. No plan has a smaller step: on a GPU parts change last bits."""
 
 
 def make_cache(model: Any, place: str) -> list[Any]:

@@ -95,7 +95,7 @@ def cut(number: int, step: int, falls: Sequence[tuple[int, int]] = ()) -> tuple[
 
 
 BEFORE_STEP = 8
-"""Tokens in a call that fills a cache before its trials. No plan has a smaller step: on a GPU parts change last bits."""
+"""Tokens in a call that fills a cache before its trials: no plan has fewer, and on a GPU parts change last bits."""
 
 
 def make_cache(model: Any, place: str) -> list[Any]:

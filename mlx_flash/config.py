@@ -219,6 +219,8 @@ class FlashConfig:
             dropped as keys, values and intermediate results need their memory.
         speculation: guess tokens from earlier text, and check several in one pass where computing them costs no time.
             The output is the same either way.
+        mtp: use of the head for multi-token prediction that some checkpoints have, to guess tokens. ``"auto"`` keeps it
+            in memory where a faster model is expected. The output is the same either way.
         num_slots: buffers that streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts that stay between tokens, in GB. None takes what the rest of the plan leaves
             of the budget. 0 keeps none and reads layers whole, with all of their experts.
@@ -254,6 +256,7 @@ class FlashConfig:
     batching: Batching = "auto"
     lend_reserves: bool = True
     speculation: bool = True
+    mtp: Literal["auto", "off"] = "auto"
     num_slots: int | None = None
     expert_pool_gb: float | None = field(default=None, metadata=_OR_ZERO)
     expert_lookahead: bool = True

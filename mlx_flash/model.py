@@ -9,14 +9,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.body import body_of, head_alone
 from mlx_flash.engine.call import ForwardCall, Row, parse_call, token_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
@@ -29,11 +30,14 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import arrays_of, make_caches
 from mlx_flash.kv.owed import Owed, owed_token
+from mlx_flash.layout.body import body_of, head_of
 from mlx_flash.layout.load import model_name
 from mlx_flash.logs import log
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan, step_in_words
+from mlx_flash.speculation.mtp import OwnGuesses
 from mlx_flash.speculation.worth import Times
 
 _NO_LIMIT = (
@@ -94,6 +98,7 @@ class FlashLLM(ModelFacade):
         self.counters = life.counters
         self.batching = config.batching
         self._warned: set[str] = set()
+        self._own_guesses = WeakSet[OwnGuesses]()
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. Harmless when repeated.
@@ -151,6 +156,7 @@ class FlashLLM(ModelFacade):
         num_guesses: int = 0,
         owed: Owed | None = None,
         reads: Reads | None = None,
+        reader: OwnGuesses | None = None,
     ) -> Row:
         """Return new tokens of a prompt cache, to be computed by :meth:`advance`.
 
@@ -167,19 +173,23 @@ class FlashLLM(ModelFacade):
             owed: what the caller has the cache say between two tokens. The first token is the one that is owed.
             reads: returns what is kept of the hidden states of each part, ``(1, length, dimensions)``, in
                 ``Row.outputs``; None computes no more than the prompt cache needs. The part with logits has none.
+            reader: as in :class:`ForwardCall`.
         """
         self._life.start()
         if num_guesses:
             whole = token_call(tokens, cache)
-            whole.checkpoints = Checkpoints()  # of all its parts
+            whole.checkpoints, whole.reader = Checkpoints(), reader  # of all its parts
             return Row(whole, whole.parts(1), owed)
         given, before = tokens, 0
         if owed is None and (owed := owed_token(cache)) is not None:
             assert owed.debt is not None
             given, before = mx.concatenate([mx.array([[owed.debt.token]], tokens.dtype), tokens], axis=1), 1
         if given.shape[1] == 1 and wants_logits:
-            return Row(call := token_call(given, cache), [call], owed)
+            call = token_call(given, cache)
+            call.reader = reader
+            return Row(call, [call], owed)
         whole = token_call(given, cache, wants_logits=False)
+        whole.reader = reader
         num_together = tokens.shape[1] - wants_logits
         step = self.prefill_step(step, num_together)
         starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
@@ -189,7 +199,7 @@ class FlashLLM(ModelFacade):
             number = bisect_left(ends, stop)  # of the segment that ends there, or later
             segment_end = ends[number] if number < len(ends) else num_together + segment_left
             chunk = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
-            chunk.segment_left = max(0, segment_end - stop)
+            chunk.segment_left, chunk.reader = max(0, segment_end - stop), reader
             parts.append(chunk)
         if reads is not None:
             for part in parts[: -1 if wants_logits else None]:
@@ -250,14 +260,15 @@ class FlashLLM(ModelFacade):
         """
 
         def compute(passes: Passes) -> list[Any]:
-            with head_alone(self._model, self.body) as head:
-                runs = [partial(_applied, use, head) for _, use in heads]
-                calls = [
-                    ForwardCall((states,), {}, states.shape[1], None, None, False, runs=run)
-                    for (states, _), run in zip(heads, runs, strict=True)
-                ]
-                rows = [Row(call, [call]) for call in calls]
-                passes.advance(self.plan, rows, lends=self._life.lends)
+            assert self.body is not None
+            head = head_of(self._model, self.body)
+            runs = [partial(_applied, use, head) for _, use in heads]
+            calls = [
+                ForwardCall((states,), {}, states.shape[1], None, None, False, runs=run)
+                for (states, _), run in zip(heads, runs, strict=True)
+            ]
+            rows = [Row(call, [call]) for call in calls]
+            passes.advance(self.plan, rows, lends=self._life.lends)
             return [row.error or row.outputs[0] for row in rows]
 
         return self._life.run(compute, lambda: [states for states, _ in heads])
@@ -284,6 +295,29 @@ class FlashLLM(ModelFacade):
         if not self._life.config.speculation:
             return "speculation is switched off"
         return self._life.passes.sharing.refusal(cache)
+
+    def own_guesses(self, num_tokens: int | None) -> list[OwnGuesses]:
+        """Return the source of guesses that is the model's own head, if that is in memory and its cache has room.
+
+        Args:
+            num_tokens: tokens of the text at most; None without a limit.
+        """
+        self.start()
+        room = round_up(self.plan.context_length, CACHE_STEP) - sum(each.most for each in self._own_guesses)
+        most = room if num_tokens is None else min(room, round_up(num_tokens, CACHE_STEP))
+        if self.layout.head is None or not self._has_own_head or most < CACHE_STEP:
+            return []
+        step = min(CACHE_STEP, self.plan.prefill_step_size)
+        source = OwnGuesses(self.layout.head, most, step, self._with_own_head)
+        self._own_guesses.add(source)
+        return [source]
+
+    @property
+    def _has_own_head(self) -> bool:
+        return self.engine is not None and self.engine.has_own_head
+
+    def _with_own_head(self, work: Callable[[], Any]) -> Any:
+        return self._life.run(lambda passes: work() if self._has_own_head else None, list)
 
     def _call(self, passes: Passes, call: ForwardCall) -> Any:
         step = call.step_within(self.plan.prefill_step_size)

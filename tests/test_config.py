@@ -198,6 +198,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "batching": ("auto", "stock"),
     "lend_reserves": (True, False),
     "speculation": (True, False),
+    "mtp": ("auto", "off"),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),

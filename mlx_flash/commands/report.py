@@ -238,6 +238,9 @@ def planning_to_json(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Js
         "memory_bytes": layout.tower_bytes,
     }
     about = {"model": model, "num_layers": len(layout.layers), "towers": towers if layout.towers else None}
+    lost = "config.json promises a head for multi-token prediction that this conversion has lost"
+    own = "by the head for multi-token prediction" if plan.mtp_bytes else "none: the head takes more than it saves"
+    about["own_guesses"] = lost if layout.lacks_head else own if layout.head is not None and plan.read_bytes else None
     return {**about, **plan_to_json(plan), **surroundings()}
 
 
@@ -298,6 +301,7 @@ Head: {heads}
 Embedding: {embeddings}
 Towers: {towers.num_units:unit}, {towers.bytes:size} read for each prompt with pictures or sound, \
 one after another in {towers.memory_bytes:size} of memory
+Own guesses: {own_guesses}
 Read per token: {read_bytes:size}, through {streaming.num_slots:slot}
 Disk: {disk_bytes_per_second:GB/s} probed, {queue_depth:read} of {read_size:size} in flight
 Compressed: to {compression.ratio:percent} of the bytes, {compression_in_words}

@@ -22,6 +22,7 @@ from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
+from mlx_flash.speculation.mtp import OwnGuesses
 
 
 @dataclass(slots=True, eq=False)  # frozen, one takes five times as long to make, for each token
@@ -40,6 +41,7 @@ class ForwardCall:
         segment_left: tokens of each sequence that come after it in its segment of the prompt, such as a system prompt.
         runs: what computes it in place of the whole model: the model without its head, or the head alone; None for the
             model.
+        reader: gets the hidden states of the model's final norm, to guess the tokens that follow.
     """
 
     arguments: tuple[Any, ...]
@@ -52,6 +54,7 @@ class ForwardCall:
     checkpoints: Checkpoints | None = None
     segment_left: int = 0
     runs: Callable[..., Any] | None = None
+    reader: OwnGuesses | None = None
 
     @property
     def wants_output(self) -> bool:
@@ -99,6 +102,7 @@ class ForwardCall:
             self.checkpoints,
             self.segment_left + num_later,
             self.runs,
+            self.reader,
         )
 
     def comes_before(self, after: ForwardCall) -> bool:
@@ -174,6 +178,7 @@ class Lane:
         calls, num_kept: as given.
         step: as given; None if all tokens go through the model at once.
         own: the caches that belong to a pool.
+        reader: the source of guesses that reads hidden states, if there is one.
         lengths: the tokens in each of these.
         length: new tokens of each sequence.
         others: mlx-lm's own caches on this machine, without the lists that hold some.
@@ -183,7 +188,7 @@ class Lane:
     def __init__(self, *calls: ForwardCall, step: int | None = None, num_kept: int = 0) -> None:
         first = calls[0]
         cache = first.cache or ()
-        self.calls, self.num_kept = [*calls], num_kept
+        self.calls, self.num_kept, self.reader = [*calls], num_kept, first.reader
         self.step = step = step or (first.length if len(calls) > 1 else None)
         self.own = [entry for entry in cache if isinstance(entry, PooledCache)]
         self.others: list[Any] = []

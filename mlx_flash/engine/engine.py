@@ -62,6 +62,7 @@ class Engine:
         units: of each unit in the ring, the unit of the layout that it is, or is a tile of.
         experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
         reader: the reader.
+        has_own_head: the head that guesses tokens is in memory.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class Engine:
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
         self._layout, self._plan = layout, plan
+        self._own_head = [] if layout.head is None or not plan.mtp_bytes else layout.head.parameters
+        self.has_own_head = bool(self._own_head)
         self._config, self._exact_rows = config, exact_rows
 
     def start(self, progress: Progress | None = None) -> None:
@@ -98,7 +101,7 @@ class Engine:
         layout, plan, reader = self._layout, self._plan, self.reader
         trunk = layout if plan.pool is None else trunk_of(layout)
         try:
-            small = [p for unit in trunk.units for p in unit.small] + trunk.resident
+            small = [*(p for unit in trunk.units for p in unit.small), *trunk.resident, *self._own_head]
             for parameter in small:
                 if not parameter.records:
                     mx.eval(parameter.array)

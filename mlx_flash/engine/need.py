@@ -39,7 +39,7 @@ class Need:
         in_use: arrays now: weights, keys and values.
         activations: intermediate results of the calls that compute, and of those that wait.
         waiting: intermediate results of more parts of the same prompts, or of a layer that begins ahead.
-        growth: what comes to caches of mlx-lm.
+        growth: what comes to caches of mlx-lm, and to those of a head that guesses.
         states: what recurrent states keep of a call.
         pool: of the caches that the plan knows; None where there are none in the calls.
         adding: the tokens that come to these.
@@ -193,7 +193,7 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
         in_use=in_use,
         activations=ledger.computed(new),
         waiting=waiting,
-        growth=_growth_of_others(plan, lanes),
+        growth=_growth_of_others(plan, lanes) + sum([each.reader.missing_bytes for each in lanes if each.reader]),
         states=ledger.states(max([each.num_at_once for each in new])),
         pool=pool,
         adding=adding,

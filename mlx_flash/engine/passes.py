@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -14,6 +14,7 @@ from mlx_flash import enginethread
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine.call import ForwardCall, Lane, Row, teller
+from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.need import admit_in_memory, layers_at_once, make_room, need
@@ -26,6 +27,7 @@ from mlx_flash.kv.diskcache import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import CacheGroup, KVPool
 from mlx_flash.kv.owed import Debt, Owed, owed_to
 from mlx_flash.kv.views import can_be_viewed
+from mlx_flash.layout.body import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.leaves import forget
@@ -52,6 +54,7 @@ class Passes:
         self.group = CallGroup(session.engine, session.chain)
         self.sharing = Sharing(session, self.group)
         self._model = model
+        self._body = body_of(model)
         self._session = session
         self._kv = kv
         self._counters = counters
@@ -224,7 +227,9 @@ class Passes:
     def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:
         """Call the model; in a chain of ranks, with the messages of a pass if the call is one."""
         if (chain := self._session.chain) is None:
-            output = (call.runs or self._model)(*call.arguments, **call.keywords)
+            reads = call.reader is not None and self._session.engine.has_own_head
+            run = partial(self._read, call) if reads else self._model
+            output = (call.runs or run)(*call.arguments, **call.keywords)
             self._session.engine.stream.release_computed()
             return output
         with ExitStack() as stack:
@@ -232,6 +237,13 @@ class Passes:
                 stack.enter_context(chain.calls([call.tokens], [call.cache]))
             stack.enter_context(chain.computing(call.cache))
             return self._model(*call.arguments, **call.keywords)
+
+    def _read(self, call: ForwardCall, *args: Any, **kwargs: Any) -> Any:
+        """Call the model in two halves, between which the source of guesses reads the hidden states."""
+        assert self._body is not None and call.reader is not None and call.tokens is not None
+        states = cast(Any, self._body)(*args, **kwargs)
+        call.reader.read(call.tokens, states)
+        return head_of(self._model, self._body)(states) if call.wants_logits else DroppedResult()
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:
         """Compute some calls in one pass, and count it."""
@@ -284,6 +296,7 @@ class Undo:
 
     def __init__(self, calls: Sequence[ForwardCall]) -> None:
         cache, checkpoints, self.is_possible = calls[0].cache or (), calls[0].checkpoints, True
+        reader = calls[0].reader
         self._steps: list[PutBack]
         if len(calls) > 1 and checkpoints is not None:
             self._steps = [partial(checkpoints.take_back, 0)]
@@ -293,6 +306,7 @@ class Undo:
             self._steps = [checkpoint(entry) for entry in entries_of(cache)]
         else:
             self._steps, self.is_possible = [partial(break_cache, cache)], False
+        self._steps += [] if reader is None else [reader.checkpoint()]
 
     def __call__(self) -> None:
         """Put the cache back."""

@@ -25,6 +25,7 @@ from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundErr
 from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import ModelIdentity, fingerprint_of, state_of
 from mlx_flash.layout.load import LoadedModel, load_lazily
+from mlx_flash.layout.mtp import find_head
 from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
@@ -81,7 +82,7 @@ class Prepared:
             return replace(self, plan=_agreed(self.plan, self.sizes, config, machine, self.chain))
         layout, sizes = self.layout, self.sizes
         if not is_unchanged:
-            layout = make_layout(self.loaded)
+            layout = replace(make_layout(self.loaded), head=self.layout.head)
             layout = layout if self.chain is None else self.chain.own_part(layout)
             sizes = measure(layout, self.loaded.config)
         plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, self.chain)
@@ -191,6 +192,8 @@ def prepare(
     if folder is None or folder.is_complete:
         adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
+    if config.mtp != "off" and peers is None and loader is load_lazily:
+        find_head(layout, loaded, checkpoint)
     _check_kernels(loaded.model, layout, path)
     check_direct(path, checkpoint, (record for unit in layout.units for p in unit.large for record in p.records))
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]

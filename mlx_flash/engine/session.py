@@ -84,6 +84,8 @@ class Session:
         prepared, config, name, reader = self._prepared, self._config, self._name, self._reader
         plan, governor = prepared.plan, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
+        if prepared.layout.head is not None and plan.read_bytes and not plan.mtp_bytes:
+            log.info("the head of %s for multi-token prediction is not used: it takes more memory than it pays", name)
         log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         with reads_explained(prepared.loaded.streams, prepared.loaded.sources, prepared.checkpoint):
             fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
@@ -155,7 +157,8 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     plan = prepared.plan
     layout, checkpoint = prepared.layout, prepared.checkpoint
     parameters = [p for unit in [*layout.units, *layout.towers] for p in [*unit.large, *unit.small]]
-    records = [record for p in [*parameters, *layout.resident] for record in p.records]
+    parameters += [*layout.resident, *([] if layout.head is None else layout.head.parameters)]
+    records = [record for p in parameters for record in p.records]
     paths = sorted({record.extent.path for record in records})
     read_size, queue_depth = plan.read_size, plan.queue_depth
     is_free = config.io == "auto" and config.queue_depth is None and config.read_size_mb is None

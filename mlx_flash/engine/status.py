@@ -116,7 +116,7 @@ class Running:
     def weight_bytes(self) -> int:
         """All weights in memory, and slots for others."""
         plan, lent = self.plan, self.engine.loans.nbytes
-        return plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + self.pool_bytes + lent
+        return plan.resident_bytes + plan.pinned_bytes + plan.mtp_bytes + plan.slots_bytes + self.pool_bytes + lent
 
 
 class Status:

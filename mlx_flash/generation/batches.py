@@ -172,7 +172,7 @@ class RowGenerator(BatchGenerator):
             Chooser(waiting.sampler, waiting.processors, prompt),
             step=step,
             max_tokens=max_tokens,
-            guesses=Guesses(Lookup(prompt)),
+            guesses=Guesses(Lookup(prompt), *self._flash.own_guesses(len(prompt) + max_tokens)),
             tokens=waiting.tokens,
             report=partial(self._on_prompt, waiting.uid),
             reads=None if reading is None else reading.keeps,

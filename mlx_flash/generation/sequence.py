@@ -26,6 +26,7 @@ from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
+from mlx_flash.speculation.mtp import OwnGuesses
 
 Choice = tuple[mx.array, mx.array]
 """A token that was chosen, ``(1,)``, and the logarithms of all probabilities, ``(1, vocabulary)``."""
@@ -177,6 +178,8 @@ class GeneratedSequence:
         """
         if self.row is None and self._owed is not None and self._owed.found is not None:  # somebody looked
             self.row, self._new, self._at = self._owed.found, [self.last], -1
+            if self.guesses is not None and self.guesses.reader is not None:
+                self.guesses.reader.restart()
         if self.row is not None:
             return self.row
         self._at, self.num_calls = -1, int(self._token is not None)
@@ -195,6 +198,7 @@ class GeneratedSequence:
                 ends=ends,
                 segment_left=left,
                 reads=self.reads,
+                reader=self._reader(),
             )
             self.row.report = self._report
         else:
@@ -202,9 +206,22 @@ class GeneratedSequence:
             self._new, self.num_calls = [self.last, *guessed], 1 + len(guessed)
             self._at = 0 if guessed else -1
             self.row = self.model.row(
-                mx.array([self._new]), self.cache, self._step, num_guesses=len(guessed), owed=self._owed
+                mx.array([self._new]),
+                self.cache,
+                self._step,
+                num_guesses=len(guessed),
+                owed=self._owed,
+                reader=self._reader(),
             )
         return self.row
+
+    def _reader(self) -> OwnGuesses | None:
+        """Return the source of guesses that reads the hidden states of the next row, if one does."""
+        reader = None if self.guesses is None else self.guesses.reader
+        if reader is None or (self.has_room and self.model.refusal(self.cache) is None):
+            return reader
+        reader.restart()
+        return None
 
     def _guess(self, num_others: int) -> Sequence[int]:
         """Return guesses of the tokens after the last one."""

@@ -129,6 +129,7 @@ def _generate(
 ) -> Generator[Token, None, None]:
     if prompt_progress_callback is not None:
         prompt_progress_callback(0, len(prompt))
+    own = model.own_guesses(None if max_tokens < 0 else len(prompt) + max_tokens)
     sequence = GeneratedSequence(
         model,
         make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache,
@@ -136,7 +137,7 @@ def _generate(
         Chooser(sampler, logits_processors, prompt),
         step=prefill_step_size,
         max_tokens=max_tokens,
-        guesses=Guesses(*sources, most=most),
+        guesses=Guesses(*own, *sources, most=most),
         report=prompt_progress_callback,
         is_seen=prompt_cache is not None,
     )

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.attention import AttentionCall
+from mlx_flash.compat.caches import CACHE_STEP, entries_of
+from mlx_flash.layout.body import head_of
 from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
-from mlx_flash.storage.placement import PlacedRows
+from mlx_flash.layout.reachable import nbytes_in
+from mlx_flash.storage.placement import PlacedRows, padded_bytes
 from mlx_flash.storage.safetensors import TensorRecord
 
 
@@ -236,6 +240,47 @@ class CallTrace:
         return True
 
 
+class OwnHead:
+    """A model's own head for guesses. Its arrays are in memory where a plan says so.
+
+    Args:
+        model: mlx-lm's model of one layer.
+        body: the part of it with the layer.
+        parameters: the arrays that no other part of the model has.
+
+    Attributes:
+        parameters: as given.
+        nbytes: memory for them.
+        row_bytes: keys and values of a token.
+        logits: returns the logits of hidden states.
+    """
+
+    def __init__(self, model: nn.Module, body: nn.Module, parameters: list[Parameter]) -> None:
+        self._model, self._body, self.parameters = model, body, parameters
+        self.nbytes = sum([padded_bytes(parameter.nbytes) for parameter in parameters])
+        self.logits = head_of(model, body)
+        cache, tokens = self.make_cache(CACHE_STEP), mx.zeros((1, 1), mx.int32)
+        self.states(tokens, body["embed_tokens"].table(tokens), cache)  # not evaluated
+        self.row_bytes = nbytes_in(cache) // CACHE_STEP
+
+    def make_cache(self, num_tokens: int) -> list[Any]:
+        """Return an empty cache, which takes room for so many tokens when it gets the first one."""
+        cache = cast("list[Any]", make_prompt_cache(self._model))
+        for entry in entries_of(cache):
+            entry.step = num_tokens
+        return cache
+
+    def states(self, tokens: mx.array, before: mx.array, cache: list[Any]) -> mx.array:
+        """Return its hidden states.
+
+        Args:
+            tokens: ``(1, length)``.
+            before: the hidden states of the token before each of them.
+            cache: gets their keys and values.
+        """
+        return cast(mx.array, cast(Any, self._body)((tokens, before), cache=cache))
+
+
 @dataclass(slots=True, eq=False)
 class ModelLayout:
     """A model, split into what can be streamed and how.
@@ -257,6 +302,8 @@ class ModelLayout:
             the type of their input.
         towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
             compute, one after another.
+        head: guesses tokens, if the checkpoint has a head for that.
+        lacks_head: whether ``config.json`` promises one that the checkpoint does not have.
     """
 
     layers: list[Unit]
@@ -272,6 +319,8 @@ class ModelLayout:
     adapted: tuple[nn.Module, ...] = ()
     made_bytes: int = 0
     towers: list[Unit] = field(default_factory=list)
+    head: OwnHead | None = None
+    lacks_head: bool = False
 
     @property
     def tower_bytes(self) -> int:

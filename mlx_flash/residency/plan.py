@@ -126,6 +126,7 @@ class ResidencyPlan:
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         compression: of the checkpoint; None where nothing is compressed.
         keeps_states: whether the prefix cache keeps windows and states after each call of a prompt.
+        mtp_bytes: the model's own head for guesses, with its keys and values; 0 where it is not used.
     """
 
     budget_bytes: int
@@ -158,6 +159,7 @@ class ResidencyPlan:
     compression: Compression | None = None
     keeps_states: bool = False
     context_bytes: int = 0
+    mtp_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -287,7 +289,7 @@ class ResidencyPlan:
     @cached_property
     def peak_bytes(self) -> int:
         """Predicted peak of the process."""
-        weights = self.resident_bytes + self.pinned_bytes + self.slots_bytes + self.pool_bytes
+        weights = self.resident_bytes + self.pinned_bytes + self.slots_bytes + self.pool_bytes + self.mtp_bytes
         return self.process_bytes + self.active_bytes + weights + self.reserved_bytes
 
     def parts(self) -> list[tuple[str, int]]:
@@ -299,6 +301,7 @@ class ResidencyPlan:
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
         prefixes = [("prefix cache", self.prefix_bytes)] if self.prefix_bytes else []
         spare = [("room for longer prompts", self.spare_bytes)] if self.spare_bytes else []
+        own_head = [("own guesses (MTP)", self.mtp_bytes)] if self.mtp_bytes else []
         context = [("CUDA context and kernels", self.context_bytes)] if self.context_bytes else []
         others = self.active_bytes if self.active_bytes >= MB else 0
         return [
@@ -309,6 +312,7 @@ class ResidencyPlan:
             ("pinned weights", self.pinned_bytes),
             (f"slots ({self.streaming.num_slots} x {self.streaming.slot_bytes / MB:.1f} MB)", self.slots_bytes),
             *experts,
+            *own_head,
             (f"KV cache ({tokens})", self.kv_bytes),
             *prefixes,
             (f"activations ({self.prefill_step_size} tokens a call)", self.activation_bytes),

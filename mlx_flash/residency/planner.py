@@ -7,6 +7,7 @@ What is streamed is spread evenly over the layers, so that reading overlaps comp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from mlx_flash.config import GB, FlashConfig, Profile
@@ -36,6 +37,10 @@ WORTH_THE_DISK = 0.8
 """A KV cache that could be in memory is on disk when that brings the predicted time below this share."""
 
 
+WORTH_OWN_HEAD = 1.5
+"""The model's own head is in memory if a pass takes at most so many times as long then: with about half of the guesses
+right it yields more tokens."""
+
 Option = tuple[Task, ResidencyPlan]
 """A way to read the model, layer by layer or expert by expert, and its smallest plan."""
 
@@ -55,6 +60,19 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
         ConfigError: settings contradict each other, or the disk has no room for the KV cache.
     """
+    plan = _plain_plan(sizes, config, machine)
+    if config.mtp == "off" or sizes.own_head is None or not plan.read_bytes or not config.speculation:
+        return plan
+    with suppress(BudgetError):
+        same = replace(config, ram_budget_gb=plan.budget_bytes / GB)
+        guessing = _plain_plan(sizes.guessing, same, machine)
+        if guessing.read_bytes and guessing.seconds <= WORTH_OWN_HEAD * plan.seconds:
+            return replace(guessing, minimum_bytes=plan.minimum_bytes)
+    return plan
+
+
+def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
+    """Return the plan of a model whose own head is in memory, or is not there."""
     plans: list[ResidencyPlan] = []
     errors: list[BudgetError] = []
     small = _with_small_reads(config, machine)

@@ -138,6 +138,8 @@ class ModelSizes:
         experts: what is read expert by expert, and is in no layer then.
         trunk: the same model with its experts read so, if it has any.
         num_operations: operations of a call for one token, as far as the time to start them matters.
+        own_head: bytes of the head that guesses tokens, and of its keys and values for a token; None without one.
+        guesses: whether that is in memory.
     """
 
     layers: tuple[UnitSize, ...]
@@ -151,6 +153,15 @@ class ModelSizes:
     experts: ExpertSizes | None = None
     trunk: ModelSizes | None = None
     num_operations: int = 0
+    own_head: tuple[int, int] | None = None
+    guesses: bool = False
+
+    @cached_property
+    def guessing(self) -> ModelSizes:
+        """The same model with the head that guesses in memory, and the one that makes its logits, which they share."""
+        tables, heads = tuple([table for table in self.tables if not table.is_tied]), self.all_heads
+        trunk = None if self.trunk is None else self.trunk.guessing
+        return replace(self, heads=(), tables=tables, kept=(*self.kept, *heads), trunk=trunk, guesses=True)
 
     def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
         """Return the same model with smaller units instead of its layers. The rest of the layers stays in memory."""
@@ -178,7 +189,7 @@ class ModelSizes:
         streamed = tuple([unit for unit in self.linears if unit.name in names])
         others = tuple([unit for unit in finest if not unit.num_rows])
         kept = tuple([unit for unit in self.linears if unit.name not in names])
-        return replace(self.cut(finest), layers=others, heads=(*streamed, *self.heads), kept=kept)
+        return replace(self.cut(finest), layers=others, heads=(*streamed, *self.heads), kept=(*self.kept, *kept))
 
     @cached_property
     def all_heads(self) -> tuple[UnitSize, ...]:
@@ -258,6 +269,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, size_of: Callabl
         activations=activations,
         finer=tuple(tuple(map(size_of, cut)) for cut in layout.finer),
         num_operations=layout.trace.num_operations,
+        own_head=None if layout.head is None else (layout.head.nbytes, layout.head.row_bytes),
     )
 
 

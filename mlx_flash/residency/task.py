@@ -116,6 +116,7 @@ class Task:
         bounces = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
         num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
         decodes = machine.compression is not None
+        own_head, row = sizes.own_head if sizes.own_head is not None and sizes.guesses else (0, 0)
         return ResidencyPlan(
             budget_bytes=0,
             minimum_bytes=0,
@@ -143,6 +144,7 @@ class Task:
             cache=sizes.cache,
             compression=machine.compression,
             keeps_states=ledger.keeps_states,
+            mtp_bytes=own_head + row * round_up(context, CACHE_STEP),
         )
 
     def most_slots(self, experts: ExpertSizes) -> int:

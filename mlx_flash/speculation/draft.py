@@ -13,12 +13,10 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.layout.reachable import arrays_in
-
-_KEEPS = 0.8
-"""Weight of earlier guesses in the measured time, against the newest one."""
+from mlx_flash.speculation.guesses import Source
 
 
-class Draft:
+class Draft(Source):
     """A draft model, which guesses its likeliest tokens. It draws no random numbers, since plain decoding draws none.
 
     Args:
@@ -98,6 +96,5 @@ class Draft:
         token = mx.argmax(output[0, -1])
         mx.eval(token, arrays_in(self._cache))
         if len(tokens) <= 2:  # those that one guess needs
-            seconds = time.perf_counter() - began
-            self.guess_seconds += (1 - _KEEPS if self.guess_seconds else 1) * (seconds - self.guess_seconds)
+            self.note_seconds(time.perf_counter() - began)
         return cast(int, token.item())

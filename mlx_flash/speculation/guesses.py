@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_flash.speculation.worth import Acceptance, Times, Worth, worth_guessing
 
 MAX_GUESSES = 31
 """The most tokens that are guessed at a time."""
+
+_KEEPS = 0.8
+"""Weight of earlier guesses in the measured time, against the newest one."""
 
 
 class Source(Protocol):
@@ -17,10 +20,12 @@ class Source(Protocol):
     Attributes:
         guess_seconds: time that it takes to guess a token.
         expected: the share of right guesses of each quality, before any is known.
+        reads: whether it reads the model's hidden states.
     """
 
     guess_seconds: float
     expected: Mapping[int, float]
+    reads: bool = False
 
     def add(self, token: int) -> None:
         """Add the next token of the text."""
@@ -32,10 +37,16 @@ class Source(Protocol):
         """Return the next tokens, if :meth:`look` has found any."""
 
     def end(self) -> None:
-        """Leave a prompt cache of the caller's with the text and nothing else."""
+        """Leave a prompt cache of the caller's with the text and nothing else, if the source has one."""
+        return
 
     def leave(self) -> None:
         """Have a prompt cache of the caller's say the text, and compute what it lacks when somebody looks."""
+        return
+
+    def note_seconds(self, seconds: float) -> None:
+        """Note the time that a guess of a token took."""
+        self.guess_seconds += (1 - _KEEPS if self.guess_seconds else 1) * (seconds - self.guess_seconds)
 
 
 class Guesses:
@@ -44,12 +55,16 @@ class Guesses:
     Args:
         sources: guess tokens. Before each pass the one is asked that promises the most tokens a second.
         most: the most tokens to guess at a time.
+
+    Attributes:
+        reader: the source that reads hidden states, if there is one.
     """
 
     def __init__(self, *sources: Source, most: int = MAX_GUESSES) -> None:
         self._most = most
         self._sources = [_Judged(source) for source in sources]
         self._asked = self._sources[0]
+        self.reader: Any = next((source for source in sources if source.reads), None)
 
     def add(self, token: int) -> None:
         """Add the next token of the text."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from struct import pack
 
+from mlx_flash.speculation.guesses import Source
+
 MAX_MATCH = 4
 """Longest match that is compared: longer ones count as equal."""
 
@@ -15,7 +17,7 @@ _EXPECTED = {1: 0.1, 2: 0.3, 3: 0.5, 4: 0.8}
 """The share of right guesses after matches of each length, found on answers of a trained model (docs/benchmarks.md)."""
 
 
-class Lookup:
+class Lookup(Source):
     """Prompt lookup. Tokens are stored as bytes, so that a search is one call of ``rfind``.
 
     Args:
@@ -50,12 +52,6 @@ class Lookup:
         text = self._text[self._at : self._at and self._at + limit * _WIDTH]
         found = [int.from_bytes(text[i : i + _WIDTH], "little", signed=True) for i in range(0, len(text), _WIDTH)]
         return [found[i % len(found)] for i in range(limit)]
-
-    def end(self) -> None:
-        """Do nothing: there is no cache."""
-
-    def leave(self) -> None:
-        """Do nothing: there is no cache."""
 
     def _find(self, length: int) -> int | None:
         """Return the byte after the latest earlier occurrence of the last ``length`` tokens."""

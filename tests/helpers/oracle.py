@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_flash import FlashLLM
+from mlx_flash.speculation.guesses import Source
 from mlx_flash.speculation.worth import Times
 
 
@@ -36,7 +37,7 @@ def with_room(model: FlashLLM) -> FlashLLM:
     return model
 
 
-class Oracle:
+class Oracle(Source):
     """A source that knows the text, and guesses every third token of it wrong.
 
     Args:
@@ -58,9 +59,3 @@ class Oracle:
 
     def guess(self, number: int) -> list[int]:
         return self._text[self._num_seen :][:number] or [0]
-
-    def end(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass

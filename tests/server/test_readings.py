@@ -19,8 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from conversations import model
 from live import Live, live
-from mlx_flash.engine.body import body_of, head_alone
 from mlx_flash.errors import BudgetError
+from mlx_flash.layout.body import body_of, head_of
 from mlx_flash.server.batch import BatchOptions
 from models import GEMMA3, MAMBA2, QWEN3_MOE, build, save, stock
 from vocabularies import write_tokenizer
@@ -258,6 +258,5 @@ def test_body_and_head_are_the_model(name: str) -> None:
     expected = whole(tokens, cache=make_prompt_cache(whole))
     states = cast(Any, body)(tokens, cache=make_prompt_cache(whole))
     kind = type(body)
-    with head_alone(whole, body) as head:
-        assert mx.array_equal(head(states), expected)
+    assert mx.array_equal(head_of(whole, body)(states), expected)
     assert type(body) is kind and body_of(build(configuration("phixtral"))) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_flash.speculation.guesses import Guesses
+from mlx_flash.speculation.guesses import Guesses, Source
 from mlx_flash.speculation.lookup import MAX_MATCH, Lookup
 from mlx_flash.speculation.worth import LEAST_GAIN, Acceptance, Times, worth_guessing
 
@@ -130,12 +130,12 @@ def test_tokens_may_come_one_after_another(text: list[int]) -> None:
     assert lookup.look() == whole.look() and (not whole.look() or lookup.guess(5) == whole.guess(5))
 
 
-class Fixed:
+class Fixed(Source):
     """A source whose guesses are right, or never are."""
 
     def __init__(self, text: list[int], *, is_right: bool, guess_seconds: float = 0.0) -> None:
         self.guess_seconds = guess_seconds
-        self.expected: dict[int, float] = {}
+        self.expected = dict[int, float]()
         self.num_asked = 0
         self._text, self._at, self._wrong = text, 0, int(not is_right)
 
@@ -148,12 +148,6 @@ class Fixed:
     def guess(self, number: int) -> list[int]:
         self.num_asked += 1
         return [token + self._wrong for token in self._text[self._at : self._at + number]]
-
-    def end(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
 
 
 def passes_of(text: list[int], guesses: Guesses, times: Times) -> int:

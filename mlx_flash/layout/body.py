@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from mlx_flash.layout.swap import SwappedClass, restore_class, swap_class
 
 
 def body_of(model: nn.Module) -> nn.Module | None:
@@ -36,21 +37,23 @@ def _part_with(layer: object, module: nn.Module) -> nn.Module | None:
     return None
 
 
-@contextmanager
-def head_alone(model: Any, body: Any) -> Iterator[Callable[[mx.array], Any]]:
-    """Give a function that returns the logits of hidden states, as the model's own code makes them of its body's."""
-    kind, given = type(body), list[mx.array]()
+class _Passing(SwappedClass):
+    """A body whose next call returns states that are known."""
 
-    class Passing(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-            return given.pop()
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        states: mx.array = self._flash_state
+        restore_class(cast(nn.Module, self))
+        return states
+
+
+def head_of(model: Any, body: nn.Module) -> Callable[[mx.array], Any]:
+    """Return a function that makes the logits of hidden states, as the model's own code makes them of its body's."""
 
     def head(states: mx.array) -> Any:
-        given.append(states)  # the body is called before anything waits, and another call begins
-        return model(mx.zeros(states.shape[:2], mx.int32))
+        swap_class(body, _Passing, states)  # it is called before anything waits, and another call begins
+        try:
+            return model(mx.zeros(states.shape[:2], mx.int32))
+        finally:
+            restore_class(body)
 
-    object.__setattr__(body, "__class__", Passing)
-    try:
-        yield head
-    finally:
-        object.__setattr__(body, "__class__", kind)
+    return head

@@ -118,7 +118,7 @@ class FixedTimes(Times):
         """Do nothing."""
 
 
-class Recorded:
+class Recorded(Source):
     """Guesses of a draft model that were recorded.
 
     Attributes:
@@ -127,7 +127,7 @@ class Recorded:
 
     def __init__(self, answer: Answer, guess_seconds: float) -> None:
         self.guess_seconds = guess_seconds
-        self.expected: dict[int, float] = {}
+        self.expected = dict[int, float]()
         self.cache: list[Any] = []
         self.num_guessed = 0
         self._answer, self._at = answer, -1
@@ -144,13 +144,6 @@ class Recorded:
         """Return the next tokens. What follows a wrong one does not matter."""
         self.num_guessed += number
         return self._answer.drafted[self._at :][:number]
-
-    def end(self) -> None:
-        """Do nothing: there is no cache."""
-
-    def leave(self) -> int:
-        """Do nothing: there is no cache."""
-        return 0
 
 
 # --- record ----------------------------------------------------------------------------------------------------------

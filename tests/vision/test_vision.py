@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -20,6 +20,7 @@ from mlx_vlm.models.cache import make_prompt_cache  # noqa: E402
 
 from mlx_flash.vision.flashvlm import FlashVLM  # noqa: E402
 from mlx_flash.vision.loadvlm import load_vlm_model  # noqa: E402
+from mlx_flash.vision.towers import TowerRehearsal  # noqa: E402
 from tiny_vlms import MODELS, inputs, save  # noqa: E402
 
 CONFIG = FlashConfig(ram_budget_gb="min", telemetry=False, poison_released_slots=True)
@@ -47,6 +48,17 @@ def generated(model: Any, given: Any, step: int, num_tokens: int = 6) -> list[mx
 
 def same(left: list[mx.array], right: list[mx.array]) -> bool:
     return all(bool(mx.array_equal(a, b)) for a, b in zip(left, right, strict=True))
+
+
+def test_memory_of_results_counts_while_something_keeps_them() -> None:
+    rehearsal, unit = TowerRehearsal(), cast(Any, None)
+    kept = [rehearsal.call(unit, lambda: mx.zeros(100), (), {})]
+    rehearsal.call(unit, lambda: mx.zeros(1000), (), {})
+    assert rehearsal.retained_bytes == kept[0].nbytes
+    kept.append(rehearsal.call(unit, lambda: mx.zeros(10), (), {}))
+    assert rehearsal.retained_bytes == kept[0].nbytes
+    rehearsal.call(unit, lambda: mx.zeros(1), (), {})
+    assert rehearsal.retained_bytes == kept[0].nbytes + kept[1].nbytes
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -78,9 +78,9 @@ def _wait_for(ranks: Sequence[Rank], name: str, timeout: float) -> RankOutcome:
     """Return the outcome of an architecture, once all ranks have said it or one of them has failed."""
     began = time.monotonic()
     while True:
-        are_alive = all(rank.process.is_alive() for rank in ranks)
+        codes = [rank.process.exitcode for rank in ranks]
         outcome = _judge(_said(ranks, name), len(ranks))
-        if outcome is None and not are_alive:
+        if outcome is None and (any(codes) or None not in codes):  # a rank that has said all ends before the others
             outcome = _judge(_said(ranks, name), len(ranks)) or _crash(ranks)
         if outcome is None and time.monotonic() - began > timeout:
             outcome = "failed", f"no end after {timeout:g} s"

@@ -128,7 +128,7 @@ class KVFiles:
             mx.eval(part)
             disk.append(row_bytes(part), small)
             disk.flush()  # memory is short: nothing waits
-        disk.capacity = memory.capacity
+        disk.capacity = memory.had_capacity
         return disk
 
     def refer(self, disk: DiskRows, page: Page[Stored]) -> bool:

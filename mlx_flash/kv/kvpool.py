@@ -466,6 +466,7 @@ class KVPool(Opaque):
                 else:
                     other.memory.hold(as_pages(rows), rows.memory.layout)
                     other.memory.num_forgotten = rows.memory.num_forgotten
+                    other.memory.had_capacity = rows.memory.had_capacity
                     other.stored = rows.stored
                 note_copy(rows, other, rows.length)
                 self._park_idle(rows)

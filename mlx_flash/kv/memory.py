@@ -24,6 +24,7 @@ class MemoryRows:
     Attributes:
         arrays: the buffers, with room behind the tokens; none before the first tokens and while parked.
         capacity: number of tokens that they have room for.
+        had_capacity: the same before it was parked. MLX's kernels on CUDA depend on it, so it comes back where it fits.
         pages: the tokens while parked.
         layout: of the rows; None before the first ones.
         num_rows: tokens in the buffers; it does not count while parked.
@@ -34,13 +35,14 @@ class MemoryRows:
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
         self._options = options
-        self.num_rows, self.num_forgotten = length, num_forgotten
+        self.num_rows, self.num_forgotten, self.had_capacity = length, num_forgotten, 0
         mx.eval(arrays)
         self._replace(RowLayout.of(arrays, options.step) if arrays else None, arrays)
 
     def _replace(self, layout: RowLayout | None, arrays: Sequence[mx.array] = (), pages: MemoryPages = ()) -> None:
         self.layout, self.arrays, self.pages = layout, [*arrays], pages
         self.capacity = int(arrays[0].shape[2]) if arrays else 0
+        self.had_capacity = self.capacity or self.had_capacity
 
     @property
     def length(self) -> int:
@@ -77,8 +79,10 @@ class MemoryRows:
         """Make room for new tokens, in buffers if the others are parked."""
         length, pages = self.length, self.pages
         layout = self.layout or RowLayout.of(new, self._options.step)
-        room = self._options.capacity_after(length, self.capacity, new[0].shape[2]) - length
-        arrays = [component.zeros(room) for component in layout.components]
+        capacity = self._options.capacity_after(length, self.capacity, new[0].shape[2])
+        if length + new[0].shape[2] <= self.had_capacity:
+            capacity = min(capacity, self.had_capacity)
+        arrays = [component.zeros(capacity - length) for component in layout.components]
         if length:
             pieces = slices(pages, 0, length) if pages else [[array[..., :length, :]] for array in self.arrays]
             arrays = [mx.concatenate([*some, rest], axis=2) for some, rest in zip(pieces, arrays, strict=True)]

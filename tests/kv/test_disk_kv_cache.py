@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, s
 from kv_rows import same
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
 from models import LLAMA, build, same_bits
 from waiting import eventually
@@ -73,6 +75,20 @@ def test_cuda_gets_buffers_of_mlx_lms_sizes(monkeypatch: pytest.MonkeyPatch, tmp
         assert all(mx.array_equal(found, expected) for found, expected in pairs)
         if seed % 2:
             assert mine.trim(3) == theirs.trim(3)
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_copies_get_buffers_of_mlx_lms_sizes(is_on_disk: bool, tmp_path: Path) -> None:
+    options = KVOptions(directory=tmp_path, always_on_disk=is_on_disk, copies_slots=True)
+    caches = [make_caches([KVCache()], options)[0], KVCache()]
+    rows = rows_of(1, 600).astype(mx.float32)
+    for cache in caches:
+        mx.eval(cache.update_and_fetch(rows[..., :300, :], rows[..., :300, :]))
+    caches = [copy.deepcopy(cache) for cache in caches]
+    for start, stop in ((300, 301), (301, 302), (302, 600)):
+        found = [cache.update_and_fetch(rows[..., start:stop, :], rows[..., start:stop, :]) for cache in caches]
+        assert len({tokens_of_buffer(array) for pair in found for array in pair}) == 1
+        assert all(mx.array_equal(*pair) for pair in zip(*found, strict=True))
 
 
 def tokens_of_buffer(rows: Any) -> int:

@@ -124,8 +124,7 @@ class Lifecycle:
         self.layout, self.plan = prepared.layout, prepared.plan
         self.prefixes = session.prefixes
         self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters)
-        expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
-        self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
+        self.times = Times(self.plan.seconds, self.plan.row_seconds)
         self.engine = session.engine
 
     def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:

@@ -220,6 +220,11 @@ class ResidencyPlan:
         return self.streaming.seconds + (self.pool.seconds if self.pool else 0.0)
 
     @property
+    def row_seconds(self) -> float:
+        """Predicted time to compute a row of one token, and to read its experts."""
+        return self.streaming.compute_seconds + (self.pool.seconds if self.pool else 0.0)
+
+    @property
     def seconds(self) -> float:
         """Predicted time of that pass, in a context of the planned length."""
         return self.weights_seconds - self.lent_seconds + self.kv_seconds

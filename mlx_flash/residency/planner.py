@@ -22,6 +22,8 @@ from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.search import best, everything, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.task import Reserve, Task, cache_limit_of
+from mlx_flash.speculation.mtp import OwnGuesses
+from mlx_flash.speculation.worth import worth_guessing
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE, SMALL_READS_SHARE
 
@@ -36,10 +38,6 @@ counts on a machine where little runs yet: what is started later needs room too.
 WORTH_THE_DISK = 0.8
 """A KV cache that could be in memory is on disk when that brings the predicted time below this share."""
 
-
-WORTH_OWN_HEAD = 1.5
-"""The model's own head is in memory if a pass takes at most so many times as long then: with about half of the guesses
-right it yields more tokens."""
 
 Option = tuple[Task, ResidencyPlan]
 """A way to read the model, layer by layer or expert by expert, and its smallest plan."""
@@ -66,7 +64,8 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     with suppress(BudgetError):
         same = replace(config, ram_budget_gb=plan.budget_bytes / GB)
         guessing = _plain_plan(sizes.guessing, same, machine)
-        if guessing.read_bytes and guessing.seconds <= WORTH_OWN_HEAD * plan.seconds:
+        worth = worth_guessing(OwnGuesses.expected[1], guessing.seconds, guessing.row_seconds, 1)
+        if guessing.read_bytes and worth.speed * plan.seconds > 1:
             return replace(guessing, minimum_bytes=plan.minimum_bytes)
     return plan
 

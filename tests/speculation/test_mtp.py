@@ -163,15 +163,20 @@ def test_the_plan_counts_the_head_and_the_budget_holds(heads: Heads, free_rows: 
 def test_a_head_is_used_where_it_pays(heads: Heads) -> None:
     path = heads("qwen3_5")
     prepared = prepare(path, config(ram_budget_gb=LARGE_GB))
+    slow = replace(prepared.machine.disk, bytes_per_second=10e6)
+    machine = replace(prepared.machine, disk=slow)
     assert not prepared.plan.read_bytes and not prepared.plan.mtp_bytes, "nothing is streamed"
     budgets = [prepared.plan.minimum_bytes / 1e9 + 0.0002 * i for i in range(40)]
-    plans = [make_plan(prepared.sizes, config(ram_budget_gb=budget), prepared.machine) for budget in budgets]
+    plans = [make_plan(prepared.sizes, config(ram_budget_gb=budget), machine) for budget in budgets]
     used = [plan for plan in plans if plan.mtp_bytes]
     assert used
     for plan in used:
         assert plan.peak_bytes <= plan.budget_bytes and plan.read_bytes > 0
     off = config(ram_budget_gb=used[0].budget_bytes / 1e9, mtp="off")
-    assert not make_plan(prepared.sizes, off, prepared.machine).mtp_bytes
+    assert not make_plan(prepared.sizes, off, machine).mtp_bytes
+    fast = replace(machine, disk=replace(slow, bytes_per_second=1e12))
+    same = config(ram_budget_gb=used[0].budget_bytes / 1e9)
+    assert not make_plan(prepared.sizes, same, fast).mtp_bytes, "rows cost time where computing is the limit"
 
 
 def test_a_head_that_was_lost(heads: Heads, tmp_path: Path) -> None:

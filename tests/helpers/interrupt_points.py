@@ -3,7 +3,8 @@
 CPython raises what a signal handler raises after a call, at the beginning of a function, and at the end of a loop's
 round. A point is one of these, or the place behind an instruction that changes an object. A trace can only raise before
 the next instruction. Where that has other handlers it is left out, such as the way from the last call of a ``with``
-block to ``__exit__``: CPython finds the handlers of the call.
+block to ``__exit__``: CPython finds the handlers of the call. So is the way from ``__enter__`` into the block. Python
+3.14 (up to 3.14.10 at least) is at fault there: an interrupt right behind a lock's ``__enter__`` leaves it held.
 """
 
 from __future__ import annotations

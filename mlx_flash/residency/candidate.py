@@ -2,149 +2,222 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import Any
 
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.residency.ledger import reader_bytes
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan, Streaming
-from mlx_flash.residency.selection import Streamed
-from mlx_flash.residency.sizes import UnitSize
-from mlx_flash.residency.task import Reserve, Task
-from mlx_flash.residency.timing import pool_of, with_times
-
-MAX_TILES = 60
-"""Each tile is waited for."""
-
-TILE_ROW_MULTIPLE = 64
-TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
-"""Padding to pages and alignment that a tile may need beside its rows."""
+from mlx_flash.residency.selection import Streamed, Tiles, cut_heads, spread
+from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, UnitSize
+from mlx_flash.residency.task import Task, Tokens
+from mlx_flash.residency.timing import pass_seconds, pool_of, prompt_seconds, with_kv_seconds
 
 
 @dataclass(frozen=True)
+class Weights:
+    """The weights of a model that is cut in some way, on a machine.
+
+    Attributes:
+        sizes: the model.
+        machine: the machine.
+        num_slots: buffers that were asked for; None leaves that open.
+        pool_slots: of the pool of experts that was asked for; 0 leaves that open.
+        cut: the way its layers are cut, as in ``Streaming.cut``.
+        is_tiled: whether some linear layers pass through the slots in tiles of rows.
+    """
+
+    sizes: ModelSizes
+    machine: Machine
+    num_slots: int | None = None
+    pool_slots: int = 0
+    cut: int = 0
+    is_tiled: bool = False
+
+    @cached_property
+    def cuts(self) -> tuple[Weights, ...]:
+        """The weights in whole layers, then in smaller and smaller units."""
+        finer = enumerate(self.sizes.cuts[1:], 1)
+        return (self, *[replace(self, sizes=sizes, cut=i) for i, sizes in finer])
+
+    @cached_property
+    def _kept(self) -> dict[Any, Any]:
+        """Results of the methods below, by what they were asked for: bisections ask for the same often."""
+        return {}
+
+    def tiled(self, units: Sequence[UnitSize]) -> Weights:
+        """Return the weights in their finest cut, with some linear layers in row tiles."""
+        key, sizes = tuple([unit.name for unit in units]), self.sizes
+        found: Weights | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = replace(self, sizes=sizes.tiled(set(key)), cut=len(sizes.finer), is_tiled=True)
+        return found
+
+    def candidate(
+        self,
+        num_slots: int,
+        target: int,
+        *,
+        whole_layers: bool = True,
+        tile_bytes: int | None = None,
+        pins_tables: bool = False,
+    ) -> Candidate:
+        """Return a candidate.
+
+        Args:
+            num_slots: slots at most.
+            target: bytes of the layers to stream, spread evenly over them.
+            whole_layers: whether a layer is streamed whole or not at all.
+            tile_bytes: the smallest slot for tiles of the heads; None pins heads.
+            pins_tables: whether embedding tables that are no heads stay in memory.
+        """
+        sizes, key = self.sizes, (target, whole_layers)
+        layers: Streamed | None = sizes.sums.get(key)
+        if layers is None:
+            layers = sizes.sums[key] = spread(sizes.layers, target, whole_layers)
+        tiles: Tiles | None = self._kept.get((layers.largest, tile_bytes))
+        if tiles is None:
+            heads = () if tile_bytes is None else sizes.all_heads
+            tiles = cut_heads(heads, layers.largest, tile_bytes or 0, is_exact=self.machine.exact_tiles)
+            self._kept[layers.largest, tile_bytes] = tiles
+        return Candidate(self, num_slots, layers, tiles, pins_tables)
+
+    @cached_property
+    def bounce_bytes(self) -> int:
+        """The reader's own buffers."""
+        machine, experts = self.machine, self.sizes.experts
+        copies = self.sizes.copies or machine.arrival != "in place" or (experts is not None and experts.copies)
+        bounces = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
+        num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
+        decodes = machine.compression is not None
+        return num_readers * reader_bytes(machine.disk, bounces=bounces, decodes=decodes)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Memory that none of its candidates does without: small weights, the smallest pool, the reader's buffers."""
+        experts = self.sizes.experts
+        pool = 0 if experts is None else (self.pool_slots or experts.least_slots) * experts.slot_bytes
+        return self.sizes.resident_bytes + pool + self.bounce_bytes
+
+    def most_slots(self, experts: ExpertSizes) -> int:
+        """Return the most slots that a pool may have: it is one array."""
+        return min(sum(experts.num_experts), self.machine.largest_array // experts.slot_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One choice of pinned and streamed weights.
 
     Attributes:
-        task: the model, its layers cut in some way.
-        reserve: tokens that memory is set aside for.
+        weights: the model, its layers cut in some way.
         num_slots: slots at most.
-        whole_layers: whether a layer is streamed whole or not at all.
-        tile_bytes: the smallest slot for tiles of the heads; None pins heads.
-        target: bytes of the layers to stream, spread evenly over them.
+        layers: what is streamed of the layers.
+        tiles: the heads that are streamed: all of them or none.
         pins_tables: whether embedding tables that are no heads stay in memory.
     """
 
-    task: Task
-    reserve: Reserve
-    num_slots: int = 0
-    whole_layers: bool = True
-    tile_bytes: int | None = None
-    target: int = 0
+    weights: Weights
+    num_slots: int
+    layers: Streamed
+    tiles: Tiles
     pins_tables: bool = False
 
     @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of its plan, with the smallest pool of experts."""
-        return self.peak_of(self.target)
+    def num_units(self) -> int:
+        """Layers and tiles of heads that take turns in the slots."""
+        return self.layers.num_layers + self.tiles.number
 
-    @cached_property
-    def peak_of(self) -> Callable[[int], int]:
-        """The predicted peak for any target. A search asks for thousands: what all have in common is added up once."""
-        task, whole_layers, most_slots = self.task, self.whole_layers, self.num_slots
-        common = task.bare(self.reserve).peak_bytes + task.sizes.layer_buffer_bytes
-        common += sum([unit.buffer_bytes for unit in self._pinned])
-        slots: dict[int, tuple[int, int]] = {}  # tiles of heads and bytes of a slot, by the largest part of a layer
-
-        def peak(target: int) -> int:
-            layers = task.streamed(target, whole_layers)
-            if layers.largest not in slots:
-                slots[layers.largest] = self._slots(layers.largest)[2:]
-            in_heads, slot_bytes = slots[layers.largest]
-            return common - layers.buffer_bytes + min(most_slots, layers.num_layers + in_heads) * slot_bytes
-
-        return peak
+    @property
+    def slots_bytes(self) -> int:
+        """Memory of the slots."""
+        return min(self.num_slots, self.num_units) * self.tiles.slot_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """Memory of the layers, heads and tables that stay."""
-        layers = self.task.sizes.layer_buffer_bytes - self._layers.buffer_bytes
-        return layers + sum([unit.buffer_bytes for unit in self._pinned])
+        sizes = self.weights.sizes
+        heads = 0 if self.tiles.heads else sizes.head_buffer_bytes
+        tables = sizes.table_buffer_bytes if self.pins_tables else 0
+        return sizes.layer_buffer_bytes - self.layers.buffer_bytes + heads + tables
 
     @property
-    def streaming(self) -> Streaming:
-        """The part that passes through the slots."""
-        task, layers = self.task, self._layers
-        heads, rows, in_heads, slot_bytes = self._slots(layers.largest)
-        num_units = layers.num_layers + in_heads
-        pinned = {unit.name for unit in self._pinned}
+    def nbytes(self) -> int:
+        """Memory of all weights, with the smallest pool of experts, and of what reads them."""
+        return self.weights.least_bytes + self.pinned_bytes + self.slots_bytes
+
+    def plan(self, task: Task, tokens: Tokens, budget: int = 0) -> ResidencyPlan:
+        """Return its plan, with the predicted time, but without the names of what is streamed: see :meth:`named`.
+
+        A pool of experts of open size gets what is left of the budget.
+        """
+        weights, machine, sizes = self.weights, self.weights.machine, self.weights.sizes
+        experts, pool = sizes.experts, None
+        if experts is not None:
+            left = 0 if weights.pool_slots else budget - task.process_bytes - tokens.nbytes - self.nbytes
+            num_slots = weights.pool_slots or experts.least_slots
+            more = max(0, min(max(0, left) // experts.slot_bytes, weights.most_slots(experts) - num_slots))
+            pool = pool_of(machine, experts, num_slots + more)
+        plan = ResidencyPlan(
+            budget_bytes=budget,
+            minimum_bytes=0,
+            model_bytes=sizes.nbytes,
+            base_bytes=machine.base_bytes + machine.runtime_bytes,
+            active_bytes=machine.active_bytes,
+            context_bytes=machine.context_bytes,
+            resident_bytes=sizes.resident_bytes,
+            pinned_bytes=self.pinned_bytes,
+            streaming=self._streaming(),
+            pool=pool,
+            kv=tokens.kv,
+            prefix_bytes=tokens.prefix_bytes,
+            activation_bytes=tokens.activation_bytes,
+            spare_bytes=tokens.spare_bytes,
+            mtp_bytes=tokens.mtp_bytes,
+            bounce_bytes=weights.bounce_bytes,
+            read_size=machine.disk.read_size,
+            queue_depth=machine.disk.queue_depth,
+            disk_bytes_per_second=machine.disk.bytes_per_second,
+            cache_limit=task.cache_limit,
+            prefill_step_size=tokens.ledger.step,
+            context_length=tokens.reserve.context_length,
+            kv_bytes_per_token=sizes.cache.token_bytes,
+            activations=sizes.activations,
+            cache=sizes.cache,
+            prompt_seconds_per_token=prompt_seconds(sizes, machine, self.num_units),
+            compression=machine.compression,
+            keeps_states=tokens.ledger.keeps_states,
+        )
+        return with_kv_seconds(plan, machine)
+
+    def named(self, plan: ResidencyPlan) -> ResidencyPlan:
+        """Return its plan with the names. They take longer than all else, so only the plan that is taken has them."""
+        return replace(plan, streaming=replace(plan.streaming, layers=self.layers.names))
+
+    def _streaming(self) -> Streaming:
+        weights, sizes, layers, tiles = self.weights, self.weights.sizes, self.layers, self.tiles
+        num_slots = min(self.num_slots, self.num_units)
+        pins = {True: not tiles.heads, False: self.pins_tables}
+        seconds, compute_seconds = pass_seconds(sizes, weights.machine, layers, tiles, num_slots)
         return Streaming(
-            layers=layers.names,
-            heads=tuple(zip([head.name for head in heads], rows, strict=True)),
-            tables=tuple([table.name for table in task.sizes.tables if table.name not in pinned]),
-            num_units=num_units,
-            num_slots=min(self.num_slots, num_units),
-            slot_bytes=slot_bytes if num_units else 0,
-            read_bytes=layers.nbytes + sum([head.nbytes for head in heads]),
-            cut=task.cut,
-            is_tiled=task.is_tiled,
+            heads=tuple([(head.name, rows) for head, rows in zip(tiles.heads, tiles.rows, strict=True)]),
+            tables=tuple([table.name for table in sizes.tables if not pins[table.is_tied]]),
+            num_units=self.num_units,
+            num_slots=num_slots,
+            slot_bytes=tiles.slot_bytes if self.num_units else 0,
+            read_bytes=sum(layers.reads) + sum([head.nbytes for head in tiles.heads]),
+            seconds=seconds,
+            compute_seconds=compute_seconds,
+            cut=weights.cut,
+            is_tiled=weights.is_tiled,
         )
 
-    def plan(self, budget: int | None = None) -> ResidencyPlan:
-        """Return its plan, with the predicted time. Of a budget, a pool of experts of open size gets what is left."""
-        task, experts = self.task, self.task.sizes.experts
-        bare = task.bare(self.reserve)
-        pool = bare.pool
-        if pool is not None and experts is not None and not task.pool_slots and budget is not None:
-            more = max(0, budget - self.peak_bytes) // experts.slot_bytes
-            num_slots = min(pool.num_slots + more, task.most_slots(experts))
-            pool = pool_of(task.machine, experts, max(num_slots, pool.num_slots))
-        plan = replace(bare, pinned_bytes=self.pinned_bytes, streaming=self.streaming, pool=pool)
-        return with_times(task.sizes, task.machine, plan)
 
-    def _slots(self, largest_layer: int) -> tuple[Sequence[UnitSize], list[int], int, int]:
-        """Return the heads in tiles, the rows of their tiles, the number of tiles, and the size of a slot."""
-        heads = [] if self.tile_bytes is None else self.task.sizes.all_heads
-        is_exact = self.task.machine.exact_tiles
-        slot_bytes = _slot_bytes(largest_layer, heads, self.tile_bytes or 0, is_exact=is_exact)
-        rows = [tile_rows(head.num_rows or 0, head.row_bytes, slot_bytes) for head in heads]
-        in_heads = sum([-(-(head.num_rows or 0) // each) for head, each in zip(heads, rows, strict=True)])
-        return heads, rows, in_heads, slot_bytes
-
-    @property
-    def _layers(self) -> Streamed:
-        return self.task.streamed(self.target, self.whole_layers)
-
-    @property
-    def _pinned(self) -> list[UnitSize]:
-        """Heads and tables that stay in memory."""
-        sizes = self.task.sizes
-        tables = [table for table in sizes.tables if self.pins_tables and not table.is_tied]
-        return tables if self.tile_bytes is not None else [*sizes.all_heads, *tables]
-
-
-def all_streamed(task: Task, reserve: Reserve, num_slots: int) -> list[Candidate]:
+def all_streamed(weights: Weights, num_slots: int) -> list[Candidate]:
     """Return the candidates with no layer in memory: of each cut, with heads in tiles or pinned."""
     return [
-        Candidate(cut, reserve, num_slots, True, tile_bytes, cut.sizes.layer_bytes)
-        for cut in task.cuts
+        cut.candidate(num_slots, cut.sizes.layer_bytes, tile_bytes=tile_bytes)
+        for cut in weights.cuts
         for tile_bytes in (0, None)
     ]
-
-
-def _slot_bytes(largest_layer: int, heads: Sequence[UnitSize], tile_bytes: int, *, is_exact: bool) -> int:
-    """Return the size of a slot: for what is streamed of a layer, and for a tile of each head."""
-    if not heads:
-        return largest_layer
-    whole = max([head.nbytes for head in heads])
-    least = max([max(TILE_ROW_MULTIPLE * head.row_bytes, head.nbytes // MAX_TILES) for head in heads])
-    tile = max(least, min(tile_bytes, whole) if is_exact else whole)
-    return max(largest_layer, tile + TILE_SLACK_BYTES)
-
-
-@lru_cache(1024)  # a search asks for thousands, and layers are alike
-def tile_rows(num_rows: int, row_bytes: int, slot_bytes: int) -> int:
-    """Return the rows in one tile of a head with so many: few equal tiles that fit the slot, aligned."""
-    most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // row_bytes)
-    rows = min(round_up(-(-num_rows // -(-num_rows // most)), TILE_ROW_MULTIPLE), num_rows)
-    return rows if rows <= most else most // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import tee
 
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.memory.pressure import MemoryReading
-from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
+from mlx_flash.residency.candidate import Candidate, Weights
+from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk, promised_bytes
 from mlx_flash.residency.lent import opening_seconds
 from mlx_flash.residency.machine import BASE_STEP, Machine
 from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb
 from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.search import best, everything, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.task import Reserve, Task, cache_limit_of
+from mlx_flash.residency.task import Task, cache_limit_of
 from mlx_flash.speculation.mtp import OwnGuesses
 from mlx_flash.speculation.worth import worth_guessing
 from mlx_flash.storage.blocks import BLOCK_BYTES
@@ -38,9 +40,8 @@ counts on a machine where little runs yet: what is started later needs room too.
 WORTH_THE_DISK = 0.8
 """A KV cache that could be in memory is on disk when that brings the predicted time below this share."""
 
-
-Option = tuple[Task, ResidencyPlan]
-"""A way to read the model, layer by layer or expert by expert, and its smallest plan."""
+Option = tuple[Weights, Candidate]
+"""A way to read the model, layer by layer or expert by expert, and its smallest candidate."""
 
 
 def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
@@ -74,11 +75,13 @@ def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Res
     """Return the plan of a model whose own head is in memory, or is not there."""
     plans: list[ResidencyPlan] = []
     errors: list[BudgetError] = []
-    small = _with_small_reads(config, machine)
-    for kv_on_disk in _places_of_kv(sizes, config, machine):
-        task = Task(sizes, config, small, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)
+    places = _places_of_kv(sizes, config, machine)
+    options = _options(sizes, config, _with_small_reads(config, machine))
+    task = Task(sizes, config, machine, promised_bytes(sizes, config), cache_limit_of(machine, 0))
+    for kv_on_disk in places:
         try:
-            plans.append(_plan(task, machine, like_memory=bool(plans)))
+            like = task if plans else None  # times decide between the two, not the prefill step or the context
+            plans.append(_plan(replace(task, kv_on_disk=kv_on_disk), options, like))
         except BudgetError as error:
             errors.append(error.with_traceback(None))
     errors.sort(key=lambda error: error.minimum_bytes)
@@ -127,40 +130,46 @@ def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     return min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
 
 
-def _plan(task: Task, liked: Machine, *, like_memory: bool) -> ResidencyPlan:
+def _plan(task: Task, options: Sequence[Option], like: Task | None) -> ResidencyPlan:
     """Return the fastest plan, given the place of the KV cache.
 
-    The task has small reads; ``liked`` is the machine with those that the disk likes best.
-    ``like_memory`` takes the prefill step and context of a plan with the cache in memory: times decide between the two.
+    The options have small reads; the task has the machine with those that the disk likes best.
+    ``like`` is a task whose prefill step and context are taken.
     """
-    machine, options = task.machine, _options(task)
-    least = min(plan.peak_bytes for _, plan in options)
+    machine, least = task.machine, task.tokens(least_reserve(task.config))
+    needs = [task.process_bytes + least.nbytes + candidate.nbytes for _, candidate in options]
     reached = _told(machine.reached_bytes)
-    minimum = max(reached, least)
+    minimum = max(reached, min(needs))
     # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
     memory = MemoryReading(machine.total_memory, machine.available_memory)
-    budget = budget_of(task.config, memory, machine.base_bytes, max(reached, options[0][1].peak_bytes))
-    if budget < machine.reached_bytes and least < reached:
+    budget = budget_of(task.config, memory, machine.base_bytes, max(reached, needs[0]))
+    if budget < machine.reached_bytes and min(needs) < reached:
         raise BudgetError(
             f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to "
             f"{in_gb(machine.reached_bytes)} GB. Hint: give {in_gb(minimum)} or more, or 'min'.",
             minimum,
         )
-    tasks = [(t.with_(cache_limit=cache_limit_of(machine, budget)), least) for t, least in options]
-    wanted = tasks[0][0].with_(kv_on_disk=task.kv_on_disk and not like_memory)
-    tokens = list(reserves(wanted, budget))
-    usable = _usable(tasks, budget, tokens[0])
-    if not usable:
-        raise BudgetError(_too_small(budget, min((p for _, p in options), key=lambda p: p.peak_bytes)), minimum)
-    rooms = (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,)
+    if budget < min(needs):
+        _, candidate = min(options, key=lambda option: option[1].nbytes)
+        raise BudgetError(_too_small(budget, candidate.plan(task, least)), minimum)
+    if budget - min(needs) >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
+        task = replace(task, cache_limit=limit)
+    like = task if like is None else replace(like, cache_limit=task.cache_limit)
+    first, others = tee(reserves(like, options[0][0], budget))
+    room = budget - task.process_bytes
+    usable = _usable(options, room - least.nbytes, room - task.tokens(next(first).reserve).nbytes)
     plans = []
-    for option, fallback in usable:
-        reserve = next((r for r in tokens if smallest(option, r).peak_bytes <= budget), tokens[-1])
-        chosen = _with_reads(option, liked, budget, reserve)
-        plans += [(t, best(t, budget, reserve) or fallback) for t in [chosen.with_(kv_room=room) for room in rooms]]
-    task, plan = min(plans, key=lambda entry: entry[1].seconds)
-    plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
-    plan = with_room_for_parts(task, replace(plan, opening_seconds=opening_seconds(task, plan)))
+    for (weights, candidate), tried in zip(usable, tee(others, len(usable)), strict=True):
+        at_hand = (task.tokens(each.reserve) for each in tried)
+        tokens = next(each for each in at_hand if each.nbytes <= room - candidate.nbytes)
+        chosen = _with_reads(weights, machine, room - tokens.nbytes)
+        for kv_room in (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,):
+            each = replace(task, kv_room=kv_room)
+            plan = best(each, chosen, each.tokens(tokens.reserve), budget)
+            plans += [] if plan is None else [(plan, each, chosen)]
+    plan, task, weights = min(plans, key=lambda entry: entry[0].seconds)
+    plan = replace(plan, minimum_bytes=minimum, opening_seconds=opening_seconds(task, weights, plan))
+    plan = with_room_for_parts(task, weights, plan)
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
@@ -170,60 +179,62 @@ def _plan(task: Task, liked: Machine, *, like_memory: bool) -> ResidencyPlan:
     return plan
 
 
-def _with_reads(task: Task, liked: Machine, budget: int, reserve: Reserve) -> Task:
-    """Return the task with the reads that the disk likes best, if their buffers have room, and are worth it.
+def _with_reads(weights: Weights, liked: Machine, room: int) -> Weights:
+    """Return the weights with the reads that the disk likes best, if their buffers have room, and are worth it.
 
-    They are if reading the weights that the budget does not hold takes no longer. The reserve is the same in any case.
+    They are if reading the weights that the room does not hold takes no longer.
     """
-    other, experts = task.with_(machine=liked), task.sizes.experts
-    if smallest(other, reserve).peak_bytes > budget:
-        return task
-    held = budget - (experts.nbytes if experts is not None else 0)
+    if weights.machine is liked:
+        return weights
+    other, experts = replace(weights, machine=liked), weights.sizes.experts
+    if smallest(other).nbytes > room:
+        return weights
+    held = room - (experts.nbytes if experts is not None else 0)
     small, large = (
-        max(0, everything(each, reserve).peak_bytes - held) / each.machine.disk.bytes_per_second
-        for each in (task, other)
+        max(0, everything(each).nbytes - held) / each.machine.disk.bytes_per_second for each in (weights, other)
     )
-    return other if large <= small else task
+    return other if large <= small else weights
 
 
-def _options(task: Task) -> list[Option]:
+def _options(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[Option]:
     """Return the ways to read the model: expert by expert if it has any, then layer by layer."""
-    config, trunk = task.config, task.sizes.trunk
-    reserve = least_reserve(config)
-    if trunk is None or config.expert_pool_gb == 0:
-        return [(task, smallest(task, reserve).plan())]
-    by_expert = _with_experts(task, trunk)
+    whole = Weights(sizes, machine, config.num_slots)
+    if sizes.trunk is None or config.expert_pool_gb == 0:
+        return [(whole, smallest(whole))]
+    by_expert = _with_pool(replace(whole, sizes=sizes.trunk), config.expert_pool_gb)
     # A pool that was asked for is left out only if everything fits.
-    by_layer = everything(task, reserve) if config.expert_pool_gb else smallest(task, reserve)
-    return [(by_expert, smallest(by_expert, reserve).plan()), (task, by_layer.plan())]
+    return [(by_expert, smallest(by_expert)), (whole, everything(whole) if config.expert_pool_gb else smallest(whole))]
 
 
-def _usable(options: Sequence[Option], budget: int, reserve: Reserve) -> list[Option]:
-    """Return the options to choose from within a budget: layer by layer, if all weights fit beside a reserve."""
-    usable = [(task, least) for task, least in options if least.peak_bytes <= budget]
-    if usable and everything(options[-1][0], reserve).peak_bytes <= budget:
+def _usable(options: Sequence[Option], room: int, room_beside_more: int) -> list[Option]:
+    """Return the options to choose from within some room, beside the fewest tokens and beside those that are wanted.
+
+    If all weights fit beside the latter, the model is read layer by layer.
+    """
+    if everything(options[-1][0]).nbytes <= room_beside_more:
         return [options[-1]]
-    return usable[:1] if options[0][0].config.expert_pool_gb else usable
+    usable = [option for option in options if option[1].nbytes <= room]
+    return usable[:1] if options[0][0].pool_slots else usable
 
 
-def _with_experts(task: Task, trunk: ModelSizes) -> Task:
-    """Return the same task, with experts read one by one.
+def _with_pool(weights: Weights, pool_gb: float | None) -> Weights:
+    """Return the weights with a pool of experts of the size that was asked for.
 
     Raises:
-        ConfigError: the pool that was asked for is too small.
+        ConfigError: it is too small.
     """
-    experts, pool_gb = trunk.experts, task.config.expert_pool_gb
+    experts = weights.sizes.experts
     assert experts is not None
     if pool_gb is None:
-        return replace(task, sizes=trunk)
-    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, task.most_slots(experts))
+        return weights
+    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, weights.most_slots(experts))
     if num_slots < experts.least_slots:
         raise ConfigError(
             f"expert_pool_gb is {pool_gb:g}, but this model needs at least "
             f"{in_gb(experts.least_slots * experts.slot_bytes)}: {experts.least_slots} experts of "
             f"{experts.slot_bytes / MB:.1f} MB. Hint: give more, or 0 to read whole layers."
         )
-    return replace(task, sizes=trunk, pool_slots=num_slots)
+    return replace(weights, pool_slots=num_slots)
 
 
 def budget_of(config: FlashConfig, memory: MemoryReading, held: int, least: int) -> int:

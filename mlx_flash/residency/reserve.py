@@ -6,17 +6,16 @@ Last bits of the output depend on the step. So both come from sizes, settings an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.candidate import all_streamed
+from mlx_flash.residency.candidate import Weights, all_streamed
 from mlx_flash.residency.kv import KV_SHARE, ledger_of, most_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS
-from mlx_flash.residency.task import Reserve, Task
+from mlx_flash.residency.task import Reserve, Task, Tokens
 
 ACTIVATION_SHARE = 0.2
 """Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
@@ -51,72 +50,44 @@ def least_reserve(config: FlashConfig) -> Reserve:
     return Reserve(min(step, context), context)
 
 
-def reserves(task: Task, budget: int) -> Iterator[Reserve]:
-    """Yield the reserve to plan with, then smaller ones, for a process that leaves less room than expected."""
-    least = least_reserve(task.config)
-    most_read = WORTH_MORE_TOKENS * _read_bytes(task, budget, least)
-    largest = max((unit.nbytes for unit in task.sizes.layers), default=0)
-    is_tight = _room(task, budget, least) < SLOTS_FIRST * largest
-    for _, same_context in groupby(_all_reserves(task), key=attrgetter("context_length")):
-        good: list[Reserve] = []
-        for reserve in same_context:
-            is_more = reserve.context_length > least.context_length or reserve.prefill_step_size > LEAST_STEP
-            if is_tight and is_more and _token_bytes(task, reserve) > _token_bytes(task, least):
+def reserves(task: Task, weights: Weights, budget: int) -> Iterator[Tokens]:
+    """Yield the tokens to plan with, then fewer ones, for a process that leaves less room than expected."""
+    config, machine, least = task.config, task.machine, task.tokens(least_reserve(task.config))
+    beside = budget - machine.runtime_bytes - weights.sizes.resident_bytes - task.cache_limit
+    room = beside - PROCESS_BYTES
+    most_read = WORTH_MORE_TOKENS * _read_bytes(weights, room - least.nbytes)
+    is_tight = room - least.nbytes < SLOTS_FIRST * max([unit.nbytes for unit in weights.sizes.layers], default=0)
+    for context in _contexts(task, budget):
+        good: list[Tokens] = []
+        for tokens in [task.tokens(Reserve(step, context)) for step in _steps(config, least.reserve, context)]:
+            is_more = context > least.reserve.context_length or tokens.reserve.prefill_step_size > LEAST_STEP
+            if is_tight and is_more and tokens.nbytes > least.nbytes:
                 continue  # a slot more brings more
-            if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
-                good.append(reserve)
-        yield from sorted(
-            good, key=lambda reserve: _prompt_passes(task, budget, reserve)
-        )  # of equals the largest first
+            is_modest = config.prefill_step_size or _by_step(task, tokens) <= ACTIVATION_SHARE * budget
+            if is_modest and _read_bytes(weights, room - tokens.nbytes) <= most_read:
+                good.append(tokens)
+        if len(good) > 1 and config.lend_reserves and weights.sizes.experts is None:
+            process = PROCESS_BYTES
+            if machine.arrival == "copied by the driver":
+                process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
+            taken = [_least_taken(weights, num_slots) for num_slots in (SLOTS_FIRST, 1)]
+            good.sort(key=partial(_prompt_passes, beside - process, taken))  # of equals the largest comes first
+        yield from good
     yield least
 
 
-def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
-    """Return about how many passes a prompt of the planned length takes; infinity for a step below the least one.
-
-    Its parts share passes as far as they have room beside two slots, or beside one where two do not fit.
-    """
-    step, context, bare = reserve.prefill_step_size, reserve.context_length, task.bare(reserve)
-    num_parts = -(-context // step)
-    if step < LEAST_STEP:
-        return math.inf
-    if not bare.shares_parts or not task.config.lend_reserves:
-        return num_parts
-    machine, process = task.machine, PROCESS_BYTES
-    if machine.arrival == "copied by the driver":
-        process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
-    room = _room(task, budget, reserve, process)
-    room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
-    return -(-num_parts // bare.ledger.parts_together(room, context))
-
-
-def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:
-    """Return the least memory that weights take beside so many slots: what is pinned, and the slots."""
-    tried = all_streamed(task, reserve, num_slots)
-    return min([each.pinned_bytes + num_slots * each.streaming.slot_bytes for each in tried])
-
-
-def _all_reserves(task: Task) -> Iterator[Reserve]:
-    """Yield reserves for tokens, the largest first. Values that the user set are kept."""
-    config, least = task.config, least_reserve(task.config)
+def _contexts(task: Task, budget: int) -> list[int]:
+    """Return the lengths to try, the longest first, that leave weights their room, and others theirs on the disk."""
+    config = task.config
+    if config.context_length:
+        return [config.context_length]
     lengths = (*CONTEXT_LENGTHS_ON_DISK, *CONTEXT_LENGTHS) if task.kv_on_disk else CONTEXT_LENGTHS
-    for context in [config.context_length] if config.context_length else lengths:
-        longest = next((step for step in reversed(PREFILL_STEPS) if step >= context), PREFILL_STEPS[0])
-        steps = [step for step in PREFILL_STEPS if step <= longest]
-        if context >= least.prefill_step_size:
-            yield from (Reserve(s, context) for s in ([least.prefill_step_size] if config.prefill_step_size else steps))
+    return [each for each in lengths if each <= CONTEXT_LENGTHS[-1] or _has_room(task, budget, each)]
 
 
-def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
-    """Return whether tokens leave weights their room, and others theirs on the disk."""
-    sizes, config, context = task.sizes, task.config, reserve.context_length
-    if not config.prefill_step_size:
-        states = sizes.cache.call_bytes * reserve.prefill_step_size
-        by_step = task.bare(reserve).activation_bytes - sizes.activations.per_call + states
-        if by_step > ACTIVATION_SHARE * budget:
-            return False
-    if config.context_length or context <= CONTEXT_LENGTHS[-1]:
-        return True
+def _has_room(task: Task, budget: int, context: int) -> bool:
+    """Return whether keys and values of a context take no more than their shares of the budget and the disk."""
+    sizes, config = task.sizes, task.config
     if not task.kv_on_disk:
         return sizes.cache.nbytes(context) <= KV_SHARE * budget
     if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
@@ -126,29 +97,54 @@ def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
     return ledger.least_rows(ledger.held_tokens(context), ledger.step) <= room
 
 
-def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
-    """Return about how much a token reads beside a reserve: the weights that the rest of the budget does not hold.
+def _steps(config: FlashConfig, least: Reserve, context: int) -> list[int]:
+    """Return the prefill steps to try with a context, the largest first. A value that the user set is kept."""
+    if config.prefill_step_size:
+        return [least.prefill_step_size] if least.prefill_step_size <= context else []
+    longest = next((step for step in reversed(PREFILL_STEPS) if step >= context), PREFILL_STEPS[0])
+    return [step for step in PREFILL_STEPS if step <= longest]
+
+
+def _prompt_passes(room: int, taken: Sequence[int], tokens: Tokens) -> float:
+    """Return about how many passes a prompt of the planned length takes; infinity for a step below the least one.
+
+    Its parts share passes as far as they have room beside the weights: beside the first number of bytes in ``taken``
+    that fits.
+    """
+    step, context = tokens.reserve
+    num_parts = -(-context // step)
+    if step < LEAST_STEP:
+        return math.inf
+    if tokens.kv.num_on_disk and not tokens.ledger.shares_on_disk:
+        return num_parts
+    room -= tokens.nbytes
+    room -= next((nbytes for nbytes in taken if nbytes <= room), room)
+    return -(-num_parts // tokens.ledger.parts_together(room, context))
+
+
+def _least_taken(weights: Weights, num_slots: int) -> int:
+    """Return the least memory that weights take beside so many slots: what is pinned, and the slots."""
+    return min([each.pinned_bytes + each.slots_bytes for each in all_streamed(weights, num_slots)])
+
+
+def _by_step(task: Task, tokens: Tokens) -> int:
+    """Return the bytes of activations that a smaller prefill step would lower."""
+    sizes = task.sizes
+    states = sizes.cache.call_bytes * tokens.reserve.prefill_step_size
+    return tokens.activation_bytes - sizes.activations.per_call + states
+
+
+def _read_bytes(weights: Weights, room: int) -> float:
+    """Return about how much a token reads: the weights that the room does not hold.
 
     Of a mixture, the trunk is held first, and the pool of experts gets what is left.
     """
-    sizes, experts, room = task.sizes, task.sizes.experts, _room(task, budget, reserve)
+    sizes, experts = weights.sizes, weights.sizes.experts
     if experts is None:
-        weights = sizes.layer_bytes + sum([unit.nbytes for unit in [*sizes.heads, *sizes.tables]])
-        return min(weights, max(0, weights - room))
+        total = sizes.layer_bytes + sum([unit.nbytes for unit in [*sizes.heads, *sizes.tables]])
+        return min(total, max(0, total - room))
     trunk = sizes.layer_bytes + sum([unit.nbytes for unit in sizes.all_heads])
     least = experts.least_slots * experts.slot_bytes
     pool = max(least, room - trunk)
-    missing = (1 - experts.hit_rate(task.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
+    missing = (1 - experts.hit_rate(weights.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
     return min(trunk, max(0, trunk + least - room)) + missing
-
-
-def _room(task: Task, budget: int, reserve: Reserve, process: int = PROCESS_BYTES) -> int:
-    """Return about how much of a budget is left for weights that can be streamed."""
-    others = process + task.machine.runtime_bytes + task.sizes.resident_bytes + task.cache_limit
-    return budget - others - _token_bytes(task, reserve)
-
-
-def _token_bytes(task: Task, reserve: Reserve) -> int:
-    """Return the memory that a plan sets aside for tokens. The promised context counts in any case."""
-    bare = task.bare(reserve)
-    return bare.reserved_bytes + bare.prefix_bytes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter, itemgetter
 
-from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate, all_streamed
+from mlx_flash.residency.candidate import Candidate, Weights, all_streamed
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.selection import spread
+from mlx_flash.residency.selection import TILE_SLACK_BYTES, spread
 from mlx_flash.residency.sizes import UnitSize
-from mlx_flash.residency.task import Reserve, Task
+from mlx_flash.residency.task import Reserve, Task, Tokens
 from mlx_flash.residency.timing import pool_of
 
 MAX_SLOTS = 4
@@ -30,134 +32,138 @@ PARTS_SHARE = 0.75
 """Share of their memory that pinned weights leave to parts at most: lent memory is copied to, and read again later."""
 
 
-def smallest(task: Task, reserve: Reserve) -> Candidate:
+Tried = tuple[ResidencyPlan, Candidate]
+"""A candidate and its plan."""
+
+
+def smallest(weights: Weights) -> Candidate:
     """Return the smallest candidate: the fewest slots and no pinned layer, or a tiny model in memory."""
-    candidates = all_streamed(task, reserve, task.config.num_slots or 1)
-    if _can_be_tiled(task):  # two slots, so that reading and computing overlap, cost little here
-        candidates.append(_tiled(task, reserve, task.config.num_slots or 2))
-    return min([*candidates, everything(task, reserve)], key=lambda candidate: candidate.peak_bytes)
+    candidates = all_streamed(weights, weights.num_slots or 1)
+    if _can_be_tiled(weights):  # two slots, so that reading and computing overlap, cost little here
+        candidates.append(_tiled(weights, weights.num_slots or 2))
+    return min([*candidates, everything(weights)], key=attrgetter("nbytes"))
 
 
-def everything(task: Task, reserve: Reserve) -> Candidate:
+def everything(weights: Weights) -> Candidate:
     """Return the candidate with all weights but experts in memory."""
-    return Candidate(task, reserve, pins_tables=True)
+    return weights.candidate(0, 0, pins_tables=True)
 
 
-def best(task: Task, budget: int, reserve: Reserve) -> ResidencyPlan | None:
-    """Return the fastest plan with a reserve; None if the budget has no room for it."""
-    plans = [candidate.plan(budget) for candidate in _candidates(task, budget, reserve)]
-    is_good = plans and _fastest(plans).weights_seconds <= NEARLY * _least_seconds(task, budget)
-    if not is_good and _can_be_tiled(task):
-        plans += [candidate.plan(budget) for candidate in _tiled_candidates(task, budget, reserve)]
-    return _fastest(plans) if plans else None
+def best(task: Task, weights: Weights, tokens: Tokens, budget: int) -> ResidencyPlan | None:
+    """Return the fastest plan with memory for tokens; None if the budget has no room for it."""
+    room = budget - task.process_bytes - tokens.nbytes
+    tried = [(candidate.plan(task, tokens, budget), candidate) for candidate in _candidates(weights, room)]
+    is_good = tried and _fastest(tried)[0].weights_seconds <= NEARLY * _least_seconds(weights, budget)
+    if not is_good and _can_be_tiled(weights):
+        tried += [(candidate.plan(task, tokens, budget), candidate) for candidate in _tiled_candidates(weights, room)]
+    if not tried:
+        return None
+    plan, candidate = _fastest(tried)
+    return candidate.named(plan)
 
 
-def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
+def _candidates(weights: Weights, room: int) -> Iterator[Candidate]:
     """Yield everything in memory if that fits; else the most pinned for each cut and number of slots."""
-    whole = everything(task, reserve)
-    if whole.peak_bytes > budget:
-        for cut in task.cuts:
-            yield from _candidates_of_cut(cut, budget, reserve)
+    whole = everything(weights)
+    if whole.nbytes > room:
+        for cut in weights.cuts:
+            yield from _candidates_of_cut(cut, room)
         return
     yield whole
-    if task.sizes.experts is not None:  # a token needs one row of a table, and more than one expert
+    if weights.sizes.experts is not None:  # a token needs one row of a table, and more than one expert
         yield replace(whole, pins_tables=False)
 
 
-def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
+def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
     """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
-    if task.bare(reserve).peak_bytes > budget:
+    if weights.least_bytes > room:
         return
-    tilings = (None, *_unlike_tiles(task)) if task.sizes.all_heads else (None,)
-    for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
+    tilings = (None, *_unlike_tiles(weights)) if weights.sizes.all_heads else (None,)
+    for num_slots in [weights.num_slots] if weights.num_slots else range(1, MAX_SLOTS + 1):
         has_room = False
-        for whole_layers in (False,) if task.cut else (True, False):
+        for whole_layers in (False,) if weights.cut else (True, False):
             for tile_bytes in tilings:
-                all_streamed = Candidate(task, reserve, num_slots, whole_layers, tile_bytes, task.sizes.layer_bytes)
-                target = _fewest_bytes(all_streamed.peak_of, task.sizes.layers, budget)
-                if target is not None:
+                make = partial(weights.candidate, num_slots, whole_layers=whole_layers, tile_bytes=tile_bytes)
+                found = _most_pinned(make, weights.sizes.layers, room)
+                if found is not None:
                     has_room = True
-                    found = replace(all_streamed, target=target)
                     yield found
-                    if tile_bytes and found.streaming.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
+                    if tile_bytes and found.num_units and found.tiles.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
                         break  # the layers' slots are larger anyway
         if not has_room:
             break  # nor for more slots
 
 
-def _unlike_tiles(task: Task) -> tuple[int, ...]:
+def _unlike_tiles(weights: Weights) -> tuple[int, ...]:
     """Return the smallest tiles to try, without those that give the same slots and tiles as a smaller one."""
-    whole = max([head.nbytes for head in task.sizes.all_heads]) if task.machine.exact_tiles else 0
+    whole = max([head.nbytes for head in weights.sizes.all_heads]) if weights.machine.exact_tiles else 0
     return tuple({min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
 
 
-def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
-    """Yield linear layers in row tiles, as few of them as the budget allows, for each number of slots."""
-    for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
-
-        def peak_of(target: int, num_slots: int = num_slots) -> int:
-            return _tiled(task, reserve, num_slots, target).peak_bytes
-
-        target = _fewest_bytes(peak_of, task.sizes.linears, budget)
-        if target is None:
+def _tiled_candidates(weights: Weights, room: int) -> Iterator[Candidate]:
+    """Yield linear layers in row tiles, as few of them as there is room for, for each number of slots."""
+    for num_slots in [weights.num_slots] if weights.num_slots else range(2, MAX_SLOTS + 1):
+        found = _most_pinned(partial(_tiled, weights, num_slots), weights.sizes.linears, room)
+        if found is None:
             break  # more slots take more
-        yield _tiled(task, reserve, num_slots, target)
+        yield found
 
 
-def _fewest_bytes(peak_of: Callable[[int], int], units: Sequence[UnitSize], budget: int) -> int | None:
-    """Find by bisection how few bytes of units can be streamed within the budget; None if even all cannot.
+def _most_pinned(make: Callable[[int], Candidate], units: Sequence[UnitSize], room: int) -> Candidate | None:
+    """Find by bisection how few bytes of units can be streamed; None if there is no room even with all streamed.
 
     It ends when less than the smallest tensor is left to decide.
     """
-    low, high = 0, sum([unit.nbytes for unit in units])
-    least = min([piece.nbytes for unit in units for piece in unit.tensors], default=0)
-    if peak_of(high) > budget:
+    low, high = 0, sum(map(attrgetter("nbytes"), units))
+    found = make(high)
+    if found.nbytes > room:
         return None
+    least = min([piece.nbytes for unit in units for piece in unit.tensors], default=0)
     while high - low > max(1, least):
         middle = (low + high) // 2
-        if peak_of(middle) <= budget:
-            high = middle
+        tried = make(middle)
+        if tried.nbytes <= room:
+            high, found = middle, tried
         else:
             low = middle
-    return high
+    return found
 
 
-def _can_be_tiled(task: Task) -> bool:
+def _can_be_tiled(weights: Weights) -> bool:
     """Return whether there are linear layers whose row tiles are exact."""
-    return bool(task.sizes.linears) and task.machine.exact_tiles
+    return bool(weights.sizes.linears) and weights.machine.exact_tiles
 
 
-def _tiled(task: Task, reserve: Reserve, num_slots: int, target: int | None = None) -> Candidate:
+def _tiled(weights: Weights, num_slots: int, target: int | None = None) -> Candidate:
     """Return the candidate with linear layers in row tiles: so many bytes, spread evenly, or all of them."""
-    sizes = task.sizes
-    chosen = sizes.linears
+    chosen = weights.sizes.linears
     if target is not None:
-        chosen = tuple([unit for unit, some in zip(chosen, spread(chosen, target, True).pieces, strict=True) if some])
-    tiled = task.tiled(chosen)
-    return Candidate(tiled, reserve, num_slots, True, LEAST_TILE_BYTES, tiled.sizes.layer_bytes)
+        chosen = tuple([unit for unit, some in zip(chosen, spread(chosen, target, True).reads, strict=True) if some])
+    tiled = weights.tiled(chosen)
+    return tiled.candidate(num_slots, tiled.sizes.layer_bytes, tile_bytes=LEAST_TILE_BYTES)
 
 
-def _least_seconds(task: Task, budget: int) -> float:
-    """Return a time that no plan is below: all weights are computed with, and what the budget cannot hold is read."""
-    machine = task.machine
-    units = [*task.sizes.layers, *task.sizes.all_heads]
+def _least_seconds(weights: Weights, budget: int) -> float:
+    """Return a time that no choice is below: all weights are computed with, and what the budget cannot hold is read."""
+    sizes, machine = weights.sizes, weights.machine
+    units = [*sizes.layers, *sizes.all_heads]
     read = max(0, sum([unit.nbytes for unit in units]) - (budget - machine.base_bytes))
     computed = sum([unit.computed_bytes for unit in units])
     trunk = max(computed / machine.kept_bytes_per_second, read / machine.disk.bytes_per_second)
-    experts = task.sizes.experts
+    experts = sizes.experts
     if experts is None:
         return trunk
     most = max(experts.least_slots, (budget - machine.base_bytes) // experts.slot_bytes)
-    return trunk + pool_of(machine, experts, task.pool_slots or most).seconds
+    return trunk + pool_of(machine, experts, weights.pool_slots or most).seconds
 
 
-def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
+def _fastest(tried: Sequence[Tried]) -> Tried:
     """Return the first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
-    enough = min([plan.seconds for plan in plans]) / WORTH_A_SLOT
-    return next(plan for plan in plans if plan.seconds <= enough)
+    enough = min([plan.seconds for plan, _ in tried]) / WORTH_A_SLOT
+    return next(each for each in tried if each[0].seconds <= enough)
 
 
-def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
+def with_room_for_parts(task: Task, weights: Weights, plan: ResidencyPlan) -> ResidencyPlan:
     """Return a plan with the room in which a prompt of the planned length reads least, for parts that share a pass.
 
     Pinned weights leave that room. It holds weights between prompts, so the predicted time of a token stays. A prompt
@@ -167,23 +173,23 @@ def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     is_tight = not streaming.num_units or not plan.pinned_bytes or streaming.is_tiled
     if is_tight or not plan.shares_parts or not task.config.lend_reserves:
         return plan
-    num_slots = task.config.num_slots or streaming.num_slots
-    same_cut = task.cuts[streaming.cut]
-    like = replace(same_cut, config=replace(task.config, num_slots=num_slots))
-    num_parts = -(-context // step)
+    like = replace(weights.cuts[streaming.cut], num_slots=weights.num_slots or streaming.num_slots)
+    tokens, num_parts = task.tokens(Reserve(step, context)), -(-context // step)
     free = plan.room_bytes - plan.kv_bytes - plan.activation_bytes
     choices = []
     for num_together in {-(-num_parts // num_passes) for num_passes in range(1, plan.prompt_passes(context))}:
-        reserve = Reserve(step, context, num_together)
-        taken = max(0, same_cut.ledger(reserve).parts_waiting(num_together - 1, context) - free)
-        if taken <= PARTS_SHARE * plan.pinned_bytes:
-            choices.append((-(-num_parts // num_together) * (plan.read_bytes + taken), reserve))
-    for _, reserve in sorted(choices, key=lambda choice: choice[0]):
-        plans = [found.plan(plan.budget_bytes) for found in _candidates_of_cut(like, plan.budget_bytes, reserve)]
-        found = replace(_fastest(plans), budget_bytes=plan.budget_bytes) if plans else plan
+        waiting = plan.ledger.parts_waiting(num_together - 1, context)
+        if (taken := max(0, waiting - free)) <= PARTS_SHARE * plan.pinned_bytes:
+            choices.append((-(-num_parts // num_together) * (plan.read_bytes + taken), waiting))
+    for _, waiting in sorted(choices, key=itemgetter(0)):
+        more = tokens._replace(spare_bytes=max(tokens.spare_bytes, waiting))
+        room = plan.budget_bytes - task.process_bytes - more.nbytes
+        tried = [(each.plan(task, more, plan.budget_bytes), each) for each in _candidates_of_cut(like, room)]
+        if not tried:
+            continue
+        found, candidate = _fastest(tried)
         if found.prompt_read_bytes(context) < plan.prompt_read_bytes(context):
             saved = max(0.0, found.weights_seconds - plan.weights_seconds)
-            return replace(
-                found, minimum_bytes=plan.minimum_bytes, opening_seconds=plan.opening_seconds, lent_seconds=saved
-            )
+            found = replace(candidate.named(found), minimum_bytes=plan.minimum_bytes)
+            return replace(found, opening_seconds=plan.opening_seconds, lent_seconds=saved)
     return plan

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from mlx_flash.layout.cachesizes import CacheSizes
@@ -63,12 +64,12 @@ class UnitSize:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
-        return sum([tensor.nbytes for tensor in self.tensors])
+        return sum(map(attrgetter("nbytes"), self.tensors))
 
     @cached_property
     def buffer_bytes(self) -> int:
         """Memory for all its tensors."""
-        return sum([tensor.buffer_bytes for tensor in self.tensors])
+        return sum(map(attrgetter("buffer_bytes"), self.tensors))
 
     @cached_property
     def computed_bytes(self) -> int:
@@ -78,7 +79,7 @@ class UnitSize:
     @cached_property
     def largest_first(self) -> list[TensorSize]:
         """Its tensors by size."""
-        return sorted(self.tensors, key=lambda tensor: tensor.nbytes, reverse=True)
+        return sorted(self.tensors, key=attrgetter("nbytes"), reverse=True)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -181,7 +182,7 @@ class ModelSizes:
     @cached_property
     def linears(self) -> tuple[UnitSize, ...]:
         """The linear layers in the finest cut."""
-        return tuple(unit for unit in (self.finer[-1] if self.finer else self.layers) if unit.num_rows)
+        return tuple([unit for unit in (self.finer[-1] if self.finer else self.layers) if unit.num_rows])
 
     def tiled(self, names: Collection[str]) -> ModelSizes:
         """Return the same model in its finest cut, with the linear layers of these names in row tiles."""
@@ -207,9 +208,19 @@ class ModelSizes:
         return sum([unit.buffer_bytes for unit in [*self.layers, *self.kept]])
 
     @cached_property
+    def head_buffer_bytes(self) -> int:
+        """Memory for all heads."""
+        return sum([unit.buffer_bytes for unit in self.all_heads])
+
+    @cached_property
+    def table_buffer_bytes(self) -> int:
+        """Memory for the tables that are no heads."""
+        return sum([unit.buffer_bytes for unit in self.tables if not unit.is_tied])
+
+    @cached_property
     def copies(self) -> bool:
         """True when direct reads of any unit go through a bounce buffer."""
-        return any(unit.copies for unit in [*self.layers, *self.heads, *self.tables])
+        return True in [unit.copies for unit in [*self.layers, *self.heads, *self.tables]]
 
     @cached_property
     def nbytes(self) -> int:

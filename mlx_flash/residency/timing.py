@@ -1,4 +1,4 @@
-"""The predicted time of a plan: a simulation of the ring of slots, and the misses of a pool of experts. Pure."""
+"""The predicted time of a candidate: a simulation of the ring of slots, and the misses of a pool of experts. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlx_flash.residency.machine import Machine
-from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
+from mlx_flash.residency.plan import Pool, ResidencyPlan
+from mlx_flash.residency.selection import Streamed, Tiles
 from mlx_flash.residency.sizes import ExpertSizes, ModelSizes
 from mlx_flash.streaming.stream import take_turns
 
@@ -17,50 +18,45 @@ DECODING_BESIDE_OTHERS = 1.5
 """A thread that decodes beside others takes so many times as long as alone. Measured: docs/lab-notes.md."""
 
 
-def with_times(sizes: ModelSizes, machine: Machine, plan: ResidencyPlan) -> ResidencyPlan:
-    """Return the plan with the predicted time of a decoding pass. The sizes have their layers cut as in the plan."""
-    streaming, disk = plan.streaming, machine.disk.bytes_per_second
-    steps = _steps(sizes, machine, streaming)
+def pass_seconds(
+    sizes: ModelSizes, machine: Machine, layers: Streamed, tiles: Tiles, num_slots: int
+) -> tuple[float, float]:
+    """Return the predicted time of a pass that decodes one token, experts aside, and the part not spent reading."""
+    steps = _steps(sizes, machine, layers, tiles)
     starting = sizes.num_operations * machine.operation_seconds  # while the GPU computes those before
     late, compression = 0.0, machine.compression
     if compression is not None:
         late = DECODING_BESIDE_OTHERS * machine.disk.read_size / compression.decode_bytes_per_second
-    seconds = max(starting, simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS, late=late))
-    computing = max(starting, sum([seconds for _, seconds in steps]))
-    plan = replace(
-        plan,
-        streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
-        prompt_seconds_per_token=_prompt_seconds(sizes, machine, streaming),
-    )
+    seconds = simulate(steps, num_slots, unevenness=DISK_UNEVENNESS, late=late)
+    return max(starting, seconds), max(starting, sum([seconds for _, seconds in steps]))
+
+
+def with_kv_seconds(plan: ResidencyPlan, machine: Machine) -> ResidencyPlan:
+    """Return the plan with the time that keys and values on disk add to a pass."""
     if not plan.kv.num_on_disk:
         return plan
     # Pages are read while layers compute, from the disk that weights are read from.
-    reading = (plan.read_bytes + plan.kv.disk_bytes) / disk
+    reading = (plan.read_bytes + plan.kv.disk_bytes) / machine.disk.bytes_per_second
     waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * machine.barrier_seconds
     return replace(plan, kv_seconds=waiting)
 
 
-def _steps(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> list[tuple[float, float]]:
+def _steps(sizes: ModelSizes, machine: Machine, layers: Streamed, tiles: Tiles) -> list[tuple[float, float]]:
     """Return (seconds to read, seconds to compute) of each unit in calling order."""
     compute, kept, barrier = machine.compute_bytes_per_second, machine.kept_bytes_per_second, machine.barrier_seconds
     disk = machine.disk.bytes_per_second
     late = 1 / compute - 1 / kept  # what a streamed byte takes longer
-    layers, tiles = dict(streaming.layers), dict(streaming.heads)
     steps = []
-    for unit in sizes.layers:
-        names = layers.get(unit.name, ())
-        whole = len(names) == len(unit.tensors)
-        nbytes = unit.nbytes if whole else sum([tensor.nbytes for tensor in unit.tensors if tensor.name in names])
+    for unit, nbytes in zip(sizes.layers, layers.reads, strict=True):
         seconds = unit.computed_bytes / kept
-        if names:
+        if nbytes:
             seconds += late * unit.computed_bytes * nbytes / unit.nbytes + barrier
         steps.append((nbytes / disk, seconds))
-    for head in sizes.all_heads:
-        if head.name in tiles:
-            count = -(-(head.num_rows or 0) // tiles[head.name])
-            steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
-        else:
-            steps.append((0.0, head.nbytes / kept))
+    for head, rows in zip(tiles.heads, tiles.rows, strict=True):
+        count = -(-(head.num_rows or 0) // rows)
+        steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
+    if not tiles.heads:
+        steps += [(0.0, head.nbytes / kept) for head in sizes.all_heads]
     # The kept parts of layers are computed between the streamed units.
     between = sum([unit.nbytes for unit in sizes.kept]) / kept / max(1, len(steps))
     return [(read, seconds + between) for read, seconds in steps]
@@ -104,11 +100,11 @@ def simulate(
     return (ends[-1] - ends[-3]) / 2
 
 
-def _prompt_seconds(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> float:
+def prompt_seconds(sizes: ModelSizes, machine: Machine, num_units: int) -> float:
     """Return the time for each token of a prompt, from that of a token decoded with weights just read."""
     nbytes = sum([unit.computed_bytes for unit in [*sizes.layers, *sizes.kept, *sizes.all_heads]])
     nbytes += 0 if sizes.experts is None else sizes.experts.token_bytes
-    seconds = nbytes / machine.compute_bytes_per_second + streaming.num_units * machine.barrier_seconds
+    seconds = nbytes / machine.compute_bytes_per_second + num_units * machine.barrier_seconds
     return seconds / machine.prompt_speedup
 
 

@@ -134,13 +134,10 @@ def _arrays(model: nn.Module) -> dict[str, mx.array]:
 
 def _settings(module: nn.Module) -> tuple[str, str, dict[str, tuple[type, object]]]:
     """Return the class of a module, and its plain settings, each with its type: True is not 1."""
-    plain = {key: value for key, value in (*vars(module).items(), *module.items()) if isinstance(value, _PLAIN)}
+    values = (*vars(module).items(), *module.items())
+    plain: dict[str, tuple[type, object]] = {k: (type(v), v) for k, v in values if isinstance(v, _PLAIN)}
     plain.pop(TRAINING_FLAG, None)
-    return (
-        type(module).__module__,
-        type(module).__qualname__,
-        {key: (type(value), value) for key, value in plain.items()},
-    )
+    return type(module).__module__, type(module).__qualname__, plain
 
 
 def _described(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:

@@ -88,8 +88,8 @@ class Joined(nn.Module):
 
 def find_head(layout: ModelLayout, loaded: LoadedModel, checkpoint: Checkpoint) -> None:
     """Note a model's head in its layout, or that ``config.json`` promises one which is not there. Reads no weights."""
-    family, own = FAMILIES.get(type(loaded.called).__module__.rpartition(".")[2]), body_of(loaded.called)
-    if family is None or own is None:
+    family = FAMILIES.get(type(loaded.called).__module__.rpartition(".")[2])
+    if family is None or (own := body_of(loaded.called)) is None:
         return
     config = loaded.config.get("text_config", loaded.config)
     prefix = re.compile(family.prefix.replace("{n}", str(config["num_hidden_layers"])))

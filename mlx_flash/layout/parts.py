@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any, cast
 
 import mlx.core as mx
@@ -80,12 +81,13 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the large parameters."""
-        return sum([parameter.nbytes for parameter in self.large])
+        return sum(map(attrgetter("nbytes"), self.large))
 
     @property
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
-        if not (is_linear(self.module) or is_embedding(self.module)) or not all(p.record for p in self.large):
+        is_matrix = is_linear(self.module) or is_embedding(self.module)
+        if not is_matrix or False in [len(parameter.records) == 1 for parameter in self.large]:
             return None
         return int(self.module["weight"].shape[0])
 

@@ -101,6 +101,7 @@ class _Tree:
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
         self._covers: dict[str, list[Unit]] = {}
+        self._large: set[int] | None = None  # parameters of the layers that are large, once these are cut
         self._above: dict[str, tuple[str, ...]] = {}  # of each module, those that it is in, the innermost first
         for name in self.modules:
             self._above[name] = self._ancestors(name)
@@ -156,11 +157,13 @@ class _Tree:
 
     def whole(self, name: str) -> Unit:
         """A module with everything below it as a unit."""
-        unit = Unit(name, self.modules[name])
-        below = self._below[name]
+        unit, below = Unit(name, self.modules[name]), self._below[name]
         limit = min(SMALL_BYTES, SMALL_SHARE * sum([parameter.nbytes for parameter in below]))
         for parameter in below:
-            large = bool(parameter.records) and parameter.array.ndim > 1 and parameter.nbytes > limit
+            if self._large is not None:
+                large = id(parameter) in self._large
+            else:
+                large = bool(parameter.records) and parameter.array.ndim > 1 and parameter.nbytes > limit
             (unit.large if large else unit.small).append(parameter)
         return unit
 
@@ -192,30 +195,21 @@ class _Tree:
         return found
 
     def finer(self, units: list[Unit]) -> Iterator[list[Unit]]:
-        """Finer and finer cuts of some units."""
-        large = {id(parameter) for unit in units for parameter in unit.large}
+        """Finer and finer cuts of some units. What is small in these stays so."""
+        self._large, self._covers = {id(parameter) for unit in units for parameter in unit.large}, {}
         while True:
-            cut = [part for unit in units for part in self._cut(unit, large)]
+            cut = [part for unit in units for part in self._cut(unit)]
             if [unit.name for unit in cut] == [unit.name for unit in units]:
                 return
             cut.sort(key=lambda unit: self._order.get(id(unit.module), -1))
             units = cut
             yield cut
 
-    def _cut(self, unit: Unit, large: set[int]) -> list[Unit]:
+    def _cut(self, unit: Unit) -> list[Unit]:
         """The next smaller units of one; itself, when there are none or too much would be left over."""
-        parts = []
-        for child in self._children[unit.name]:
-            for part in self.cover(child):
-                below = [*part.large, *part.small]
-                kept = [parameter for parameter in below if id(parameter) in large]
-                if kept:
-                    small = [parameter for parameter in below if id(parameter) not in large]
-                    parts.append(Unit(part.name, part.module, kept, small))
-        if not parts:
-            return [unit]
+        parts = [part for child in self._children[unit.name] for part in self.cover(child) if part.large]
         rest = unit.nbytes - sum([part.nbytes for part in parts])
-        return parts if rest <= REST_SHARE * unit.nbytes else [unit]
+        return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
 
 
 def _places(unit: Unit) -> list[Place]:

@@ -262,7 +262,7 @@ def _unit_sizes(layout: ModelLayout) -> Callable[[Unit], UnitSize]:
         ids = list(map(id, unit.large))
         key = (unit.name, *ids)
         if key not in found:
-            tensors, idle_bytes = tuple([sizes[i] for i in ids]), sum([idle.get(i, 0) for i in ids])
+            tensors, idle_bytes = tuple(map(sizes.__getitem__, ids)), sum([idle[i] for i in idle.keys() & ids])
             found[key] = UnitSize(unit.name, tensors, unit.num_rows, not copied.isdisjoint(ids), idle_bytes)
         return found[key]
 

@@ -161,8 +161,11 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
 
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
     """Return whether :func:`place_groups` would read any of some parameters through a bounce buffer."""
-    joined = [_joined(group) for group in groups if any(record.nbytes for record in group)]
-    return any(record is None or not is_aligned(record, alignment) for record in joined)
+    for group in groups:
+        joined = _joined(group)
+        if (joined is None or not is_aligned(joined, alignment)) and any(record.nbytes for record in group):
+            return True
+    return False
 
 
 def without(placement: Placement, ranges: Sequence[range]) -> Placement:

@@ -247,23 +247,37 @@ def test_a_failed_read_leaves_sequences_that_go_on(heads: Heads, free_rows: None
         assert model.counters.num_right == model.counters.num_guessed > 0
 
 
-def test_an_interrupt_leaves_the_callers_cache_right(heads: Heads, free_rows: None) -> None:
-    path = heads("qwen3_5", knows=True)
+@pytest.mark.parametrize("where", ["between tokens", "in a pass", "in a guess"])
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_an_interrupt_leaves_the_callers_cache_right(
+    heads: Heads, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    path = heads(name, knows=True)
     expected = alone(path, PROMPT, NUM_TOKENS)
-    for stop in (1, 2, 5):
-        with streamed_with_head(path) as model:
-            cache = make_prompt_cache(model)
-            steps = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1, prompt_cache=cache)
-            got = []
+    for stop in (1, 5):
+        with streamed_with_head(path) as model, monkeypatch.context() as patch:
+            cache, got = make_prompt_cache(model), list[Any]()
+            steps = mlx_flash.generate_step(
+                mx.array(PROMPT), model, max_tokens=-1, prompt_cache=cache, prefill_step_size=STEP
+            )
             with pytest.raises(KeyboardInterrupt):
                 for step in steps:
                     got.append(step)
-                    if len(got) == stop:
+                    if len(got) == stop and where == "between tokens":
                         raise KeyboardInterrupt
+                    if len(got) == stop and where == "in a pass":
+                        patch.setattr(model.engine.stream, "acquire", interrupted)  # type: ignore[union-attr]
+                    elif len(got) == stop:
+                        patch.setattr("mlx_flash.speculation.mtp.mx.argmax", interrupted)
+            patch.undo()
             steps.close()  # type: ignore[attr-defined]
-            check_equal(got, expected[:stop])
-            rest = generated(model, [got[-1][0], *([expected[stop][0]])][1:], prompt_cache=cache, max_tokens=4)
-            check_equal(rest, expected[stop + 1 : stop + 5])
+            check_equal(got, expected[: len(got)])
+            rest = generated(model, [expected[len(got)][0]], prompt_cache=cache, max_tokens=4)
+            check_equal(rest, expected[len(got) + 1 : len(got) + 5])
+
+
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def test_a_cache_that_is_looked_at_between_two_tokens(heads: Heads, free_rows: None) -> None:

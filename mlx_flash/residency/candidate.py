@@ -64,14 +64,9 @@ class Weights:
         tile_bytes: int | None = None,
         pins_tables: bool = False,
     ) -> Candidate:
-        """Return a candidate.
+        """Return the candidate with slots at most, and so many bytes of the layers streamed.
 
-        Args:
-            num_slots: slots at most.
-            target: bytes of the layers to stream, spread evenly over them.
-            whole_layers: whether a layer is streamed whole or not at all.
-            tile_bytes: the smallest slot for tiles of the heads; None pins heads.
-            pins_tables: whether embedding tables that are no heads stay in memory.
+        ``tile_bytes`` is the smallest slot for tiles of the heads; None pins heads.
         """
         sizes, key = self.sizes, (target, whole_layers)
         layers: Streamed | None = sizes.sums.get(key)

@@ -95,13 +95,9 @@ class Tiles:
 
 
 def cut_heads(heads: Sequence[UnitSize], largest_layer: int, tile_bytes: int, *, is_exact: bool) -> Tiles:
-    """Cut heads into tiles of some bytes at least, which take turns in slots with layers.
+    """Cut heads into tiles of some bytes at least, beside layers of which the largest takes so much of a slot.
 
-    Args:
-        heads: those to stream.
-        largest_layer: what is streamed of a layer takes so much of a slot.
-        tile_bytes: the smallest slot to have.
-        is_exact: whether some rows are computed as in the whole product. If not, a head is one tile.
+    A head is one tile unless ``is_exact``: some rows are computed as in the whole product.
     """
     if not heads:
         return Tiles((), (), 0, largest_layer)

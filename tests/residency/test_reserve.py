@@ -22,6 +22,7 @@ from machines import (
     with_budget,
 )
 from mlx_flash.config import FlashConfig
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
@@ -97,3 +98,11 @@ def test_a_tight_budget_has_no_smaller_steps_than_it_needs() -> None:
         for more in (0, 8 * MIB, 32 * MIB)
     ]
     assert steps == [16, 64, 128]
+
+
+def test_contexts_that_kv_ram_gb_has_no_room_for_are_not_tried() -> None:
+    """The longest one was refused, though a shorter one fits and the user asked for none."""
+    rows = (4096,) * 24
+    sizes = replace(make_model(), cache=CacheSizes(token_bytes=sum(rows), largest_row=4096, rows=rows))
+    config = FlashConfig(ram_budget_gb=3, kv_cache="disk", kv_ram_gb=0.25)
+    assert make_plan(sizes, config, make_machine()).context_length == 16384

@@ -310,3 +310,15 @@ def test_a_new_budget_without_room_for_the_head(heads: Heads, free_rows: None) -
                 life.carry_out(replace(life.prepared, plan=replace(plain, budget_bytes=10**9)))
                 assert not life.plan.mtp_bytes
         check_equal(got, expected)
+
+
+def test_a_prompt_from_the_prefix_cache(heads: Heads, free_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head begins with the tokens that are computed."""
+    path, prompt = heads("glm4_moe", knows=True), [(7 * i * i + 3 * i) % 300 for i in range(300)]
+    for _ in range(2):
+        with streamed_with_head(path, kv_prefixes="exact", context_length=512) as model:
+            check_equal(generated(model, prompt), alone(path, prompt, NUM_TOKENS))
+            assert model.counters.num_right == model.counters.num_guessed > NUM_TOKENS / 3
+            assert model.prefixes is not None
+            num_restored = model.prefixes.counters.num_restored
+    assert num_restored >= 256

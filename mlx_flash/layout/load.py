@@ -220,8 +220,8 @@ def load_lazily(
 
 def direct_arrays(model: nn.Module, sources: Sources) -> tuple[dict[int, tuple[TensorRecord, ...]], list[mx.array]]:
     """Return the tensors of each direct parameter, by ``id``, and these arrays. Others would be held for nothing."""
-    arrays = [array for _, _, _, array in iter_parameters(model) if sources.of(array)]
-    return {id(array): sources.of(array) for array in arrays}, arrays
+    found = [(array, records) for _, _, _, array in iter_parameters(model) if (records := sources.of(array))]
+    return {id(array): records for array, records in found}, [array for array, _ in found]
 
 
 @contextmanager

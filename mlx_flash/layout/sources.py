@@ -68,7 +68,7 @@ class Sources:
         return watched
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
-        if sum(record.nbytes for record in records) == array.nbytes:  # mlx reads some dtypes as others
+        if sum([record.nbytes for record in records]) == array.nbytes:  # mlx reads some dtypes as others
             self._found[id(array)] = array, records
 
     def _note_joined(self, result: mx.array, arrays: Sequence[mx.array], axis: int = 0, **_: Any) -> None:

@@ -56,13 +56,7 @@ class Weights:
         return found
 
     def candidate(
-        self,
-        num_slots: int,
-        target: int,
-        *,
-        whole_layers: bool = True,
-        tile_bytes: int | None = None,
-        pins_tables: bool = False,
+        self, num_slots: int, target: int, *, whole_layers: bool = True, tile_bytes: int | None = None
     ) -> Candidate:
         """Return the candidate with slots at most, and so many bytes of the layers streamed.
 
@@ -77,7 +71,7 @@ class Weights:
             heads = () if tile_bytes is None else sizes.all_heads
             tiles = cut_heads(heads, layers.largest, tile_bytes or 0, is_exact=self.machine.exact_tiles)
             self._kept[layers.largest, tile_bytes] = tiles
-        return Candidate(self, num_slots, layers, tiles, pins_tables)
+        return Candidate(self, num_slots, layers, tiles)
 
     @cached_property
     def bounce_bytes(self) -> int:

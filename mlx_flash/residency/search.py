@@ -46,7 +46,7 @@ def smallest(weights: Weights) -> Candidate:
 
 def everything(weights: Weights) -> Candidate:
     """Return the candidate with all weights but experts in memory."""
-    return weights.candidate(0, 0, pins_tables=True)
+    return replace(weights.candidate(0, 0), pins_tables=True)
 
 
 def best(task: Task, weights: Weights, tokens: Tokens, budget: int) -> ResidencyPlan | None:

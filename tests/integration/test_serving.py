@@ -49,17 +49,19 @@ class Server:
     port: int
     process: BaseProcess
     log: Path
+    clients: contextlib.ExitStack
 
     def client(self) -> Any:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+        return self.clients.enter_context(client)
 
 
 @contextlib.contextmanager
 def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
     port = free_port()
     program = command if command[0] == "-c" else ("-m", *command)
-    with served([*program, "--port", port], port, log, forks=forks) as process:
-        yield Server(port, process, log)
+    with served([*program, "--port", port], port, log, forks=forks) as process, contextlib.ExitStack() as clients:
+        yield Server(port, process, log, clients)
 
 
 @pytest.fixture(scope="module")

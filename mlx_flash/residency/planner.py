@@ -63,7 +63,8 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     if config.mtp == "off" or sizes.own_head is None or not plan.read_bytes or not config.speculation:
         return plan
     with suppress(BudgetError):
-        same = replace(config, ram_budget_gb=plan.budget_bytes / GB)
+        step = plan.prefill_step_size  # on which last bits depend
+        same = replace(config, ram_budget_gb=plan.budget_bytes / GB, prefill_step_size=step)
         guessing = _plain_plan(sizes.guessing, same, machine)
         worth = worth_guessing(OwnGuesses.expected[1], guessing.seconds, guessing.row_seconds, 1)
         if guessing.read_bytes and worth.speed * plan.seconds > 1:

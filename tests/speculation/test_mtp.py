@@ -172,6 +172,8 @@ def test_a_head_is_used_where_it_pays(heads: Heads) -> None:
     assert used
     for plan in used:
         assert plan.peak_bytes <= plan.budget_bytes and plan.read_bytes > 0
+        plain = config(ram_budget_gb=plan.budget_bytes / 1e9, mtp="off")
+        assert plan.prefill_step_size == make_plan(prepared.sizes, plain, machine).prefill_step_size
     off = config(ram_budget_gb=used[0].budget_bytes / 1e9, mtp="off")
     assert not make_plan(prepared.sizes, off, machine).mtp_bytes
     fast = replace(machine, disk=replace(slow, bytes_per_second=1e12))

@@ -306,7 +306,7 @@ class Undo:
             self._steps = [checkpoint(entry) for entry in entries_of(cache)]
         else:
             self._steps, self.is_possible = [partial(break_cache, cache)], False
-        self._steps += [] if reader is None else [reader.checkpoint()]
+        self._steps += [] if reader is None else [reader.restart]
 
     def __call__(self) -> None:
         """Put the cache back."""

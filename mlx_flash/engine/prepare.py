@@ -192,7 +192,8 @@ def prepare(
     if folder is None or folder.is_complete:
         adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
-    if config.mtp != "off" and peers is None and loader is load_lazily:
+    can_guess = config.speculation and config.mtp != "off" and config.kv_max_tokens is None
+    if can_guess and peers is None and loader is load_lazily:
         find_head(layout, loaded, checkpoint)
     _check_kernels(loaded.model, layout, path)
     check_direct(path, checkpoint, (record for unit in layout.units for p in unit.large for record in p.records))

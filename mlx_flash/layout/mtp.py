@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat.loaders import model_classes
+from mlx_flash.compat.randomkeys import random_key, set_random_key
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.body import body_of
 from mlx_flash.layout.load import LoadedModel, iter_parameters, load_lazily
@@ -92,7 +93,7 @@ def find_head(layout: ModelLayout, loaded: LoadedModel, checkpoint: Checkpoint) 
     if family is None or (own := body_of(loaded.called)) is None:
         return
     config = loaded.config.get("text_config", loaded.config)
-    prefix = re.compile(family.prefix.replace("{n}", str(config["num_hidden_layers"])))
+    prefix = re.compile(family.prefix.replace("{n}", str(len(loaded.called.layers))))
     names = {name: name[found.end() :] for name in checkpoint.tensors if (found := prefix.match(name))}
     layout.lacks_head = not names and bool(config.get(family.promise))
     if not names:
@@ -101,23 +102,23 @@ def find_head(layout: ModelLayout, loaded: LoadedModel, checkpoint: Checkpoint) 
     changes = {"text_config": {**config, **changes}} if "text_config" in loaded.config else changes
     if of_all := loaded.config.get("quantization"):  # without the exceptions for modules of the model
         changes["quantization"] = {key: of_all[key] for key in ("group_size", "bits", "mode") if key in of_all}
+    classes, random = partial(_head_classes, family, names), random_key()
     try:
-        head = load_lazily(
-            checkpoint.directory, checkpoint, changes, get_model_classes=partial(_head_classes, family, names)
-        )
-    except CheckpointError as error:  # the output is the same without it
+        head = load_lazily(checkpoint.directory, checkpoint, changes, get_model_classes=classes)
+        parameters = [
+            Parameter(f"mtp.{name}", container, key, array, head.sources.get(id(array), ()))
+            for name, container, key, array in iter_parameters(head.model)
+        ]
+        around, body = _around(head.model)
+        body["embed_tokens"].table = own["embed_tokens"]
+        for module in loaded.called.modules():
+            if "lm_head" in module:
+                around.lm_head = module["lm_head"]
+        layout.head = OwnHead(head.model, body, parameters)
+    except (CheckpointError, ValueError) as error:  # of MLX where it cannot compute; the output is the same without it
         log.warning("the head for multi-token prediction is not used: %s Hide this with mtp='off'.", error)
-        return
-    parameters = [
-        Parameter(f"mtp.{name}", container, key, array, head.sources.get(id(array), ()))
-        for name, container, key, array in iter_parameters(head.model)
-    ]
-    around, body = _around(head.model)
-    body["embed_tokens"].table = own["embed_tokens"]
-    for module in loaded.called.modules():
-        if "lm_head" in module:
-            around.lm_head = module["lm_head"]
-    layout.head = OwnHead(head.model, body, parameters)
+    finally:
+        set_random_key(random)  # new modules draw their weights; seeds give mlx-lm's samples
 
 
 def _around(model: nn.Module) -> tuple[Any, nn.Module]:

@@ -60,7 +60,7 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         ConfigError: settings contradict each other, or the disk has no room for the KV cache.
     """
     plan = _plain_plan(sizes, config, machine)
-    if config.mtp == "off" or sizes.own_head is None or not plan.read_bytes or not config.speculation:
+    if sizes.own_head is None or not plan.read_bytes:
         return plan
     with suppress(BudgetError):
         step = plan.prefill_step_size  # on which last bits depend

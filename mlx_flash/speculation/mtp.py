@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.checkpoints import PutBack, checkpoint
+from mlx_flash.kv.checkpoints import checkpoint
 from mlx_flash.layout.parts import OwnHead
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.speculation.guesses import Source
@@ -58,20 +58,8 @@ class OwnGuesses(Source):
         return 0 if self._cache else self.most * self._head.row_bytes
 
     def restart(self) -> None:
-        """Forget the text: the next tokens are computed, or were, without their states being read."""
+        """Forget the text: a pass has failed, or the next tokens are computed, or were, without being read."""
         self._before, self._tokens, self._cache, self._length = [], [], [], 0
-
-    def checkpoint(self) -> PutBack:
-        """Return what makes it what it is now."""
-        before, tokens, length, cache = [*self._before], [*self._tokens], self._length, self._cache
-        put_backs = [checkpoint(entry) for entry in entries_of(cache)]
-
-        def put_back() -> None:
-            self._before, self._tokens, self._length, self._cache = [*before], [*tokens], length, cache
-            for each in put_backs:
-                each()
-
-        return put_back
 
     # Between passes
 

@@ -135,6 +135,7 @@ def streamed_with_head(directory: Path, **settings: Any) -> FlashLLM:
         read_bytes=sum(unit.nbytes for unit in units),
     )
     plan = replace(plan, streaming=streaming, pool=None, budget_bytes=plan.budget_bytes + plan.model_bytes + 50_000_000)
+    model._life._stop()
     model._life.carry_out(replace(prepared, plan=plan))
     assert plan.mtp_bytes
     return model

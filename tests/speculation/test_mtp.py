@@ -168,17 +168,30 @@ def test_a_head_is_used_where_it_pays(heads: Heads) -> None:
     assert not prepared.plan.read_bytes and not prepared.plan.mtp_bytes, "nothing is streamed"
     budgets = [prepared.plan.minimum_bytes / 1e9 + 0.0002 * i for i in range(40)]
     plans = [make_plan(prepared.sizes, config(ram_budget_gb=budget), machine) for budget in budgets]
-    used = [plan for plan in plans if plan.mtp_bytes]
+    used, off = [plan for plan in plans if plan.mtp_bytes], prepare(path, config(mtp="off")).sizes
     assert used
     for plan in used:
         assert plan.peak_bytes <= plan.budget_bytes and plan.read_bytes > 0
-        plain = config(ram_budget_gb=plan.budget_bytes / 1e9, mtp="off")
-        assert plan.prefill_step_size == make_plan(prepared.sizes, plain, machine).prefill_step_size
-    off = config(ram_budget_gb=used[0].budget_bytes / 1e9, mtp="off")
-    assert not make_plan(prepared.sizes, off, machine).mtp_bytes
+        plain = make_plan(off, config(ram_budget_gb=plan.budget_bytes / 1e9), machine)
+        assert plan.prefill_step_size == plain.prefill_step_size and not plain.mtp_bytes
     fast = replace(machine, disk=replace(slow, bytes_per_second=1e12))
     same = config(ram_budget_gb=used[0].budget_bytes / 1e9)
     assert not make_plan(prepared.sizes, same, fast).mtp_bytes, "rows cost time where computing is the limit"
+
+
+@pytest.mark.parametrize("settings", [{"mtp": "off"}, {"speculation": False}, {"kv_max_tokens": 1024, "kv_keep": 256}])
+def test_no_head_is_loaded_where_nothing_is_guessed(heads: Heads, settings: dict[str, Any]) -> None:
+    assert prepare(heads("qwen3_5"), config(**settings)).layout.head is None
+
+
+def test_loading_a_head_draws_no_random_numbers(heads: Heads) -> None:
+    """With a seed from before the model was loaded, samples are those of mlx-lm."""
+    path, found = heads("qwen3_5"), []
+    for load in (stock, lambda path: prepare(path, config())):
+        mx.random.seed(7)
+        load(path)
+        found.append(mx.random.uniform().item())
+    assert found[0] == found[1]
 
 
 def test_a_head_that_was_lost(heads: Heads, tmp_path: Path) -> None:
@@ -197,8 +210,9 @@ def test_a_head_that_was_lost(heads: Heads, tmp_path: Path) -> None:
             r"no tensor for 1 of .* 'language_model.model.embed_tokens.join.weight'",
         ),
         (lambda raw: raw.update({"mtp.fc.weight": mx.zeros((128, 128))}), r"Expected shape \(128, 256\)"),
+        (lambda raw: raw.update({"mtp.norm.weight": mx.zeros(128, mx.complex64)}), "unsupported type complex64"),
     ],
-    ids=["missing", "shape"],
+    ids=["missing", "shape", "dtype"],
 )
 def test_a_head_that_does_not_fit_is_named_and_not_used(
     heads: Heads, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, found: str

@@ -153,7 +153,8 @@ def _plan(task: Task, options: Sequence[Option], like: Task | None) -> Residency
     if budget < min(needs):
         _, candidate = min(options, key=lambda option: option[1].nbytes)
         raise BudgetError(_too_small(budget, candidate.plan(task, least)), minimum)
-    if budget - min(needs) >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
+    fitting = max([need for need in needs if need <= budget])  # of both options, unless the budget is below one
+    if budget - fitting >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
         task = replace(task, cache_limit=limit)
     like = task if like is None else replace(like, cache_limit=task.cache_limit)
     first, others = tee(reserves(like, options[0][0], budget))

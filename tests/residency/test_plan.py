@@ -308,6 +308,14 @@ def test_the_minimum_does_not_grow_with_the_number_of_layers() -> None:
     assert without_kv(2) == without_kv(200)
 
 
+def test_a_word_leaves_a_mixture_its_pool_beside_mlx_buffer_cache() -> None:
+    """A larger buffer cache took the room of the pool, and whole layers were read."""
+    sizes, machine = make_mixture(expert=(150_000_000,) * 3), make_machine(has_buffer_cache=True)
+    plan = make_plan(sizes, FlashConfig(ram_budget_gb="min"), machine)
+    assert plan.budget_bytes > plan.minimum_bytes  # reading layers takes less
+    assert plan.pool is not None and plan.peak_bytes <= plan.budget_bytes
+
+
 def test_the_minimum_of_a_tiny_model_is_to_have_it_in_memory() -> None:
     sizes = make_model(layers=[[7_000]], head=(64, 32), table=(64, 32))
     plan = make_plan(sizes, FlashConfig(ram_budget_gb="min"), make_machine())

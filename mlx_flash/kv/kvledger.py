@@ -143,19 +143,26 @@ class KVLedger:
     def _on_disk(self, *, more: bool) -> int:
         """Return the memory of layers on disk, with or without more tokens: slots for the largest, all last tokens."""
         tails = sum([kind.number * kind.layer.token_bytes for kind in self.kinds if kind.layer.is_on_disk])
-        return max(self.slots_needed(more=more), self.slots_held) + self.options.step * tails
+        copy = self._copy(self._sizes_on_disk(more=more))
+        return max(self.slots_needed(more=more), self.slots_held) + copy + self.options.step * tails
 
     def slots_needed(self, *, more: bool) -> int:
         """Return the bytes of all slots, for the largest layer on disk, with or without the tokens that come."""
+        return self._slots(self._sizes_on_disk(more=more), self.num_slots)
+
+    def _sizes_on_disk(self, *, more: bool) -> set[tuple[int, int]]:
+        """Return the bytes of a token, and the number of tokens, of layers on disk."""
         kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
-        sizes = {(kind.layer.token_bytes, kind.layer.length + (kind.longer if more else 0)) for kind in kinds}
-        return self._slots(sizes, self.num_slots)
+        return {(kind.layer.token_bytes, kind.layer.length + (kind.longer if more else 0)) for kind in kinds}
 
     def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
-        """Return the bytes of all slots, and of a copy, for layers of such sizes: bytes of a token, and tokens."""
+        """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""
         is_tight = self.commits_lazily or num_slots == 1
-        num_buffers = num_slots + self.options.copies_slots
-        return num_buffers * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
+        return num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
+
+    def _copy(self, sizes: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes of the copy of a slot that attention gets, for layers of such sizes."""
+        return max([self.options.copy_bytes(*each) for each in sizes], default=0)
 
     def way(self, limit: int) -> Way:
         """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""
@@ -197,7 +204,8 @@ class KVLedger:
         """Return the memory with every layer on disk, after the tokens came."""
         kinds = [kind for kind in self.kinds if kind.after[0]]
         tails = sum([kind.number * kind.after[0] for kind in kinds])
-        return self._slots({(0, 0), *(kind.after for kind in kinds)}, num_slots) + self.options.step * tails
+        sizes = {(0, 0), *(kind.after for kind in kinds)}
+        return self._slots(sizes, num_slots) + self._copy(sizes) + self.options.step * tails
 
 
 def _shared(layers: Iterable[Layer]) -> int:

@@ -21,6 +21,7 @@ SLOT_PADDING = 6 * DIRECT_ALIGNMENT  # at most; arrays begin at a page, and ther
 LARGE_SLOT_BYTES = 16 << 20  # a slot of at least this size uses large pages, if memory is committed lazily
 ROOM_PART = 8  # a slot has additional room for this part of its tokens, if the context length is unset
 ROOM_TOKENS = 1024  # and it has at least room for so many
+COPY_ROOM_STEPS = 2  # steps of room in the copy of a slot at most: after a long trim, mlx-lm's cache has more
 
 WRITE_BEHIND_BYTES = 32 << 20  # the most bytes queued for writing; a call that adds more waits
 LEAST_WRITE_BEHIND_BYTES = 4 << 20  # the same where memory is short
@@ -115,6 +116,10 @@ class KVOptions:
         """Return the most memory of a slot for a layer; if ``is_tight``, it takes none for tokens to come."""
         capacity = round_up(tokens, self.step) if is_tight else self.slot_tokens(tokens)
         return slot_memory(capacity * token_bytes + SLOT_PADDING)
+
+    def copy_bytes(self, token_bytes: int, tokens: int) -> int:
+        """Return the most memory of the copy of a slot that attention gets, for so many tokens of a layer."""
+        return (tokens + COPY_ROOM_STEPS * self.step) * token_bytes if self.copies_slots else 0
 
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the additional memory while layers are written and read: rows queued for writing, read buffers.

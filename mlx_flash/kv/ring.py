@@ -24,7 +24,7 @@ import numpy as np
 from mlx_flash.compat.arrays import address_of
 from mlx_flash.errors import ReadError
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
-from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
+from mlx_flash.kv.options import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
 from mlx_flash.kv.pages import RowBytes, RowLayout, row_bytes, segments
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory
@@ -237,7 +237,10 @@ class SlotRing:
             self._successor[last] = weakref.ref(disk)
         self._last = weakref.ref(disk)
         self._read_ahead(disk, slot, num_new)
-        return [_as_grown(array, disk.capacity) for array in arrays] if self._options.copies_slots else arrays
+        if not self._options.copies_slots:
+            return arrays
+        capacity = min(disk.capacity, disk.length + COPY_ROOM_STEPS * self._options.step)
+        return [_as_grown(array, capacity) for array in arrays]
 
     def _filled_slot(self, disk: DiskRows, end: int) -> Slot:
         """Return a slot with all tokens of a layer, and room up to ``end`` that no pending computation reads."""
@@ -299,5 +302,6 @@ class SlotRing:
 def _as_grown(array: mx.array, capacity: int) -> mx.array:
     """Return a copy of rows ``(batch, heads, tokens, width)`` in a buffer with room for so many tokens, as mlx-lm's."""
     length = array.shape[2]
-    room = mx.zeros((*array.shape[:2], max(0, capacity - length), array.shape[3]), array.dtype)
+    shape = (*array.shape[:2], max(0, capacity - length), array.shape[3])
+    room = mx.broadcast_to(mx.array(0, array.dtype), shape)  # takes no memory of its own
     return mx.concatenate([array, room], axis=2)[..., :length, :]

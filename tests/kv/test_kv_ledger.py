@@ -122,6 +122,37 @@ def test_now_is_a_sum_over_layers() -> None:
     assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * (48 * 200 + SLOT_PADDING)
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("left", [100, 5990])
+def test_peak_counts_the_copy_that_attention_gets_on_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_slots: int, left: int
+) -> None:
+    """A trimmed cache got a copy with room for all that it had, beside slots that count with what they hold."""
+    for module in ("kvpool", "ring"):
+        monkeypatch.setattr(f"mlx_flash.kv.{module}.commits_lazily", lambda: False)
+    pool = KVPool(KVOptions(directory=tmp_path, budget_bytes=1 << 30, copies_slots=True))
+    caches = make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)
+    layers, sizes = [cache.rows for cache in caches], sizes_of([*range(LAYERS)])
+    for i, cache in enumerate(caches):
+        mx.eval(cache.update_and_fetch(rows_of(6000, i), rows_of(6000, i)))
+        cache.rows.offload(())
+    more, new = adding(layers, 1, 1, sizes), [rows_of(1, i) for i in range(LAYERS)]
+    mx.eval(new)
+    for _ in range(2):
+        assert not pool.admit(more, 1 << 30 if num_slots > 1 else pool.ledger(more).least_with(1))
+        assert len(pool.ring.slots) == num_slots
+        peak, others = pool.ledger(more).peak, mx.get_active_memory() - pool.ring.nbytes
+        mx.reset_peak_memory()
+        for cache, rows in zip(caches, new, strict=True):
+            mx.eval(cache.update_and_fetch(rows, rows))
+        tails = pool.options.step * sum(sizes)  # in NumPy's memory
+        assert mx.get_peak_memory() - others + tails <= peak + 32_768  # whole pages
+        for cache in caches:
+            cache.trim(cache.offset - left)
+        more = adding(layers, 1, 1, sizes)
+    pool.close()
+
+
 def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
     """And the parts that nobody else holds: they are freed when the layer has its buffers."""
     options, new = KVOptions(step=16), Coming(200, 8, 18)

@@ -282,7 +282,7 @@ class Engine:
         stats = self.stream.stats
         self.stream = WeightStream([], self.reader, poison=False, num_units=0)  # lets go of the slots
         self.stream.stats = stats
-        self.experts = None
+        self.loans, self.experts = Loans(self.stream), None
         self.lending = Lending(self.loans, None, grows=False)
         self.reader.close()
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -133,6 +134,16 @@ def test_bytes_read_are_the_plans(directories: Any) -> None:
             wait_for_reads(model)
             counts.append(model.engine.reader.stats.nbytes)
         assert {b - a for a, b in pairwise(counts)} == {model.plan.streaming.read_bytes + row}
+
+
+def test_a_closed_model_keeps_no_slots(directories: Any) -> None:
+    """Nor does the session before a new plan, while the next one reads its weights."""
+    model = streamed_whole(directories("bf16"))
+    run(model, [[1, 2]])
+    stream = weakref.ref(model.engine.stream)  # type: ignore[union-attr]
+    model.close()
+    gc.collect()
+    assert stream() is None
 
 
 def test_close_restores_a_plain_model(directories: Any) -> None:

@@ -88,8 +88,11 @@ def test_scores_take_no_more_than_planned(name: str, tmp_path: Path) -> None:
     directory = save(tmp_path / name, configuration(name))
     sizes = sizes_of(directory)
     # A loop over the call's tokens takes more than the scores of a short context.
-    seen = seen_per_pair(directory, LONGER if name == FUSED[2] else LONG)
-    assert 0.25 * sizes.scores_per_pair < seen <= sizes.scores_per_pair
+    # Both peaks depend on a thread that frees arrays, so a call may show too little: it is looked at up to four times.
+    seen, least = [seen_per_pair(directory, LONGER if name == FUSED[2] else LONG)], 0.25 * sizes.scores_per_pair
+    while seen[-1] <= least and len(seen) < 4:
+        seen.append(seen_per_pair(directory, LONGER if name == FUSED[2] else LONG))
+    assert least < seen[-1] and max(seen) <= sizes.scores_per_pair
     if name in FUSED:
         assert sizes.scores_per_pair < sizes.unfused_per_pair
 

@@ -239,7 +239,7 @@ def planning_to_json(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Js
     }
     about = {"model": model, "num_layers": len(layout.layers), "towers": towers if layout.towers else None}
     lost = "config.json promises a head for multi-token prediction that this conversion has lost"
-    own = "by the head for multi-token prediction" if plan.mtp_bytes else "none: the head takes more than it saves"
+    own = "by the head for multi-token prediction" if plan.mtp_bytes else "none: weights use its memory better"
     about["own_guesses"] = lost if layout.lacks_head else own if layout.head is not None and plan.read_bytes else None
     return {**about, **plan_to_json(plan), **surroundings()}
 

@@ -85,7 +85,7 @@ class Session:
         plan, governor = prepared.plan, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
         if prepared.layout.head is not None and plan.read_bytes and not plan.mtp_bytes:
-            log.info("the head of %s for multi-token prediction is not used: it takes more memory than it pays", name)
+            log.info("the head of %s for multi-token prediction is not used: weights use its memory better", name)
         log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         with reads_explained(prepared.loaded.streams, prepared.loaded.sources, prepared.checkpoint):
             fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with

@@ -1,11 +1,11 @@
 """The head for multi-token prediction that some checkpoints have beside the model, and mlx-lm drops.
 
-It has one layer like the model's. Its input is joined of the embedding of a token and the hidden state of the token
-before it; of its output, the model's own head makes the logits of the token after both. So it is built as mlx-lm's
-model of one layer, whose table of embeddings makes that input: masks, caches and quantization are mlx-lm's.
+It has one layer like the model's. It gets a token's embedding together with the hidden state of the token before. From
+its output, the model's own output head makes the logits of the next token. So it is built as mlx-lm's model with one
+layer, and with a table of embeddings that makes this input: masks, caches and quantization are mlx-lm's.
 
-Hidden states are those after the model's final norm, which its own head gets, too: llama.cpp and LightLLM measured
-fewer right guesses with those before it.
+Hidden states are taken after the model's final norm, for all families, as vLLM does. For Qwen, llama.cpp and LightLLM
+measured more right guesses so. For DeepSeek and GLM, llama.cpp takes them before the norm.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def main() -> None:
     shares = {name: round(value, 3) for name, value in run.items() if name != "spans"}
     print(json.dumps(shares))
     described = harness.describe(args.model, harness.describe_cold(None, limited=limit is not None))
-    harness.write_json(args.json, described | {"model": harness.describe_model(args.model), "token": run})
+    harness.write_json(args.json, described | {"model": harness.describe_model(args.model), "token": shares})
     if args.picture:
         busy, waiting = run["disk_busy"], run["disk_busy_while_waiting"]
         title = f"{run['token_seconds']:.2f} s a token, {run['read_bytes'] / 1e9:.2f} GB read"

@@ -26,7 +26,7 @@ from rich.table import Table
 from runs import Job, run_job
 
 from mlx_flash.config import GB
-from mlx_flash.storage.shards import weight_files
+from mlx_flash.storage.safetensors import weight_files
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from runs import Job, run_job
 
 from mlx_flash.config import GB, parse_budget
-from mlx_flash.storage.shards import weight_files
+from mlx_flash.storage.safetensors import weight_files
 
 _EMPTY = "import mlx.core as mx; mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64))); input()"
 _QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0")

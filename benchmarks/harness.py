@@ -32,7 +32,7 @@ import mlx_flash
 from mlx_flash.memory.footprint import available_memory, total_memory
 from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.storage.probe import disk_of
-from mlx_flash.storage.shards import weight_files
+from mlx_flash.storage.safetensors import weight_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"

@@ -44,9 +44,7 @@ import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.config import parse_budget
 from mlx_flash.speculation.draft import Draft
-from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Source
-from mlx_flash.speculation.lookup import Lookup
-from mlx_flash.speculation.worth import Times
+from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Lookup, Source, Times
 
 TASKS = Path(__file__).with_name("real_tasks.json")
 STEP = 512

@@ -30,15 +30,15 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import arrays_of, make_caches
 from mlx_flash.kv.owed import Owed, owed_token
-from mlx_flash.layout.body import body_of, head_of
 from mlx_flash.layout.load import model_name
+from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan, step_in_words
+from mlx_flash.speculation.guesses import Times
 from mlx_flash.speculation.mtp import OwnGuesses
-from mlx_flash.speculation.worth import Times
 
 _NO_LIMIT = (
     "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the context. "

@@ -41,9 +41,8 @@ from mlx_flash.monitor.rates import SystemMemory, system_memory
 from mlx_flash.monitor.words import filled, size
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
-from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.safetensors import read_checkpoint, weight_files
 from mlx_flash.storage.selftest import SelfTest, profile_for, test_now
-from mlx_flash.storage.shards import weight_files
 
 
 def bench(args: argparse.Namespace, out: TextIO) -> int:

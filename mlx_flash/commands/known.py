@@ -14,8 +14,7 @@ from huggingface_hub import constants
 from mlx_flash.commands.common import Status, emit, make_config, tabled
 from mlx_flash.commands.models import downloaded, expect
 from mlx_flash.layout.names import Known, known_models
-from mlx_flash.memory.footprint import available_memory, footprint, total_memory
-from mlx_flash.memory.pressure import MemoryReading
+from mlx_flash.memory.footprint import MemoryReading, available_memory, footprint, total_memory
 from mlx_flash.monitor.words import formatted
 from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of

@@ -32,12 +32,11 @@ from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, remove_unheld
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
-from mlx_flash.layout.download import download, is_downloaded, missing_bytes
-from mlx_flash.layout.held import RESULTS as HELD
-from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
+from mlx_flash.layout.hub import NOT_FOUND_ERRORS, download, is_downloaded, missing_bytes, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.standins import write_stand_in
+from mlx_flash.layout.trace import RESULTS as HELD
 from mlx_flash.modelfile.parse import (
     Modelfile,
     check_model_name,
@@ -52,9 +51,8 @@ from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION
 from mlx_flash.sessions import remove_orphans
 from mlx_flash.storage.probe import PROFILES, sample_in
-from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint, weight_files
 from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
-from mlx_flash.storage.shards import weight_files
 from mlx_flash.telemetry import Json, ratio
 from mlx_flash.vision.detect import loads_with_vlm
 

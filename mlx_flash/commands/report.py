@@ -20,7 +20,7 @@ from rich.table import Table
 from mlx_flash import __version__
 from mlx_flash.commands.common import labelled
 from mlx_flash.config import GB
-from mlx_flash.experts.slots import ExpertStats
+from mlx_flash.experts.pool import ExpertStats
 from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint

@@ -43,9 +43,8 @@ from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Buffer, read_pieces
-from mlx_flash.storage.safetensors import Extent, TensorRecord, read_checkpoint
+from mlx_flash.storage.safetensors import Extent, TensorRecord, identity_of, read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
-from mlx_flash.storage.source import identity_of
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
     from mlx_flash.vision.pictures import PicturePrompt

@@ -67,16 +67,19 @@ from mlx_flash.storage.blocks import (
 from mlx_flash.storage.placement import place
 from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import (
+    COMPRESSED_NAME,
     DTYPE_SIZES,
     INDEX_NAME,
     MAX_METADATA_BYTES,
+    PLAIN_NAME,
+    STOCK_PATTERN,
     Checkpoint,
     Extent,
     TensorRecord,
     read_checkpoint,
     read_shard,
+    weight_files,
 )
-from mlx_flash.storage.shards import COMPRESSED_NAME, PLAIN_NAME, STOCK_PATTERN, weight_files
 from mlx_flash.storage.workers import Work, Workers
 
 DATA_ALIGNMENT = 16 * 1024

@@ -29,12 +29,11 @@ from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.memory.buffers import free_unused
-from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.footprint import footprint, free_unused
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.speculation.worth import Times
+from mlx_flash.speculation.guesses import Times
 
 T = TypeVar("T")
 

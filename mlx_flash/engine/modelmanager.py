@@ -23,8 +23,7 @@ from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.logs import log
-from mlx_flash.memory.footprint import footprint
-from mlx_flash.memory.pressure import MemoryReading, read_memory
+from mlx_flash.memory.footprint import MemoryReading, footprint, read_memory
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
 
 NUM_CHANGES = 8

@@ -16,8 +16,8 @@ from mlx_flash.kv.kvledger import KVLedger, Way
 from mlx_flash.kv.kvpool import Adding, KVPool, LayerRows
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
+from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
-from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import MB, ResidencyPlan
 

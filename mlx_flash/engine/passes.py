@@ -27,7 +27,7 @@ from mlx_flash.kv.diskcache import PooledCache, arrays_of
 from mlx_flash.kv.kvpool import CacheGroup, KVPool
 from mlx_flash.kv.owed import Debt, Owed, owed_to
 from mlx_flash.kv.views import can_be_viewed
-from mlx_flash.layout.body import body_of, head_of
+from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.leaves import forget

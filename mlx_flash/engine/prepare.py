@@ -30,8 +30,7 @@ from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
-from mlx_flash.memory.buffers import free_unused
-from mlx_flash.memory.footprint import map_large_blocks
+from mlx_flash.memory.footprint import free_unused, map_large_blocks
 from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
 from mlx_flash.residency.kv import for_context, with_stock_caches
 from mlx_flash.residency.machine import Machine, has_grown, look_at_machine, look_at_memory

@@ -16,9 +16,7 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import reads_explained
 from mlx_flash.logs import log
-from mlx_flash.memory.buffers import end_limit, limit_buffers
-from mlx_flash.memory.footprint import available_memory, footprint, total_memory
-from mlx_flash.memory.pressure import FREE_SHARE
+from mlx_flash.memory.footprint import FREE_SHARE, available_memory, end_limit, footprint, limit_buffers, total_memory
 from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
 from mlx_flash.residency.kv import largest_page
 from mlx_flash.residency.plan import ResidencyPlan

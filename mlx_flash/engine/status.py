@@ -13,8 +13,8 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.kv.kvpool import KVPool, KVUsage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout, Unit
+from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint
-from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.stream import UnitState, unit_states
 from mlx_flash.telemetry import FACTS, Json

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mlx_flash.memory.pressure import MemoryReading
+from mlx_flash.memory.footprint import MemoryReading
 
 DEADBAND = 0.05
 """Changes of less than this share of the budget are not made."""

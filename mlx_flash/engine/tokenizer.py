@@ -15,8 +15,8 @@ from mlx_flash.compat import tokenizers
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, CheckpointError, FlashError
 from mlx_flash.layout.load import load_config
+from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint, release_freed_memory
-from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import in_gb
 
 T = TypeVar("T")

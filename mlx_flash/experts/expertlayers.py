@@ -24,7 +24,7 @@ from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, swap_class
-from mlx_flash.memory.stacks import StackArena
+from mlx_flash.memory.arena import StackArena
 from mlx_flash.streaming.layers import hand_in
 from mlx_flash.streaming.stream import WeightStream
 

@@ -12,12 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import PoolLayer, pool_layer, stack_layers
+from mlx_flash.experts.pool import ExpertPool, PoolLayer, pool_layer, stack_layers
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import clone_tree
-from mlx_flash.memory.arena import SlotArena
-from mlx_flash.memory.stacks import StackArena
+from mlx_flash.memory.arena import SlotArena, StackArena
 
 _SMALL_BYTES = 16 << 20
 """Memory that a call for one token may take without counting as a copy of all experts."""

@@ -16,8 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import Bytes
+from mlx_flash.experts.pool import Bytes, ExpertPool
 from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in

@@ -33,8 +33,8 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import MemoryPages, Page, cut, num_tokens
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
+from mlx_flash.memory.arena import commits_lazily
 from mlx_flash.memory.footprint import release_freed_memory
-from mlx_flash.memory.lazy import commits_lazily
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.memory.arena import HUGE_PAGE
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.memory.hugepages import HUGE_PAGE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 DEFAULT_STEP = 256  # tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk

@@ -26,10 +26,8 @@ from mlx_flash.errors import ReadError
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.options import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
 from mlx_flash.kv.pages import RowBytes, RowLayout, row_bytes, segments
-from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, use_huge_pages
 from mlx_flash.memory.footprint import release_freed_memory
-from mlx_flash.memory.hugepages import use_huge_pages
-from mlx_flash.memory.lazy import commits_lazily, give_back, reserve
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.prefetcher import Ticket
 

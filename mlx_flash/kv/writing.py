@@ -28,7 +28,8 @@ from mlx_flash.kv.options import WRITE_BEHIND_BYTES
 from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dtype_name, joined
 from mlx_flash.memory.pagecache import aligned_offsets
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.source import SourceFile, identity_of
+from mlx_flash.storage.ranges import SourceFile
+from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.workers import Work, Workers
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from mlx_flash.files import read_regular
 from mlx_flash.layout.load import UNCLEAR_ERRORS
 from mlx_flash.layout.parts import CallTrace, Parameter
 from mlx_flash.layout.trace import zeros_for
-from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_shard
-from mlx_flash.storage.shards import refuse_unreadable
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_shard, refuse_unreadable
 
 
 def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:

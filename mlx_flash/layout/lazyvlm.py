@@ -15,8 +15,7 @@ from mlx_flash.compat.vlm import (
     make_vlm_cache,
 )
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.load import LoadedModel, checked_config, direct_arrays, failure_explained
-from mlx_flash.layout.sources import Sources
+from mlx_flash.layout.load import LoadedModel, Sources, checked_config, direct_arrays, failure_explained
 from mlx_flash.layout.standins import stock_folder
 from mlx_flash.storage.safetensors import Checkpoint
 

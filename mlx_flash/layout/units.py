@@ -17,10 +17,9 @@ from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.adapterfiles import adapted_bytes, find_adapted
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
-from mlx_flash.layout.held import measure_held
 from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Parameter, Place, Unit, is_embedding, is_linear
-from mlx_flash.layout.trace import rehearse
+from mlx_flash.layout.trace import measure_held, rehearse
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access

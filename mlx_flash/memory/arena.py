@@ -6,19 +6,247 @@ model's modules hold typed arrays that are views of it. Nothing is copied betwee
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import io
+import json
 import math
+import mmap
+import sys
+import time
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.compat.arrays import address_of, memory_of
+from mlx_flash.compat.arrays import address_of, array_over, memory_of
+from mlx_flash.forks import finalize
 from mlx_flash.memory.driver import clear, has_own_memory
-from mlx_flash.memory.footprint import total_memory
-from mlx_flash.memory.hugepages import HUGE_PAGE, PageChoice, use_huge_pages
-from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
+from mlx_flash.memory.footprint import footprint, free_unused, total_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+
+HUGE_PAGE = 2 << 20
+"""A huge page of Linux, in bytes. Direct reads hand the disk a list of pages, and long lists of small pages are slower.
+New memory is made page by page when it is written to: with small pages 512 times as often."""
+
+_QUICK_SECONDS = 0.5e-3
+"""Processor time for a huge page that is worth it. Measured: 0.2 ms, where 512 small ones take 1 ms; 2 to 10 ms on a
+virtual machine that had given the memory back to its host."""
+
+_PAUSE = 16
+"""Pieces that get small pages after a huge page took long to make."""
+
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25  # <linux/mman.h>
+
+
+def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
+    """Ask Linux to put writable memory on huge pages. Its content stays.
+
+    The call takes about 0.2 s per GB. Where the system has no such pages (before Linux 6.1), nothing happens.
+
+    Args:
+        buffer: the memory.
+        at_once: convert all of it, which commits untouched pages; otherwise only pages that are written from now on.
+    """
+    address, length = _huge_part(buffer)
+    if length:
+        _advise(address, length, _MADV_HUGEPAGE)
+        if at_once:
+            _advise(address, length, _MADV_COLLAPSE)
+
+
+class PageChoice:
+    """A choice between huge and small pages for new memory, which is taken in one piece or more.
+
+    The system may have to move other pages out of the way to make a huge one, or get memory from the host of a virtual
+    machine. So the first huge page of a piece is made at once, and timed in processor time.
+    """
+
+    def __init__(self) -> None:
+        self._pause = 0
+
+    def take(self, buffer: memoryview) -> None:
+        """Ask Linux to put the next piece on huge pages, unless it took long to make one lately.
+
+        Args:
+            buffer: the memory, which nothing was written to.
+        """
+        address, length = _huge_part(buffer)
+        if not length:
+            return
+        if not self._pause and not _is_quick(address):
+            self._pause = _PAUSE
+        _advise(address, length, _MADV_NOHUGEPAGE if self._pause else _MADV_HUGEPAGE)
+        self._pause = max(0, self._pause - 1)
+
+
+def _is_quick(address: int) -> bool:
+    """Make a huge page. Return whether that took little time."""
+    _advise(address, HUGE_PAGE, _MADV_HUGEPAGE)
+    began = time.thread_time()
+    ctypes.memset(address, 0, 1)
+    return time.thread_time() - began < _QUICK_SECONDS
+
+
+def _huge_part(buffer: memoryview) -> tuple[int, int]:
+    """Return the address and length of the huge pages inside some memory; a length of 0 where there are none."""
+    if sys.platform != "linux" or not buffer.nbytes:
+        return 0, 0
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    start = round_up(address, HUGE_PAGE)
+    return start, max(0, (address + buffer.nbytes - start) // HUGE_PAGE * HUGE_PAGE)
+
+
+def _advise(address: int, length: int, advice: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
+
+
+_PROBE_BYTES = 4 << 20
+"""Less than what plans set aside for what running adds to a process."""
+
+_numbers = count()
+_committed: dict[int, int] = {}
+_idle_maps: list[mmap.mmap] = []
+"""Address ranges for later pools. None is ever unmapped, since arrays of MLX may still refer to it."""
+
+
+@lru_cache(maxsize=1)
+def commits_lazily() -> bool:
+    """Return whether pages of an array can be released, and committed again when written to. Tried once a process.
+
+    They can on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver commits a whole
+    buffer once a kernel uses it.
+    """
+    if sys.platform != "linux" or mx.default_device() == mx.gpu or mx.cuda.is_available():
+        return False
+    array = mx.ones((_PROBE_BYTES,), mx.uint8)
+    mx.eval(array)
+    before = footprint()
+    give_back(array)
+    gone = before - footprint()
+    return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
+
+
+def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Return zeros that are committed when written to, if the system can. For a moment all of them are committed."""
+    array = mx.zeros(shape, dtype)
+    if commits_lazily():
+        mx.eval(array)
+        give_back(array)
+    return array
+
+
+def untouched(num_rows: int, width: int) -> mx.array:
+    """Return rows of bytes of any value, without writing to them: the system commits pages when they are read into.
+
+    MLX's own zeros are written page by page, which takes as long as reading them from a fast disk. So the array is one
+    that MLX loads from a file, and this file writes nothing.
+
+    Args:
+        num_rows: number of rows.
+        width: bytes of a row.
+    """
+    file = cast(Any, _Nothing(num_rows, width))
+    array = cast(dict[str, mx.array], mx.load(file, format="safetensors", stream=mx.cpu))["rows"]
+    mx.eval(array)
+    return array
+
+
+class _Nothing(io.RawIOBase):
+    """A safetensors file with a header, whose data leaves the reader's memory as it is."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self._nbytes = num_rows * width
+        entry = {"dtype": "U8", "shape": [num_rows, width], "data_offsets": [0, self._nbytes]}
+        text = json.dumps({"rows": entry}).encode()
+        self._head = len(text).to_bytes(8, "little") + text
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = (0, self._at, len(self._head) + self._nbytes)[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        head = self._head[self._at : self._at + len(target)]
+        target[: len(head)] = head
+        self._at += len(target)
+        return len(target)
+
+
+def give_back(array: mx.array) -> None:
+    """Replace the whole pages inside an evaluated array by zeros that take no memory until they are written to."""
+    uncommit(memory_of(array))
+
+
+def uncommit(memory: memoryview) -> None:
+    """Replace whole pages by zeros that take no memory until they are written to."""
+    address = address_of(memory)
+    start = round_up(address, mmap.PAGESIZE)
+    nbytes = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+
+
+class LazyRows:
+    """An array of zeros whose first rows have memory, and whose other rows get some when they are written to.
+
+    MLX does not count this memory: see :func:`active_memory`. It goes back to the system with this object. Arrays that
+    share it read zeros from then on.
+
+    Args:
+        num_rows: number of rows.
+        width: bytes of a row.
+
+    Attributes:
+        array: the rows.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        pages = _take_map(num_rows * width)
+        self.array = array_over(memoryview(pages)[: num_rows * width], (num_rows, width))
+        self._number = next(_numbers)
+        finalize(self, _end, pages, self._number)
+
+    def note(self, committed: int) -> None:
+        """Note how many bytes were written to and not given back."""
+        _committed[self._number] = committed
+
+
+def active_memory() -> int:
+    """Return the bytes of all arrays of this process: what MLX counts, and the rows of :class:`LazyRows`."""
+    return int(mx.get_active_memory()) + sum(list(_committed.values()))
+
+
+def _take_map(nbytes: int) -> mmap.mmap:
+    fitting = [pages for pages in _idle_maps if len(pages) >= nbytes]
+    if not fitting:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = min(fitting, key=len)
+    _idle_maps.remove(pages)
+    return pages
+
+
+def _end(pages: mmap.mmap, number: int) -> None:
+    _committed.pop(number, None)
+    uncommit(memoryview(pages))
+    _idle_maps.append(pages)
+
 
 _MARK = 0xA5
 
@@ -246,3 +474,125 @@ def _zeros(rows: int, columns: int) -> mx.array:
 
 def _first_page(memory: memoryview) -> int:
     return -address_of(memory) % DIRECT_ALIGNMENT
+
+
+_ALIGNMENT = 256
+"""Stacks start at a multiple of this, as MLX's own GPU allocations do."""
+
+_DISTANCE = 1 << 40
+"""From the offset of a part to that of the next one: more than the bytes of any part."""
+
+_STEP = 9 / 8
+"""Numbers of slots differ by so much, since another number takes all slots their contents."""
+
+
+class StackArena:
+    """Slots of equal parts: one array for each part, with the slot as its first axis.
+
+    Kernels that take no gaps between rows take these. In :class:`SlotArena` all parts of a slot lie together instead,
+    so that one read can fill it.
+
+    Args:
+        num_slots: number of slots, and the least that there will be.
+        pitch: bytes to set aside for each slot, at least the sum of its parts.
+        widths: bytes of each part of a slot.
+        capacity: the most slots.
+
+    Attributes:
+        num_slots: slots that there are.
+        least, capacity: the fewest and the most.
+        num_touched: as in :class:`SlotArena`; all of them here.
+        pitch: as given.
+        offsets: the offset of each part in a slot.
+    """
+
+    can_resize = True
+
+    def __init__(self, num_slots: int, pitch: int, widths: Sequence[int], capacity: int = 0) -> None:
+        self.capacity, self.pitch = max(capacity, num_slots), pitch
+        self.offsets = tuple(part * _DISTANCE for part in range(len(widths)))
+        self.least, self._widths = num_slots, tuple(widths)
+        self._make(num_slots)
+
+    def _make(self, num_slots: int) -> None:
+        starts, end = {}, 0
+        for part in sorted(range(len(self._widths)), key=lambda i: -self._widths[i]):  # the widest first: see head()
+            starts[part] = end
+            end = round_up(end + num_slots * self._widths[part], _ALIGNMENT)
+        self._starts = [starts[part] for part in range(len(self._widths))]
+        self._arena = Arena(max(num_slots * self.pitch, end))
+        self.num_slots = self.num_touched = num_slots
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots, up to the capacity. All lose their contents, and no view may be left.
+
+        After an error there are the fewest.
+        """
+        del self._arena
+        free_unused()
+        try:
+            self._make(num_slots)
+        except BaseException:
+            self._make(self.least)
+            raise
+
+    @property
+    def committed(self) -> int:
+        """Memory of the slots in bytes."""
+        return self.num_slots * self.pitch
+
+    def num_within(self, nbytes: int) -> int:
+        """Return how many slots to have in so much memory: as many as now, or clearly more or fewer."""
+        number, now = min(max(self.least, nbytes // self.pitch), self.capacity), self.num_slots
+        if number >= now:
+            return number if number >= now * _STEP or number == self.capacity else now
+        return max(self.least, min(number, int(now / _STEP)))
+
+    def touch(self, slot: int) -> None:
+        """Do nothing: all slots have memory."""
+
+    def memory(self, slot: int) -> StackedSlot:
+        """Return the bytes of a slot."""
+        return StackedSlot(self, slot)
+
+    def part(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        """Return some bytes of a part of a slot."""
+        part, within = divmod(offset, _DISTANCE)
+        return self._arena.memory[self._starts[part] + slot * self._widths[part] + within :][:nbytes]
+
+    def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """Return a stack as an evaluated array ``(slots, *shape)``.
+
+        Args:
+            offset: of the part.
+            shape: of a row.
+            dtype: of the array.
+        """
+        return self._arena.view(self._starts[offset // _DISTANCE], (self.num_slots, *shape), dtype)
+
+    def num_head(self, nbytes: int) -> int:
+        """Return the number of slots that :meth:`head` takes for so many bytes."""
+        stacks = zip(self._starts, self._widths, strict=True)
+        return min(self.num_slots, max(-(-(nbytes - start) // width) for start, width in stacks))
+
+    def head(self, num_slots: int) -> Arena:
+        """Return the memory of the first slots as one buffer. It goes on beyond what :meth:`num_head` was asked for."""
+        return self._arena
+
+    def fill(self, slot: int, byte: int) -> None:
+        """Write one value to every byte of a slot."""
+        for offset, width in zip(self.offsets, self._widths, strict=True):
+            np.frombuffer(self.part(slot, offset, width), np.uint8)[:] = byte
+
+
+class StackedSlot:
+    """The bytes of a slot of a :class:`StackArena`, as a reader takes them: slices of one part each."""
+
+    def __init__(self, arena: StackArena, slot: int) -> None:
+        self._arena, self._slot = arena, slot
+
+    def __len__(self) -> int:
+        return len(self._arena.offsets) * _DISTANCE
+
+    def __getitem__(self, place: slice) -> memoryview:
+        return self._arena.part(self._slot, place.start, place.stop - place.start)

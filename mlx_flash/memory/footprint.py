@@ -11,13 +11,17 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import psutil
 
+from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.memory.driver import context_bytes, has_own_memory
+from mlx_flash.memory.kernel import DARWIN_LEVEL, DARWIN_LEVELS, PRESSURE, linux_pressure, sysctl
 
 _PROC = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -197,3 +201,92 @@ def map_large_blocks() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+FREE_SHARE = 0.1
+"""Share of the machine that stays free for others."""
+
+MOST_SHARE = 0.8
+"""The most that a budget takes of the machine."""
+
+_DARWIN_FREE = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageable_external_count")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """One look at the memory of the machine.
+
+    Attributes:
+        total: bytes of memory.
+        available: bytes that can be taken now without swapping.
+        pressure: share of the last ten seconds in which tasks waited for memory.
+    """
+
+    total: int
+    available: int
+    pressure: float = 0.0
+
+    def room(self, held: int) -> int:
+        """Return the bytes that a process may have which holds some already."""
+        return max(0, min(int(self.total * MOST_SHARE), held + self.available - int(self.total * FREE_SHARE)))
+
+
+def read_memory() -> MemoryReading:
+    """Look at the memory of the machine now."""
+    if sys.platform == "darwin":
+        return darwin_reading(sysctl)
+    files = [PRESSURE, *(group / "memory.pressure" for group in group_folders())]
+    return MemoryReading(total_memory(), available_memory(), linux_pressure(files))
+
+
+def darwin_reading(sysctl: Callable[[str], int]) -> MemoryReading:
+    """Return the memory of a Mac.
+
+    Args:
+        sysctl: returns the value of a name.
+    """
+    available = sum(map(sysctl, _DARWIN_FREE)) * sysctl("hw.pagesize")
+    return MemoryReading(sysctl("hw.memsize"), available, DARWIN_LEVELS.get(sysctl(DARWIN_LEVEL), 1.0))
+
+
+_lock = threading.RLock()  # the collector may end another model while it is held
+_held: dict[int, int] = {}
+_before = 0
+
+
+def limit_buffers(owner: object, nbytes: int) -> None:
+    """Have MLX keep at most so many bytes of freed buffers for later arrays, or as many as another owner allows.
+
+    Free what is above. Every back end has a default, the CPU one 32 MiB.
+
+    Args:
+        owner: what the limit is for. It is told apart by identity and not kept alive.
+        nbytes: the limit.
+    """
+    global _before
+    with _lock:
+        is_first = not _held
+        _held[id(owner)] = nbytes
+        limit = mx.set_cache_limit(max(_held.values()))
+        if is_first:
+            _before = limit
+    mx.clear_cache()
+
+
+def free_unused() -> None:
+    """Return to the system what MLX and the allocator keep of freed memory."""
+    wait_for_finalizers()
+    mx.clear_cache()
+    release_freed_memory()
+
+
+def end_limit(owner: object) -> None:
+    """Forget the limit of an owner. After the last one on a GPU, MLX has the limit that it had before.
+
+    On the CPU the limit stays, and speed does not depend on it. There MLX waits for all streams before it changes the
+    limit, and for that gives each that was never used a system thread: also those of Python threads that have ended.
+    """
+    with _lock:
+        if id(owner) in _held and mx.default_device() == mx.gpu:
+            mx.set_cache_limit(max((held for other, held in _held.items() if other != id(owner)), default=_before))
+        _held.pop(id(owner), None)

@@ -16,11 +16,9 @@ from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
-from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.buffers import free_unused
+from mlx_flash.memory.arena import Arena, active_memory
 from mlx_flash.memory.driver import clear, context_bytes, has_own_memory
-from mlx_flash.memory.footprint import available_memory, footprint, total_memory
-from mlx_flash.memory.lazy import active_memory
+from mlx_flash.memory.footprint import available_memory, footprint, free_unused, total_memory
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.scores import bytes_per_pair
 from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed

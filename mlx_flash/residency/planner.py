@@ -13,8 +13,8 @@ from itertools import tee
 
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.memory.footprint import MemoryReading
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.memory.pressure import MemoryReading
 from mlx_flash.residency.candidate import Candidate, Weights
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk, promised_bytes
 from mlx_flash.residency.lent import opening_seconds
@@ -24,8 +24,8 @@ from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.search import best, everything, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.task import Task, cache_limit_of
+from mlx_flash.speculation.guesses import worth_guessing
 from mlx_flash.speculation.mtp import OwnGuesses
-from mlx_flash.speculation.worth import worth_guessing
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE, SMALL_READS_SHARE
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.attention import AttentionCall
 from mlx_flash.compat.require import installed
-from mlx_flash.storage.measured import Measurements
+from mlx_flash.storage.probe import Measurements
 
 RESULTS = Measurements("attention.json")
 

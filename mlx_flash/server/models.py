@@ -18,7 +18,7 @@ from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.logs import log
-from mlx_flash.memory.buffers import free_unused
+from mlx_flash.memory.footprint import free_unused
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks import launched_group
 from mlx_flash.server.batch import BatchOptions

@@ -29,7 +29,7 @@ from starlette.routing import BaseRoute, Route
 
 from mlx_flash import __version__
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
-from mlx_flash.layout.download import is_downloaded
+from mlx_flash.layout.hub import is_downloaded
 from mlx_flash.layout.names import repository_of
 from mlx_flash.modelfile.parse import (
     Modelfile,
@@ -633,7 +633,7 @@ async def _downloaded(repository: str, service: Service) -> AsyncIterator[Status
 async def _told_by_download(repository: str, room: EngineRoom) -> AsyncIterator[Status]:
     digest = hashlib.sha256(repository.encode()).hexdigest()
     status: Status = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
-    words = ("-m", "mlx_flash.layout.download", repository)
+    words = ("-m", "mlx_flash.layout.hub", repository)
     process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=DEVNULL, stdout=PIPE)
     assert process.stdout is not None
     try:

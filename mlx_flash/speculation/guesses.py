@@ -2,16 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from struct import pack
+from typing import Any, NamedTuple, Protocol
 
-from mlx_flash.speculation.worth import Acceptance, Times, Worth, worth_guessing
+LEAST_GAIN = 1.05
+"""A smaller gain in speed is within the error of the measurements."""
+
+_KEEPS = 0.8
+"""Weight of earlier measurements in the measured times, against the newest one."""
+
+_FORGETS = 0.98
+"""Weight that earlier guesses keep at each new one, so that the estimate follows the text."""
+
+_WAITS = 0.05
+"""A pass that waits longer for weights, as a part of its time, tells how long reading takes."""
+
+
+class Worth(NamedTuple):
+    """The number of tokens to guess, and the tokens a second that are expected then."""
+
+    number: int
+    speed: float
+
+
+def worth_guessing(
+    acceptance: float,
+    pass_seconds: float,
+    row_seconds: float,
+    limit: int,
+    guess_seconds: float = 0.0,
+    *,
+    num_others: int = 0,
+) -> Worth:
+    """Return how many tokens to guess, so that the most tokens a second are expected.
+
+    A pass checks each guessed token in a row of its own. It yields the tokens that were right, and one more.
+
+    Args:
+        acceptance: the probability that a guessed token is right, given that those before it are.
+        pass_seconds: time to read the weights once, during which rows are computed.
+        row_seconds: time to compute a row.
+        limit: the most tokens.
+        guess_seconds: time to guess a token.
+        num_others: rows that other texts compute in the same pass; each yields a token.
+    """
+    expected, right = 1.0 + num_others, 1.0
+    plain = expected / max(pass_seconds, expected * row_seconds, 1e-9)
+    best, most = 0, LEAST_GAIN * plain
+    all_further = acceptance / (1 - acceptance) if acceptance < 1 else inf
+    for number in range(1, limit + 1):
+        right *= acceptance
+        expected += right
+        seconds = max(pass_seconds, (number + 1 + num_others) * row_seconds, 1e-9)
+        if expected + right * all_further < most * seconds:  # nor do more guesses, which take no less time
+            break
+        speed = expected / seconds
+        if guess_seconds:
+            speed = 1 / (1 / speed + number * guess_seconds / expected)
+        if speed > most:
+            best, most = number, speed
+    return Worth(best, most if best else plain)
+
+
+@dataclass(slots=True)
+class Times:
+    """Measured times of a model's passes.
+
+    Attributes:
+        pass_seconds: time to read the weights once.
+        row_seconds: time to compute a row of one token.
+    """
+
+    pass_seconds: float
+    row_seconds: float
+
+    def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
+        """Note a pass with rows of one token.
+
+        Its time is not that of reading: with many rows it takes as long as they do, and more of them would look free.
+
+        Args:
+            num_rows: of the pass.
+            seconds: its time.
+            waited_seconds: the part of it that it waited for weights.
+            reading_seconds: the part of it in which reads were in flight.
+        """
+        row = (seconds - waited_seconds) / num_rows
+        self.row_seconds += (1 - _KEEPS) * (row - self.row_seconds)
+        if waited_seconds > _WAITS * seconds:
+            self.pass_seconds += (1 - _KEEPS) * (min(seconds, reading_seconds) - self.pass_seconds)
+        else:  # it was computing that took so long
+            self.pass_seconds = min(self.pass_seconds, seconds)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The share of right guesses, by their quality.
+
+    Attributes:
+        expected: the shares before any guess is known; one half where there is none.
+    """
+
+    expected: Mapping[int, float] = field(default_factory=dict)
+    _right: dict[int, float] = field(default_factory=dict)
+    _tried: dict[int, float] = field(default_factory=dict)
+
+    def note(self, quality: int, num_tried: int, num_right: int) -> None:
+        """Note a guess. A token after a wrong one says nothing, and does not count as tried."""
+        num_counted = min(num_tried, num_right + 1)
+        self._right[quality] = self._right.get(quality, 0.0) * _FORGETS + num_right
+        self._tried[quality] = self._tried.get(quality, 0.0) * _FORGETS + num_counted
+
+    def of(self, quality: int) -> float:
+        """Return the expected share of right tokens."""
+        before = 2 * self.expected.get(quality, 0.5)
+        return (before + self._right.get(quality, 0.0)) / (2 + self._tried.get(quality, 0.0))
+
 
 MAX_GUESSES = 31
 """The most tokens that are guessed at a time."""
-
-_KEEPS = 0.8
-"""Weight of earlier guesses in the measured time, against the newest one."""
 
 
 class Source(Protocol):
@@ -130,3 +242,60 @@ class _Judged:
             self.acceptance.note(self.quality, 0, 0)
         else:
             self.unchecked = self.source.guess(1)[0]
+
+
+MAX_MATCH = 4
+"""Longest match that is compared: longer ones count as equal."""
+
+_WIDTH = 4
+"""Bytes of a token."""
+
+_EXPECTED = {1: 0.1, 2: 0.3, 3: 0.5, 4: 0.8}
+"""The share of right guesses after matches of each length, found on answers of a trained model (docs/benchmarks.md)."""
+
+
+class Lookup(Source):
+    """Prompt lookup. Tokens are stored as bytes, so that a search is one call of ``rfind``.
+
+    Args:
+        tokens: the prompt.
+    """
+
+    guess_seconds = 0.0
+    expected: Mapping[int, float] = _EXPECTED
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._added = list(tokens)  # the last ones, which join the text when it is searched: often it never is
+        self._text = bytearray()
+        self._at: int | None = None
+
+    def add(self, token: int) -> None:
+        """Add the next token."""
+        self._added.append(token)
+
+    def look(self) -> int:
+        """Return how many of the last tokens came before, in this order; at most ``MAX_MATCH``."""
+        self._text += pack(f"<{len(self._added)}i", *self._added)
+        self._added = []
+        longest = min(MAX_MATCH, len(self._text) // _WIDTH - 1)
+        for length in range(longest, 0, -1):
+            self._at = self._find(length)
+            if self._at is not None:
+                return length
+        return 0
+
+    def guess(self, limit: int) -> Sequence[int]:
+        """Return what followed the match that :meth:`look` found. It goes on in itself where the text ends."""
+        text = self._text[self._at : self._at and self._at + limit * _WIDTH]
+        found = [int.from_bytes(text[i : i + _WIDTH], "little", signed=True) for i in range(0, len(text), _WIDTH)]
+        return [found[i % len(found)] for i in range(limit)]
+
+    def _find(self, length: int) -> int | None:
+        """Return the byte after the latest earlier occurrence of the last ``length`` tokens."""
+        ending = self._text[-_WIDTH * length :]
+        stop = len(self._text) - _WIDTH
+        while (at := self._text.rfind(ending, 0, stop)) >= 0:
+            if at % _WIDTH == 0:
+                return at + len(ending)
+            stop = at + len(ending) - 1
+        return None

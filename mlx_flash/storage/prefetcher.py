@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,69 @@ from typing import Literal
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
-from mlx_flash.storage.cached import REFRESH_SECONDS, CachedShare
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import Arrival, Buffer, Part, RangeReader
-from mlx_flash.storage.source import FileIdentity, SourceFile
+from mlx_flash.storage.ranges import Arrival, Buffer, Part, RangeReader, SourceFile
+from mlx_flash.storage.safetensors import FileIdentity
 from mlx_flash.storage.workers import Workers
+
+CACHED_BLOCK_BYTES = 4 << 20
+"""Blocks are cached as a whole. They are chosen evenly over each file, so that no unit waits longer than others."""
+
+REFRESH_SECONDS = 5.0
+"""The machine is looked at so often, while something is read."""
+
+GOLDEN = 0.6180339887498949
+"""Fractions of its multiples fill the unit interval evenly, and a smaller share is part of a larger one."""
+
+_STEP = 1 / 16
+"""A share rises by whole steps only, and falls at once."""
+
+
+class CachedShare:
+    """The share of all blocks that is read through the page cache. It follows the free memory of the machine.
+
+    Direct reads leave free memory of the machine idle. A fixed part of the files is read through the page cache
+    instead, so that the next pass finds it there. It is part of no budget: the system takes these pages back whenever a
+    program needs memory. The rest is read directly, or each pass would push out what the next one needs.
+
+    Args:
+        nbytes: size of all files.
+        room: returns the bytes of memory that nothing else needs now; cached blocks count as free.
+
+    Attributes:
+        room: as given; may be replaced.
+        share: 0 to 1.
+    """
+
+    def __init__(self, nbytes: int, room: Callable[[], int]) -> None:
+        self.share = 0.0
+        self._nbytes = max(nbytes, 1)
+        self.room = room
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files that are read through the page cache now."""
+        return int(self.share * self._nbytes)
+
+    def leave_out(self, nbytes: int) -> None:
+        """Divide the memory among fewer bytes of the files, since so many are not read again."""
+        self._nbytes = max(self._nbytes - nbytes, 1)
+
+    def refresh(self) -> None:
+        """Look at the memory of the machine."""
+        found = min(1.0, max(0.0, self.room() / self._nbytes))
+        if found < self.share or found == 1:
+            self.share = found
+        elif found >= self.share + _STEP:
+            self.share = found // _STEP * _STEP
+
+    def holds(self, path: Path, offset: int) -> bool:
+        """Return whether the block at an offset of a file is read through the page cache."""
+        if self.share in (0.0, 1.0):
+            return self.share == 1.0
+        start = zlib.crc32(path.name.encode()) / 2**32
+        return (start + offset // CACHED_BLOCK_BYTES * GOLDEN) % 1.0 < self.share
+
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4

@@ -1,7 +1,11 @@
-"""A short measurement of a disk: its bandwidth, and the read size and queue depth that reach it."""
+"""A short measurement of a disk: its bandwidth, and the read size and queue depth that reach it.
+
+Results are kept in the cache folder, as those of other measurements of this machine.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import os
@@ -9,21 +13,51 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from mlx_flash import enginethread
-from mlx_flash.files import nearest, write_errors
-from mlx_flash.memory.hugepages import use_huge_pages
+from mlx_flash.files import make_private, nearest, read_json_object, write_atomically, write_errors
+from mlx_flash.folders import cache_directory
+from mlx_flash.memory.arena import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.sessions import PrivateFolder
-from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, read_pages
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
+
+_MOST_BYTES = 16 << 20  # of a file; an entry has some hundred
+
+
+class Measurements:
+    """One of the files. A fault of it costs a new measurement, never a run.
+
+    Args:
+        name: of the file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def file(self) -> Path:
+        """Path of the file. The environment decides on the folder."""
+        return cache_directory() / self._name
+
+    def load(self) -> dict[str, Any]:
+        """Return all entries; none where the file is missing, unreadable, no regular file, or not JSON."""
+        return read_json_object(self.file, _MOST_BYTES)
+
+    def save(self, key: str, entry: dict[str, Any]) -> None:
+        """Add an entry, and the time."""
+        entries = {**self.load(), key: {**entry, "time": time.time()}}
+        with suppress(OSError):  # such as a read-only home
+            make_private(self.file.parent)
+            write_atomically(self.file, json.dumps(entries, indent=1))
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from mlx_flash.layout.swap import holdings
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.cached import GOLDEN
 from mlx_flash.storage.placement import Placement, without
+from mlx_flash.storage.prefetcher import GOLDEN
 from mlx_flash.streaming.stream import WeightStream
 
 

@@ -22,7 +22,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.storage import ranges
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads, Ticket
-from mlx_flash.storage.source import SourceFile
+from mlx_flash.storage.ranges import SourceFile
 from mlx_flash.streaming.layers import StreamedLayer
 from mlx_flash.streaming.stream import WeightStream
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock

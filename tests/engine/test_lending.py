@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from expert_pools import pool_of, with_pool
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.memory.lazy import active_memory, commits_lazily
+from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.residency.machine import BASE_STEP, RUNTIME_BYTES
 from mlx_flash.residency.plan import MB
 from models import QWEN3_MOE, run, same_bits, save, stock

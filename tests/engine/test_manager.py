@@ -20,8 +20,8 @@ from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_mode
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from models import LLAMA, QWEN3_MOE, WIDE_LLAMA, same_bits, save, stock
 from zoo import configuration

@@ -21,7 +21,7 @@ from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import status
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.status import PassCounters, Running, Status
-from mlx_flash.experts.slots import ExpertStats
+from mlx_flash.experts.pool import ExpertStats
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere

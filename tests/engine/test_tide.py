@@ -19,8 +19,8 @@ from mlx_flash import telemetry as facts
 from mlx_flash.engine.modelmanager import ModelManager, Watcher
 from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
 from mlx_flash.memory import footprint as footprint_module
+from mlx_flash.memory.footprint import MemoryReading, darwin_reading, read_memory
 from mlx_flash.memory.kernel import linux_pressure
-from mlx_flash.memory.pressure import MemoryReading, darwin_reading, read_memory
 from mlx_flash.monitor.frames import budget_change
 from mlx_flash.telemetry import budget_of
 from models import LLAMA, same_bits, save
@@ -164,7 +164,7 @@ def test_the_limit_of_a_container_is_the_machine(tmp_path: Path, monkeypatch: py
     (group / "memory.stat").write_text("anon 1000000\ntotal_rss 1000000\n")
     monkeypatch.setattr(footprint_module, "_PROC", proc)
     monkeypatch.setattr(footprint_module, "_CGROUPS", groups)
-    monkeypatch.setattr("mlx_flash.memory.pressure.PRESSURE", tmp_path / "none")
+    monkeypatch.setattr("mlx_flash.memory.footprint.PRESSURE", tmp_path / "none")
     if version == 2:
         (group / "memory.pressure").write_text("some avg10=20.00 avg60=0.00 avg300=0.00 total=1\n")
     assert read_memory() == MemoryReading(3_000_000, 2_000_000, 0.2 if version == 2 else 0.0)

@@ -35,13 +35,12 @@ from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts import pooledstacks
 from mlx_flash.experts.expertlayers import Experts as ModelExperts
+from mlx_flash.experts.pool import ABSENT
 from mlx_flash.experts.pooledstacks import PooledStacks
-from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
-from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.memory.arena import Arena, SlotArena, StackArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.memory.stacks import StackArena
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.storage.ranges import RangeReader
 from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
@@ -370,7 +369,7 @@ def test_stacks_that_get_no_memory_leave_the_model_as_it_began(
                 raise MemoryError
             return Arena(nbytes)
 
-        monkeypatch.setattr("mlx_flash.memory.stacks.Arena", refuse)
+        monkeypatch.setattr("mlx_flash.memory.arena.Arena", refuse)
         with pytest.raises(MemoryError):
             lending.lend(slots.capacity * slots.pitch)
         assert slots.num_slots == 24 and not lending.nbytes

@@ -18,10 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.forks import wait_for_finalizers
-from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.memory.arena import HUGE_PAGE, Arena, SlotArena, active_memory, commits_lazily, use_huge_pages
 from mlx_flash.memory.footprint import footprint, total_memory
-from mlx_flash.memory.hugepages import HUGE_PAGE, use_huge_pages
-from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 DTYPES = [mx.uint8, mx.bfloat16, mx.float32, mx.uint32]
@@ -122,7 +120,7 @@ def test_slots_where_no_addresses_can_be_reserved(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("mlx_flash.memory.lazy._take_map", refuse)
+    monkeypatch.setattr("mlx_flash.memory.arena._take_map", refuse)
     arena = SlotArena(2, 8 * DIRECT_ALIGNMENT, 100)
     assert arena.capacity == 2 and not arena.can_resize
     assert arena.view(0, (4,), mx.uint8).shape == (2, 4)

@@ -23,7 +23,7 @@ from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.generation import RowGenerator
-from mlx_flash.memory.lazy import active_memory
+from mlx_flash.memory.arena import active_memory
 from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from streamed import LARGE_GB, config
 

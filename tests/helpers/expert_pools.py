@@ -10,8 +10,7 @@ import pytest
 import zoo
 from mlx_flash import FlashLLM
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import ABSENT
+from mlx_flash.experts.pool import ABSENT, ExpertPool
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.driver import has_own_memory

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_flash import FlashLLM
-from mlx_flash.speculation.guesses import Source
-from mlx_flash.speculation.worth import Times
+from mlx_flash.speculation.guesses import Source, Times
 
 
 class FixedTimes(Times):

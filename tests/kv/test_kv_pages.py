@@ -33,9 +33,8 @@ from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, InFile, Page, RowBytes, RowLayout, segments
 from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
-from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
-from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.sessions import PrivateFolder
 

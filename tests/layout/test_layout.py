@@ -20,10 +20,9 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout import trace
-from mlx_flash.layout.load import load_config, load_lazily
+from mlx_flash.layout.load import Sources, load_config, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from conversations import model
 from live import Live, live
 from mlx_flash.errors import BudgetError
-from mlx_flash.layout.body import body_of, head_of
+from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.server.batch import BatchOptions
 from models import GEMMA3, MAMBA2, QWEN3_MOE, build, save, stock
 from vocabularies import write_tokenizer

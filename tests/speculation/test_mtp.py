@@ -22,7 +22,7 @@ from heads import ALONE, NAMES, config_of, save_with_head, streamed_with_head
 from mlx_flash import FlashLLM, ReadError
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator
-from mlx_flash.layout.body import body_of
+from mlx_flash.layout.parts import body_of
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.planner import make_plan
 from models import build, save, stock

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_flash.speculation.guesses import Guesses, Source
-from mlx_flash.speculation.lookup import MAX_MATCH, Lookup
-from mlx_flash.speculation.worth import LEAST_GAIN, Acceptance, Times, worth_guessing
+from mlx_flash.speculation.guesses import (
+    LEAST_GAIN,
+    MAX_MATCH,
+    Acceptance,
+    Guesses,
+    Lookup,
+    Source,
+    Times,
+    worth_guessing,
+)
 
 shares = st.floats(0, 1)
 seconds = st.floats(1e-6, 1e3)

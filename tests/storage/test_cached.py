@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from expert_pools import with_pool
 from mlx_flash.experts.pool import READS_PAST_CACHE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.cached import CACHED_BLOCK_BYTES, REFRESH_SECONDS, CachedShare
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.prefetcher import CACHED_BLOCK_BYTES, REFRESH_SECONDS, BackgroundPrefetcher, CachedShare
 from mlx_flash.storage.ranges import RangeReader
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
@@ -110,7 +109,7 @@ def test_model_reads_the_share_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, io: str
 ) -> None:
     directory = save_tiny(tmp_path, QWEN3_MOE, mx.bfloat16, bits=4)
-    monkeypatch.setattr("mlx_flash.storage.cached.CACHED_BLOCK_BYTES", DIRECT_ALIGNMENT)
+    monkeypatch.setattr("mlx_flash.storage.prefetcher.CACHED_BLOCK_BYTES", DIRECT_ALIGNMENT)
     nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: int(share * nbytes))
     kept: list[bool] = []

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.source import SourceFile
+from mlx_flash.storage.ranges import SourceFile
 from reading import PAGE, Load, descriptors, packed, write_file
 
 NBYTES = 500_123

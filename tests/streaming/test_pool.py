@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 
 from disks import Disk
 from mlx_flash.errors import ClosedError, FileChangedError, ReadError, TruncatedFileError
-from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.slots import ABSENT, Bytes, PoolLayer
+from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import ranges as ranges_module

@@ -1,33 +1,19 @@
 """Layers on disk: pages in files, and the last tokens in memory.
 
-Pages are in the layer's own file, in drafts, or in files of the prefix cache, which are read where they are.
+Pages are in the layer's own file, or in files of the prefix cache, which are read where they are.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
 from mlx_flash.kv.kvledger import Layer
 from mlx_flash.kv.pages import FilePages, InFile, Page, RowBytes, cut, num_tokens, segments
-from mlx_flash.kv.writing import Draft, LayerFile
+from mlx_flash.kv.writing import LayerFile
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import round_up
-
-
-class Planned(NamedTuple):
-    """A page that the prefix cache wants."""
-
-    end: int  # the token after its last one
-    layer: int  # its number in the draft
-    draft: Callable[[], Draft | None]  # returns the file to write it to; None where there is none
-
-
-NOTHING_PLANNED: Mapping[int, Planned] = MappingProxyType({})
 
 
 class DiskRows(Opaque):
@@ -90,27 +76,22 @@ class DiskRows(Opaque):
         """The rows of tokens that are in no page."""
         return [part[:, : self.length - self.paged_tokens] for part in self._tail]
 
-    def append(self, rows: RowBytes, planned: Mapping[int, Planned] = NOTHING_PLANNED) -> None:
-        """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
+    def append(self, rows: RowBytes) -> None:
+        """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied; full pages go to the file.
 
-        Planned pages, by first token, go to drafts; others to the layer's own file. Raises: WriteError: some tokens may
-        have been added, those that fill pages.
+        Raises: WriteError: an earlier write failed; nothing was added.
         """
-        begin, length, end = self.paged_tokens, self.length, self.length + rows[0].shape[1]
-        while (found := _next_pages(self, begin, end, planned)) is not None:
-            stop, draft = found
-            fresh = [new[:, max(0, begin - length) : stop - length] for new in rows]
-            block = [np.concatenate(pair, axis=1) for pair in zip(self.tail, fresh, strict=True)]
-            if draft is None:
-                pages = self.file.allocate((stop - begin) // self.layout.step)
-                self.file.write(pages, block)
-            else:
-                pages = [draft.add(planned[begin].layer, self.layout.components, block)]
+        end = self.length + rows[0].shape[1]
+        num_pages, used = (end - self.paged_tokens) // self.layout.step, 0
+        if num_pages:
+            used = self.paged_tokens + num_pages * self.layout.step - self.length
+            block = [np.concatenate([old, new[:, :used]], axis=1) for old, new in zip(self.tail, rows, strict=True)]
+            pages = self.file.allocate(num_pages)
+            self.file.write(pages, block)
             self.refer(*pages)  # now, because the tail is about to be written over
-            begin = stop
-        used, start = max(0, begin - length), max(0, length - begin)
+        start = self.length - self.paged_tokens
         for part, new in zip(self._tail, rows, strict=True):
-            part[:, start : start + end - length - used] = new[:, used:]
+            part[:, start : start + new.shape[1] - used] = new[:, used:]
         self.length = end
 
     def truncate(self, length: int) -> None:
@@ -140,31 +121,6 @@ class DiskRows(Opaque):
         other.paged_tokens, other.length = self.paged_tokens - num_dropped, self.length - num_dropped
         other.capacity = self.capacity
         return other
-
-
-def draft_of(disk: DiskRows, start: int, stop: int) -> Draft | None:
-    """Return the draft that has some tokens of a layer as a page; None if none has."""
-    begin = disk.paged_tokens
-    for page in reversed(disk.pages):
-        begin -= page.length
-        if begin <= start:
-            file, is_page = page.where.file, begin == start and begin + page.length == stop
-            return file if is_page and isinstance(file, Draft) else None
-    return None
-
-
-def _next_pages(
-    disk: DiskRows, begin: int, end: int, planned: Mapping[int, Planned]
-) -> tuple[int, Draft | None] | None:
-    """Return the end of the next pages, and their draft; None if the tokens up to ``end`` fill no page."""
-    page, step = planned.get(begin), disk.layout.step
-    if page is not None and disk.length <= page.end <= end:
-        draft = page.draft()
-        if draft is not None:
-            return page.end, draft
-    upcoming = min([other for other in planned if other > begin and not (other - begin) % step], default=end)
-    num_full = (min(upcoming, end) - begin) // step
-    return (begin + num_full * step, None) if num_full else None
 
 
 def _read_pages(disk: DiskRows, start: int, stop: int) -> RowBytes:

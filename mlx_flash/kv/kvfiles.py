@@ -7,12 +7,12 @@ evicted. If one is removed all the same, its open descriptors keep its bytes.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
@@ -20,11 +20,11 @@ from mlx_flash.errors import CheckpointError, WriteError
 from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
-from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
 from mlx_flash.kv.pages import InFile, Page, RowLayout, num_tokens, row_bytes
-from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.writing import LayerFile, PageReader, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
@@ -69,11 +69,6 @@ def sessions_directory() -> Path:
     return cache_directory() / "kv-sessions"
 
 
-def are_on_one_disk(left: Path, right: Path) -> bool:
-    """Return whether a file can be moved from one folder to another."""
-    return left.stat().st_dev == right.stat().st_dev
-
-
 class KVFiles:
     """The files of layers on disk, and the threads that read and write them. The first layer makes the folder."""
 
@@ -83,7 +78,6 @@ class KVFiles:
         self._numbers = count()
         self._folder: PrivateFolder | None = None
         self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
-        self._drafts: WeakSet[Draft] = WeakSet()  # which may become files of the prefix cache
 
     @cached_property
     def _reader(self) -> PageReader:
@@ -109,7 +103,6 @@ class KVFiles:
         new: Sequence[mx.array],  # arrays with the shapes of the first tokens, if there are no rows yet
         others: Iterable[tuple[DiskRows, int]],  # rows on disk, each with the number of first tokens that are the same
         stored: Sequence[Page[Stored]] = (),  # the first tokens in files of the prefix cache
-        planned: Mapping[int, Planned] = NOTHING_PLANNED,
     ) -> DiskRows:
         """Write the rows of a layer to disk, page by page, without those that files have. Raises: WriteError."""
         step = self._options.step
@@ -119,14 +112,10 @@ class KVFiles:
             all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
         disk.num_forgotten = memory.num_forgotten
-        # larger pages than the layer's own would take more memory
-        small = {begin: page for begin, page in planned.items() if page.end - begin <= step}
         while disk.length < memory.length:
-            start = disk.length
-            stop = min(small[start].end if start in small else start + step, memory.length)
-            part = [mx.contiguous(a) for a in memory.read(start, stop)]
+            part = [mx.contiguous(a) for a in memory.read(disk.length, min(disk.length + step, memory.length))]
             mx.eval(part)
-            disk.append(row_bytes(part), small)
+            disk.append(row_bytes(part))
             disk.flush()  # memory is short: nothing waits
         disk.capacity = memory.had_capacity
         return disk
@@ -147,44 +136,16 @@ class KVFiles:
     def open(self, path: Path, inode: int) -> StoredFile | None:
         """Return a file of the prefix cache, which is kept open. None if it is gone, replaced, evicted, or too many."""
         file = self._open.get(path)
-        if file is None and self._has_room:
+        if file is None and len(self._open) < MOST_FILES:
             with suppress(OSError, CheckpointError):
                 file = self._open[path] = StoredFile(path, self._reader)
         return file if file is not None and file.inode == inode else None
 
-    @property
-    def _has_room(self) -> bool:
-        """False when as many files are open as may be."""
-        return len(self._open) + len(self._drafts) < MOST_FILES
-
-    def new_draft(self, room: int, beside: Path) -> Draft | None:
-        """Return a draft with ``room`` bytes at its beginning, which can be moved to the prefix cache's folder.
-
-        Return None if no layer is on disk yet, too many files are open, or that folder is on another disk.
-        """
-        if self._folder is None or not self._has_room:
-            return None
-        path = self._new_path("draft")
-        if not are_on_one_disk(path.parent, beside):
-            return None
-        draft = Draft(path, room, self._reader, self._writer)
-        self._drafts.add(draft)
-        return draft
-
-    @property
-    def draft_bytes(self) -> int:
-        """Bytes of drafts that are no files of the prefix cache."""
-        return sum([draft.nbytes for draft in self._drafts if not draft.is_named])
-
     def _new_rows(self, layout: RowLayout) -> DiskRows:
-        path = self._new_path("layer")
-        return DiskRows(LayerFile(path, layout, self._reader, self._writer))
-
-    def _new_path(self, kind: str) -> Path:
-        """Return the path of a new file. It is in a new folder if somebody has removed the old one."""
-        if self._folder is None or not self._folder.path.is_dir():
+        if self._folder is None or not self._folder.path.is_dir():  # somebody may have removed the old one
             self._folder = PrivateFolder(self._options.directory or sessions_directory())
-        return self._folder.path / f"{kind}-{next(self._numbers)}.kv"
+        path = self._folder.path / f"layer-{next(self._numbers)}.kv"
+        return DiskRows(LayerFile(path, layout, self._reader, self._writer))
 
     def limit_queue(self, num_slots: int) -> None:
         """Set the most bytes queued for writing, given the buffers for layers on disk."""

@@ -25,7 +25,7 @@ import mlx.core as mx
 from mlx_flash import enginethread
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer, Way, no_room
 from mlx_flash.kv.memory import MemoryRows
@@ -103,7 +103,6 @@ class LayerRows:
         self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
         self.admitted = 0, 0  # number of an admission, and the tokens that have room since then
-        self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # in memory, with room
 
     def offload(self, new: Sequence[mx.array]) -> None:
@@ -112,7 +111,7 @@ class LayerRows:
         The shapes of ``new`` tokens, which are about to be added, count if there are no others yet.
         """
         others = [(disk, length) for other, length in relatives(self) if (disk := other.disk)]
-        self.replace(self.pool.files.write(self.memory, new, others, self.stored, self.planned))
+        self.replace(self.pool.files.write(self.memory, new, others, self.stored))
         self.stored = ()
         self.pool.stats.num_offloaded += 1
 
@@ -167,7 +166,7 @@ class LayerRows:
             if isinstance(store, DiskRows):
                 store.capacity = options.capacity_after(store.length, store.capacity, new[0].shape[2])
                 is_referred = stored is not None and self.pool.files.refer(store, stored)
-                return [] if is_referred else self.pool.ring.append(store, new, self.planned)
+                return [] if is_referred else self.pool.ring.append(store, new)
             length = store.length
             store.append(new)
             if stored is not None:
@@ -371,7 +370,7 @@ class KVPool(Opaque):
         files_used = {disk.file for disk in self.on_disk.values()} if ledger.is_on_disk else ()
         self.usage = KVUsage(
             memory_bytes=ledger.now,
-            disk_bytes=sum([file.nbytes for file in files_used]) + files.draft_bytes,
+            disk_bytes=sum([file.nbytes for file in files_used]),
             reserved_bytes=ledger.arrays + self.ring.nbytes,
             read_bytes=files.read_bytes,
             written_bytes=files.written_bytes,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_flash.compat.arrays import address_of
 from mlx_flash.errors import ReadError
-from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.options import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
 from mlx_flash.kv.pages import RowBytes, RowLayout, row_bytes, segments
 from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, use_huge_pages
@@ -188,13 +188,10 @@ class SlotRing:
             slot.release()
         self.slots = self.slots[:num_slots] + [Slot() for _ in range(num_slots - len(self.slots))]
 
-    def append(
-        self, disk: DiskRows, new: Sequence[mx.array], planned: Mapping[int, Planned] = NOTHING_PLANNED
-    ) -> list[mx.array]:
+    def append(self, disk: DiskRows, new: Sequence[mx.array]) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluate them, and so the other slot's use.
 
-        Return all tokens of the layer, in a slot. ``planned`` is as for :meth:`DiskRows.append`. Raises: WriteError,
-        ReadError.
+        Return all tokens of the layer, in a slot. Raises: WriteError, ReadError.
         """
         plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(new, disk.layout.components, strict=True)]
         mx.eval(plain)
@@ -203,7 +200,7 @@ class SlotRing:
         slot = self._filled_slot(disk, end)
         slot.write(disk.layout, fresh, disk.length)
         try:
-            disk.append(fresh, planned)
+            disk.append(fresh)
         except BaseException:
             slot.clear()
             raise

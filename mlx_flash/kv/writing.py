@@ -1,22 +1,19 @@
 """The files that layers on disk write their pages to: each page once, in the background.
 
-A layer has a file of its own. Pages that the prefix cache wants go to a draft: it has the pages of all layers with some
-tokens, and becomes a file of the prefix cache when it gets a name. Copies of a cache share pages. While one has a page,
-it is never written again.
+A layer has a file of its own. Copies of a cache share pages. While one has a page, it is never written again.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -25,17 +22,11 @@ from mlx_flash.errors import WriteError
 from mlx_flash.files import close_all, lock, write_at
 from mlx_flash.forks import finalize
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
-from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dtype_name, joined
-from mlx_flash.memory.pagecache import aligned_offsets
+from mlx_flash.kv.pages import InFile, Page, RowBytes, RowLayout, joined
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import SourceFile
 from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.workers import Work, Workers
-
-T = TypeVar("T")
-
-Blocks = Sequence[tuple[int, memoryview]]
-"""Blocks of bytes, each with its offset in a file."""
 
 
 class LockedFile(SourceFile):
@@ -82,10 +73,10 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class Write(Work[T]):
+class Write(Work[None]):
     """A write of some bytes that is queued."""
 
-    def __init__(self, nbytes: int, write: Callable[[], T]) -> None:
+    def __init__(self, nbytes: int, write: Callable[[], None]) -> None:
         super().__init__(write)
         self.nbytes = nbytes
 
@@ -103,8 +94,8 @@ class WriteBehind:
         self.limit_bytes = limit_bytes
         self._count = count
         self._is_closed = False
-        self._thread: Workers[Write[Any]] = Workers(name, 1, self._run)
-        self._waiting: deque[Write[Any]] = deque()
+        self._thread: Workers[Write] = Workers(name, 1, self._run)
+        self._waiting: deque[Write] = deque()
 
     @property
     def queued_bytes(self) -> int:
@@ -116,7 +107,7 @@ class WriteBehind:
         while self._waiting and (self._waiting[0].is_done or self.queued_bytes + nbytes > self.limit_bytes):
             self._waiting.popleft().wait()
 
-    def submit(self, nbytes: int, work: Callable[[], T]) -> Write[T]:
+    def submit(self, nbytes: int, work: Callable[[], None]) -> Write:
         """Queue a write of so many bytes, once there is room for them."""
         if self._is_closed:
             raise _closed()
@@ -128,13 +119,12 @@ class WriteBehind:
         self._waiting.append(write)
         return write
 
-    def _run(self, write: Write[Any]) -> None:
+    def _run(self, write: Write) -> None:
         write.run(_closed() if self._is_closed else None)
 
-    def _counted(self, nbytes: int, work: Callable[[], T]) -> T:
-        result = work()
+    def _counted(self, nbytes: int, work: Callable[[], None]) -> None:
+        work()
         self._count(nbytes)
-        return result
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything is written, at most so many seconds. Return whether it is."""
@@ -152,68 +142,19 @@ def _closed() -> WriteError:
     return WriteError("the KV caches were closed")
 
 
-class WrittenFile:
-    """A new file of pages that this process writes. It is removed with the object. Raises: WriteError."""
+class LayerFile:
+    """A new file for pages of one layer, whose size is a multiple of chunks. It is removed with the object.
 
-    def __init__(self, path: Path, reader: PageReader, writer: WriteBehind) -> None:
-        self.path = path
-        self.reader = reader
+    Raises: WriteError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind) -> None:
+        self.path, self.layout, self.reader, self._writer = path, layout, reader, writer
         self._descriptors, read = list[int](), list[SourceFile]()
         finalize(self, _remove_file, path, self._descriptors, reader, read)
         _create_into(self._descriptors, path)
         read.append(reader.open(path))
-        self._writer = writer
-        self._pending: deque[Write[list[int]]] = deque()
-
-    @property
-    def fd(self) -> int:
-        """The descriptor for writing."""
-        return self._descriptors[0]
-
-    def submit(self, blocks: Blocks, *, is_checked: bool = False) -> Write[list[int]]:
-        """Write blocks, whose memory must not change any more. The result is the CRC-32 of each if they are checked.
-
-        Raises: WriteError: an earlier write failed.
-        """
-        while self._pending and self._pending[0].is_done:
-            self._finish_first()
-        nbytes = sum(len(block) for _, block in blocks)
-        write = self._writer.submit(nbytes, partial(self._write, blocks, is_checked))  # which keeps the file open
-        self._pending.append(write)
-        return write
-
-    def _write(self, blocks: Blocks, is_checked: bool) -> list[int]:
-        for offset, block in blocks:
-            try:
-                write_at(self.fd, block, offset)
-            except OSError as error:
-                raise WriteError(
-                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {self.path}: "
-                    f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
-                ) from error
-        return [zlib.crc32(block) for _, block in blocks] if is_checked else []
-
-    def flush(self) -> None:
-        """Wait until all pages can be read. Raises: WriteError: a write failed."""
-        while self._pending:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        """Wait for the first write. One that failed stays, and fails again.
-
-        The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
-        """
-        if (error := self._pending[0].failure()) is not None:
-            raise WriteError(str(error)) from error.__cause__
-        self._pending.popleft()
-
-
-class LayerFile(WrittenFile):
-    """A file of pages of one layer, whose size is a multiple of chunks."""
-
-    def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind) -> None:
-        super().__init__(path, reader, writer)
-        self.layout = layout
+        self._pending: deque[Write] = deque()
         self._used: WeakValueDictionary[int, InFile] = WeakValueDictionary()
 
     @property
@@ -238,74 +179,35 @@ class LayerFile(WrittenFile):
             for part, offset, stride in zip(rows, run.where.offsets, run.where.strides, strict=True):
                 for head in range(len(part)):
                     blocks.append((offset + head * stride, np.ascontiguousarray(part[head, begin:end]).data.cast("B")))
-            self.submit(blocks)
+            while self._pending and self._pending[0].is_done:
+                self._finish_first()
+            nbytes = sum(len(block) for _, block in blocks)
+            self._pending.append(self._writer.submit(nbytes, partial(self._write, blocks)))  # which keeps the file open
             begin = end
 
+    def _write(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, block in blocks:
+            try:
+                write_at(self._descriptors[0], block, offset)
+            except OSError as error:
+                raise WriteError(
+                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {self.path}: "
+                    f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
+                ) from error
 
-FILE_ALIGNMENT = 4096
-"""Alignment of arrays in a file of the prefix cache, on every machine: pages of memory may be larger."""
+    def flush(self) -> None:
+        """Wait until all pages can be read. Raises: WriteError: a write failed."""
+        while self._pending:
+            self._finish_first()
 
+    def _finish_first(self) -> None:
+        """Wait for the first write. One that failed stays, and fails again.
 
-class BlobInfo(NamedTuple):
-    """An array in a file of the prefix cache. The file describes it in this order, without the offset."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    checksum: int  # CRC-32
-    offset: int
-
-
-class Draft(WrittenFile):
-    """A file for the pages of all layers with some tokens, laid out as the prefix cache wants it.
-
-    ``room`` bytes are left free at its beginning.
-    """
-
-    def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind) -> None:
-        super().__init__(path, reader, writer)
-        self.room = room
-        self._end = room
-        self._pages: dict[int, tuple[list[BlobInfo], Write[list[int]]]] = {}  # by layer, with no checksums yet
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file, without the room at its beginning."""
-        return self._end - self.room
-
-    def add(self, layer: int, components: Sequence[Component], rows: RowBytes) -> Page[InFile]:
-        """Write the page of a layer, ``(heads, tokens, bytes)`` for each array. Errors are as for :meth:`submit`."""
-        *offsets, self._end = aligned_offsets([part.nbytes for part in rows], FILE_ALIGNMENT, self._end)
-        data, length = [np.ascontiguousarray(part).data.cast("B") for part in rows], rows[0].shape[1]
-        blobs = [
-            BlobInfo(f"{layer}.{i}", dtype_name(c.dtype), (*c.shape, length, c.width), len(part), 0, offset)
-            for i, (c, part, offset) in enumerate(zip(components, data, offsets, strict=True))
-        ]
-        self._pages[layer] = blobs, self.submit([*zip(offsets, data, strict=True)], is_checked=True)
-        return Page(InFile.packed(self, components, offsets, length), length)
-
-    @property
-    def is_named(self) -> bool:
-        """True once it is a file of the prefix cache, to which nothing is written."""
-        return not self._descriptors
-
-    def name(self) -> None:
-        """Note that it became a file of the prefix cache, which has another path."""
-        close_all(self._descriptors)
-
-    def finished(self) -> list[BlobInfo] | None:
-        """Wait until it is written, in any thread. Return its arrays as they follow one another.
-
-        Return None if something else is between them, or a write failed.
+        The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
         """
-        found = list[BlobInfo]()
-        for blobs, write in list(self._pages.values()):
-            if write.failure() is not None:
-                return None
-            found += [blob._replace(checksum=each) for blob, each in zip(blobs, write.result(), strict=True)]
-        places = aligned_offsets([blob.nbytes for blob in found], FILE_ALIGNMENT, self.room)
-        return found if places == [*(blob.offset for blob in found), self._end] else None
+        if (error := self._pending[0].failure()) is not None:
+            raise WriteError(str(error)) from error.__cause__
+        self._pending.popleft()
 
 
 def _create_into(descriptors: list[int], path: Path) -> None:

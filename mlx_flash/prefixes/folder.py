@@ -26,7 +26,6 @@ import numpy as np
 
 from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, free_bytes, free_floor, make_private, remove_unheld, write_at
-from mlx_flash.kv.writing import FILE_ALIGNMENT, BlobInfo, Draft
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import aligned_offsets, drop_cached, round_up
 
@@ -38,8 +37,8 @@ _LENGTHS = struct.Struct("<QI")
 _FIRST_READ = 8 << 10
 """Bytes that hold nearly every description; a longer one takes a second read."""
 
-_MOST_KEY_BYTES, _MOST_BLOB_BYTES = 1024, 128
-"""Bytes that suffice for a key without its title, and for a blob, in nearly every description."""
+FILE_ALIGNMENT = 4096
+"""Alignment of arrays in a page file, on every machine: pages of memory may be larger."""
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Tokens of a sequence, ``(length,)``; or ``(length, n)`` where more than the token decides what is cached."""
@@ -51,6 +50,17 @@ class Blob(NamedTuple):
     data: bytes | bytearray | memoryview
     dtype: str
     shape: tuple[int, ...]
+
+
+class BlobInfo(NamedTuple):
+    """An array in a page file. The file describes it in this order, without the offset."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    checksum: int  # CRC-32
+    offset: int
 
 
 class Place(NamedTuple):
@@ -106,44 +116,24 @@ class EncodedPage(NamedTuple):
     key: PageKey
     nbytes: int  # the length of the file
     head: bytes  # everything before the blobs
-    blobs: Sequence[tuple[int, memoryview]]  # those to write, with their offsets
-    draft: Draft | None  # the file, in which the other blobs are already; None for a new one
-
-    @property
-    def new_bytes(self) -> int:
-        """Bytes that the disk has not got yet."""
-        return self.nbytes - (self.draft.nbytes if self.draft is not None else 0)
+    blobs: Sequence[tuple[int, memoryview]]  # with their offsets
 
     def write(self, fd: int) -> None:
-        """Write what the file lacks."""
+        """Write the whole file."""
         for offset, data in ((0, memoryview(self.head)), *self.blobs):
             write_at(fd, data.cast("B") if data.nbytes else memoryview(b""), offset)
 
 
-def encode_page(key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = None) -> EncodedPage | None:
-    """Return the file of a page: its description, the blobs of its draft, if it has one, and the blobs behind them.
-
-    The blobs' bytes must not change until it is written. Return None if the draft was not written as a whole.
-    """
-    written = [] if draft is None else draft.finished()
-    if written is None:
-        return None
+def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:
+    """Return the file of a page: its description, and the blobs, whose bytes must not change until it is written."""
     data = {name: memoryview(blob.data) for name, blob in blobs.items()}
-    rest = [(n, b.dtype, b.shape, data[n].nbytes, zlib.crc32(data[n])) for n, b in blobs.items()]
-    text = f"{json.dumps(asdict(key))}\n{json.dumps([*(blob[:-1] for blob in written), *rest])}".encode()
-    room = round_up(_HEAD.size + len(text), FILE_ALIGNMENT) if draft is None else draft.room
-    if _HEAD.size + len(text) > room:
-        return None
-    begin = room + (0 if draft is None else draft.nbytes)
-    *offsets, end = aligned_offsets([view.nbytes for view in data.values()], FILE_ALIGNMENT, begin)
+    table = [(n, b.dtype, b.shape, data[n].nbytes, zlib.crc32(data[n])) for n, b in blobs.items()]
+    text = f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
+    room = round_up(_HEAD.size + len(text), FILE_ALIGNMENT)
+    *offsets, end = aligned_offsets([view.nbytes for view in data.values()], FILE_ALIGNMENT, room)
     text = text.ljust(room - _HEAD.size)
     head = _HEAD.pack(MAGIC, end, len(text), zlib.crc32(_LENGTHS.pack(end, len(text)) + text))
-    return EncodedPage(key, end, head + text, [*zip(offsets, data.values(), strict=True)], draft)
-
-
-def room_for_head(title: str, num_blobs: int) -> int:
-    """Return the bytes to leave free at the beginning of a draft."""
-    return round_up(_MOST_KEY_BYTES + len(json.dumps(title)) + num_blobs * _MOST_BLOB_BYTES, FILE_ALIGNMENT)
+    return EncodedPage(key, end, head + text, [*zip(offsets, data.values(), strict=True)])
 
 
 class PageFile:
@@ -409,7 +399,7 @@ def list_prefixes(directory: Path) -> list[StoredModel]:
 
 def make_room(folder: PageFolder, page: EncodedPage) -> bool:
     """Evict pages until another one fits. Return whether it does. The caller has the lock."""
-    excess = page.new_bytes - _spare_bytes(folder)
+    excess = page.nbytes - _spare_bytes(folder)
     if folder.limit is None and excess <= 0:
         return True
     pages, _ = folder.repair()
@@ -419,7 +409,7 @@ def make_room(folder: PageFolder, page: EncodedPage) -> bool:
     if excess > taken:
         return False  # evicting all would not be enough
     freed = _evict(folder, pages, excess, page.key.parent)
-    return freed >= excess and page.new_bytes <= _spare_bytes(folder)
+    return freed >= excess and page.nbytes <= _spare_bytes(folder)
 
 
 def clear_prefixes(directory: Path) -> list[StoredModel]:

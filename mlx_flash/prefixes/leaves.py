@@ -21,14 +21,12 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, shortened_window
-from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.kv.pages import Component, InFile, Page, dtype_name
-from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.folder import Blob, Place
 
@@ -54,11 +52,9 @@ def has_state(entry: Any) -> bool:
 
 
 def forget(cache: Sequence[Any]) -> None:
-    """Forget the content of a prompt cache, and which pages a call was to complete."""
+    """Forget the content of a prompt cache."""
     for entry in entries_of(cache):
         getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
-        if isinstance(entry, PooledCache):
-            entry.rows.planned = NOTHING_PLANNED
 
 
 class Leaf:
@@ -153,11 +149,6 @@ class RowLeaf(Leaf):
         entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
         count_tokens(entry, count)
         mx.eval(longer, entry.offset)
-
-    def draft_of(self, start: int, stop: int) -> Draft | None:
-        """Return the draft that has some tokens as a page; None if none has."""
-        own = self.own
-        return None if own is None or own.disk is None else draft_of(own.disk, start, stop)
 
     def note_stored(self, start: int, page: Page[Stored]) -> None:
         """Note that tokens in memory are in a page: when the layer goes to disk, they are not written again."""

@@ -23,7 +23,6 @@ import numpy as np
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.disk import Planned
 from mlx_flash.kv.history import History, make_labels
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
@@ -46,9 +45,6 @@ class PrefixCounters:
 
 DEFAULT_GB = 20.0
 """The most bytes of all prompts on disk, in GB: 160 000 tokens of a model with 128 KiB for each (8B, 16 bits)."""
-
-MOST_ARRAYS = 6
-"""The most arrays of a leaf: keys and values that are quantized have three each."""
 
 STATE = "state"
 """Letters before the number of a leaf with a window or states in the names of a page's arrays."""
@@ -112,7 +108,6 @@ class PrefixCache:
         forget(cache)
         if call is not None:
             call.num_after = sum(part.shape[1] for part in parts[num_prompts:])
-            self._plan(call)
         return call
 
     def end(self, call: KnownCall) -> None:
@@ -120,21 +115,9 @@ class PrefixCache:
         self.counters.num_computed += call.tokens.shape[1]
         if any(leaf.length not in (call.after.length + call.num_after, None) for leaf in call.leaves):
             return
-        forget([leaf.entry for leaf in call.leaves])  # first: nothing more is written to drafts that are stored
         if self._store(call) and not call.num_after:
             for leaf in call.leaves:
                 leaf.note(call.after)
-
-    def _plan(self, call: KnownCall) -> None:
-        """Plan a draft for each page that the call completes."""
-        pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
-        num_blobs = MOST_ARRAYS * len(call.leaves)
-        drafts = {}
-        for begin, end in _new_pages(call) if pooled else ():
-            files = pooled[0][1].pool.files
-            drafts[begin] = end, cached(partial(self.store.new_draft, files, num_blobs))
-        for i, rows in pooled:
-            rows.planned = {begin: Planned(end, i, draft) for begin, (end, draft) in drafts.items()}
 
     def telemetry(self) -> dict[str, int]:
         """Return what was restored and stored so far."""
@@ -236,18 +219,14 @@ class PrefixCache:
         return all(self._put(call, number, start, end) for number, (start, end) in pages)
 
     def _put(self, call: KnownCall, number: int, start: int, end: int) -> bool:
-        """Store a page. Rows that layers wrote to a draft stay there; others are copied, with the states at its end."""
-        drafts = [leaf.draft_of(start, end) for leaf in call.rows]
-        draft = next((draft for draft in drafts if draft is not None), None)
-        rest = {i: leaf for i, leaf in enumerate(call.rows) if draft is None or drafts[i] is not draft}
-        found = {f"{i}": leaf.read(start, end) for i, leaf in rest.items()}
+        """Store a page: copies of its rows, and of the states at its end."""
+        found = {f"{i}": leaf.read(start, end) for i, leaf in enumerate(call.rows)}
         found |= {f"{STATE}{i}": state for i, state in call.take_states(end).items()}
         blobs = {f"{leaf}.{name}": blob for leaf, arrays in found.items() for name, blob in arrays.items()}
-        name = self.store.put(call.after.labels, number, blobs, draft=draft, ends=call.after.ends)
+        name = self.store.put(call.after.labels, number, blobs, ends=call.after.ends)
         if name and self.store.writes(name):
-            for (i, leaf), rows in zip(enumerate(call.rows), self._stored(name), strict=False):
-                if i in rest:
-                    leaf.note_stored(start, Page(rows, end - start))
+            for leaf, rows in zip(call.rows, self._stored(name), strict=False):
+                leaf.note_stored(start, Page(rows, end - start))
         return bool(name)
 
 

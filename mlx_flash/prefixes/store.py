@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder
-from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.writing import Draft, Write, WriteBehind
+from mlx_flash.kv.writing import Write, WriteBehind
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.folder import (
@@ -38,13 +37,12 @@ from mlx_flash.prefixes.folder import (
     make_room,
     page_names,
     path_of,
-    room_for_head,
     root_name,
 )
 
-REASONS = ("stopped", "parent", "room", "wear", "draft")
+REASONS = ("stopped", "parent", "room", "wear")
 """Reasons for not storing a page: storing has stopped, the page before it is missing, the disk or the limit is full,
-the cap of daily writes is reached, layers did not write its file as a whole."""
+the cap of daily writes is reached."""
 
 _WARNINGS = {
     "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
@@ -108,7 +106,7 @@ class PrefixStore:
             except OSError as error:
                 self._folder.stop(error)
         self._writer = WriteBehind(queue_bytes, "prefixes")
-        self._queued: dict[str, Write[None]] = {}  # pages that wait to be written, by name
+        self._queued: dict[str, Write] = {}  # pages that wait to be written, by name
         self._lock = threading.Lock()  # of the counts
         self._counts: Counter[str] = Counter()
 
@@ -163,7 +161,6 @@ class PrefixStore:
         page_index: int,  # how many pages come before it
         blobs: Mapping[str, Blob],
         *,
-        draft: Draft | None = None,  # a file with the other blobs, which becomes the file of the page
         ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
     ) -> str:
         """Store a page in the background. Return its name if it is cached, or queued; an empty text if it is not.
@@ -184,16 +181,10 @@ class PrefixStore:
         if not is_large:
             blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
         self._queued = {page: write for page, write in self._queued.items() if not write.is_done}
-        self._queued[key.page] = self._writer.submit(nbytes, partial(self._write, key, blobs, draft))
+        self._queued[key.page] = self._writer.submit(nbytes, partial(self._write, key, blobs))
         if is_large:
             self.flush()
         return key.page
-
-    def new_draft(self, files: KVFiles, num_blobs: int) -> Draft | None:
-        """Return a file for the pages of layers on disk, which :meth:`put` may take; None where there is none."""
-        if not self._folder.is_writable:
-            return None
-        return files.new_draft(room_for_head(self._title, num_blobs), self._folder.path)
 
     def writes(self, page: str) -> bool:
         """Return whether the page that was put last was queued, and not found. Files of others are not checked."""
@@ -238,14 +229,13 @@ class PrefixStore:
         if is_first and what in _WARNINGS:
             log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[what])
 
-    def _write(self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None) -> None:
+    def _write(self, key: PageKey, blobs: Mapping[str, Blob]) -> None:
         """Write a page, in the store's own thread."""
         try:
             if not self._folder.is_writable:
                 self._count("stopped")
                 return
-            page = encode_page(key, blobs, draft)
-            self._count("draft" if page is None else add_page(self._folder, page, self._governor.claim) or "stored")
+            self._count(add_page(self._folder, encode_page(key, blobs), self._governor.claim) or "stored")
         except OSError as error:
             self._folder.stop(error)
             self._count("stopped")
@@ -258,7 +248,7 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
     """Write a page, unless it is cached. After an error nothing is left of it.
 
     ``claim`` counts bytes that are about to be written, or returns False. Return why it is not cached now:
-    ``"parent"``, ``"room"``, ``"wear"`` or ``"draft"``; an empty text if it is.
+    ``"parent"``, ``"room"`` or ``"wear"``; an empty text if it is.
     """
     with folder.locked():
         if folder.has(page.key.page):
@@ -267,11 +257,10 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
             return "parent"
         if not make_room(folder, page):
             return "room"
-        if not claim(page.new_bytes):
+        if not claim(page.nbytes):
             return "wear"
         partial = folder.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-        if (lock := _reserve(partial, page)) is None:
-            return "draft"
+        lock = _reserve(partial, page)
     fd = lock.fd
     try:
         page.write(fd)
@@ -285,23 +274,13 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
                 os.utime(fd, ns=(time.time_ns(),) * 2)
                 partial.replace(path_of(folder.path, page.key.page))
         flush_folder(folder.path)
-        if page.draft is not None:
-            page.draft.name()
         return ""
     finally:
         _give_up(partial, lock)
 
 
-def _reserve(partial: Path, page: EncodedPage) -> HeldLock | None:
-    """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open.
-
-    Return None if the page's draft is gone: its caches were dropped.
-    """
-    if page.draft is not None:
-        try:
-            page.draft.path.rename(partial)
-        except FileNotFoundError:
-            return None
+def _reserve(partial: Path, page: EncodedPage) -> HeldLock:
+    """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
     lock = HeldLock(partial, create=0o600, shared=True)  # as long as its writer lives
     try:
         os.ftruncate(lock.fd, page.nbytes)

@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,12 +26,12 @@ from kv_on_disk import feed, on_disk
 from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.files import HeldLock
 from mlx_flash.forks import wait_for_finalizers
-from mlx_flash.kv.disk import DiskRows, Planned
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, InFile, Page, RowBytes, RowLayout, segments
-from mlx_flash.kv.writing import Draft, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.writing import LayerFile, PageReader, WriteBehind
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -90,9 +89,7 @@ def equal(left: Any, right: Any) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(
     stored=st.lists(st.integers(1, 90), max_size=3),
-    steps=st.lists(
-        st.tuples(st.sampled_from(["append", "truncate", "drop", "fork", "refer", "draft"]), st.integers(1, 300))
-    ),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork", "refer"]), st.integers(1, 300))),
 )
 def test_rows_equal_what_was_appended(
     layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
@@ -113,18 +110,6 @@ def test_rows_equal_what_was_appended(
         elif what == "truncate":
             rows.truncate(rows.length * number // 300)
             expected = [old[:, : rows.length] for old in expected]
-        elif what == "draft":
-            end, length = rows.paged_tokens + number, max(1, rows.paged_tokens + number - rows.length)
-            path_of_draft = path.with_name(f"{seed}.draft")
-            draft = Draft(path_of_draft, 4096, reader, writer)
-            new = random_rows(layout, length + number % 7, seed)
-            rows.append(new, {rows.paged_tokens: Planned(end, 0, lambda draft=draft: draft)})
-            expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
-            if end >= rows.length - new[0].shape[1]:
-                checksums = [blob.checksum for blob in draft.finished() or ()]
-                start = end - number
-                assert checksums == [zlib.crc32(part[:, start:end].tobytes()) for part in expected]
-                path_of_draft.rename(path.with_name(f"{seed}.page"))
         elif what == "refer" and rows.length == rows.paged_tokens:
             new = random_rows(layout, number, seed)
             refer(rows, write_stored(path.with_name(f"{seed}.page"), layout, new), files)

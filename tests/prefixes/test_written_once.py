@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
-import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +21,6 @@ from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
-from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes import folder as page_folder
 from mlx_flash.prefixes import store as pagewriter
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import PrefixCache
@@ -112,8 +107,7 @@ class Machine:
         self.pool.close()
 
 
-@pytest.mark.parametrize("kind", ["on disk", "offloaded later"])
-def test_a_prompt_is_written_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_offloaded_later_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not its pages still wait to be written when a layer goes to disk."""
 
     def slow(*args: Any) -> str:
@@ -121,30 +115,30 @@ def test_a_prompt_is_written_once(kind: str, tmp_path: Path, monkeypatch: pytest
         return add(*args)
 
     add = pagewriter.add_page
-    machine = Machine(tmp_path, always_on_disk=kind == "on disk")
+    machine = Machine(tmp_path, always_on_disk=False)
     talk = machine.talk().feed(LONG[:96])
     with monkeypatch.context() as patch:
         patch.setattr(pagewriter, "add_page", slow)
         talk.feed(LONG[96:160])
-        for entry in talk.cache if kind != "on disk" else ():
+        for entry in talk.cache:
             entry.rows.offload(())
-    talk.feed(LONG[160:])
-    num_pages = len(LONG) // PAGE
-    assert len(LONG) * TOKEN_BYTES <= machine.written() <= len(LONG) * TOKEN_BYTES + num_pages * HEAD_BYTES
+    assert 160 * TOKEN_BYTES <= machine.written() <= 160 * TOKEN_BYTES + 5 * HEAD_BYTES
     assert machine.pool.note().disk_bytes == 0, "all pages are the prefix cache's"
-    files = {page.where.file for entry in talk.cache for page in entry.rows.disk.pages}
-    assert not any(isinstance(file, Draft) and file._descriptors for file in files), "a reader's are enough"
-    del files
+    talk.feed(LONG[160:])
+    machine.written()
+    assert machine.pool.note().disk_bytes == (len(LONG) - 160) * TOKEN_BYTES, "the layers' own"
+    num_pages = len(LONG) // PAGE
     assert machine.prefixes.store.telemetry()["stored"] == list_prefixes(tmp_path / "prefixes")[0].pages == num_pages
-    assert clear_prefixes(tmp_path / "prefixes")[0].pages == num_pages, "they are in use"
+    assert clear_prefixes(tmp_path / "prefixes")[0].pages == 5, "they are in use"
+    written = machine.written()
     other = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
-    assert machine.prefixes.counters.num_restored == 160
+    assert machine.prefixes.counters.num_restored == 160 and machine.written() == written
     talk.cache[0].trim(3)
     del talk, other
     machine.close()
     again = Machine(tmp_path)
-    again.talk().feed(LONG[:96]).feed(LONG[96:160]).feed(LONG[160:])
-    assert again.prefixes.counters.num_restored == len(LONG)
+    again.talk().feed(LONG[:96]).feed(LONG[96:160])
+    assert again.prefixes.counters.num_restored == 160 and again.written() == written, "layers on disk refer to them"
     again.close()
     gc.collect()
     assert clear_prefixes(tmp_path / "prefixes") == [] and not list((tmp_path / "prefixes" / "pages").iterdir())
@@ -153,48 +147,6 @@ def test_a_prompt_is_written_once(kind: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("limit", "count"), [(-1, 2048), (64, 16), (256, 64), (1024, 448), (1 << 20, 2048)])
 def test_most_files_follow_the_limit_of_descriptors(limit: int, count: int) -> None:
     assert kvfiles.most_files(limit) == count
-
-
-@pytest.mark.parametrize("reason", ["too many files", "another disk", "a page larger than the rest of a call"])
-def test_pages_without_a_draft_are_copied(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason == "too many files":
-        monkeypatch.setattr(kvfiles, "MOST_FILES", 3)
-    elif reason == "another disk":
-        monkeypatch.setattr("mlx_flash.kv.kvfiles.are_on_one_disk", lambda *_: False)
-    machine = Machine(tmp_path, step=PAGE // (2 if reason.startswith("a page") else 1))
-    talk = machine.talk()
-    for start in range(0, len(LONG), 24):
-        talk.feed(LONG[start : start + 24])
-    assert machine.written() > len(LONG) * TOKEN_BYTES + 3 * PAGE * TOKEN_BYTES
-    assert machine.prefixes.store.telemetry()["stored"] == 15
-    talk = machine.talk()
-    for start in range(0, len(LONG), 24):
-        talk.feed(LONG[start : start + 24])
-    assert machine.prefixes.counters.num_restored == len(LONG) - 24, "the first call ends before a page does"
-    machine.close()
-
-
-@pytest.mark.parametrize("fault", ["fsync", "rename"])
-def test_a_draft_that_gets_no_name_is_read_on(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(page_folder.os if fault == "fsync" else page_folder.Path, fault, fail)  # type: ignore[attr-defined]
-    machine = Machine(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        talk = machine.talk().feed(LONG[:96]).feed(LONG[96:])
-        machine.written()
-    assert "nothing more is stored" in caplog.text
-    assert machine.pool.note().disk_bytes == len(LONG) * TOKEN_BYTES
-    talk.check()
-    assert not list((tmp_path / "prefixes" / "pages").iterdir())
-    del talk
-    gc.collect()
-    machine.pool.ring.release()
-    assert machine.pool.note().disk_bytes == 0
-    machine.close()
 
 
 KILLED = """
@@ -217,9 +169,9 @@ machine.written()
 """
 
 
-@pytest.mark.parametrize("point", ["fsync", "rename", "replace"])
+@pytest.mark.parametrize("point", ["fsync", "replace"])
 def test_a_killed_process_leaves_whole_pages(point: str, tmp_path: Path) -> None:
-    """Killed before a draft is moved, while it lacks its description, and before it gets its name."""
+    """Killed before a page is whole, and before it gets its name."""
     done = children.run("-c", KILLED, tmp_path, point, 3, Path(__file__).parent)
     assert done.returncode == 9, done.stderr.decode()
     machine = Machine(tmp_path)
@@ -233,7 +185,7 @@ def test_a_killed_process_leaves_whole_pages(point: str, tmp_path: Path) -> None
     machine.close()
 
 
-def test_drafts_are_read_where_pages_of_memory_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_read_where_pages_of_memory_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of Macs have 16 KiB. Arrays in page files begin at multiples of 4 KiB everywhere."""
     for name, module in sys.modules.items():
         if name.startswith("mlx_flash.") and hasattr(module, "DIRECT_ALIGNMENT"):
@@ -244,37 +196,4 @@ def test_drafts_are_read_where_pages_of_memory_are_large(tmp_path: Path, monkeyp
     machine.talk().feed(LONG[:96])
     assert machine.prefixes.counters.num_restored == 96 and not machine.prefixes.store.telemetry()["damaged"]
     talk.check()
-    machine.close()
-
-
-def test_descriptions_have_room_in_drafts(tmp_path: Path) -> None:
-    """However long the title of a model is, and however many layers it has."""
-    machine = Machine(tmp_path)
-    machine.prefixes.store._title = "ü" * 5000
-    machine.talk().feed(LONG[:96])
-    machine.written()
-    assert machine.prefixes.store.telemetry()["stored"] == 3
-    machine.close()
-
-
-def test_a_draft_whose_caches_were_dropped_costs_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine, rename, renamed = Machine(tmp_path), Path.rename, list[Path]()
-
-    def late(path: Path, target: Path) -> Path:
-        renamed.append(path)
-        if len(renamed) == 2:
-            path.unlink()  # with its pool
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", late)
-    machine.talk().feed(LONG[:96])
-    machine.written()
-    told = machine.prefixes.store.telemetry()
-    assert (told["stored"], told["refused_draft"], told["refused_parent"]) == (1, 1, 1)
-    assert machine.prefixes.store.is_writable and not caplog.records
-    machine.talk().feed(LONG[96:192])
-    machine.written()
-    assert machine.prefixes.store.telemetry()["stored"] == 4
     machine.close()

@@ -312,17 +312,6 @@ def test_active_conversations_refer_to_the_prefix_cache(directory: Path, branche
     check_branches(directory, got)
 
 
-def test_the_first_prompt_is_written_once(directory: Path, prefixes: Path) -> None:
-    """The pages of the KV cache on disk become those of the prefix cache."""
-    with with_prefixes(directory, kv_step=STEP, times=2.0) as model:
-        check_branches(directory, run(model, BRANCHES)[0])
-        assert model.kv is not None and model.prefixes is not None and model.prefixes.store.flush(20)
-        stored = sum(each.nbytes for each in list_prefixes(prefixes))
-        counted = json.loads((prefixes.parent / FILE_NAME).read_text())["total_bytes"]
-        assert model.kv.note().written_bytes > stored / 4
-        assert len(SHARED) * sum(model.plan.kv.rows) < counted < 1.1 * stored
-
-
 def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, branches: Path) -> None:
     with with_prefixes(directory) as model:
         assert model.prefixes is not None and model.kv is not None

@@ -35,13 +35,13 @@ from hypothesis.stateful import (
 from children import HELPERS
 from mlx_flash.files import HeldLock
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.writing import BlobInfo
 from mlx_flash.prefixes import folder as page_folder
 from mlx_flash.prefixes.folder import (
     _HEAD,
     _LENGTHS,
     MAGIC,
     Blob,
+    BlobInfo,
     CachedPage,
     EncodedPage,
     PageFile,

@@ -230,7 +230,6 @@ GENERATE = (
     YES,
     flag("--resident", "keep everything in memory, by mlx-lm alone, to compare with"),
 )
-_STAYS = "time that the model stays in memory without a message, such as 5m (default: until the end)"
 _ANSWER = f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})"
 CHAT = (
     flag("--image FILE", "pictures for the first message", Path, action="extend", nargs="+"),
@@ -238,7 +237,6 @@ CHAT = (
     flag("--format json|FILE", "answer in JSON, or by the JSON schema in a file"),
     flag("--resume", "go on with the last conversation"),
     YES,
-    flag("--keepalive --keep-alive TIME", _STAYS, duration),
     flag("--max-tokens -m N", _ANSWER, max_tokens),
     flag("--verbose", "print the log, and all measurements", action="store_const", const=LOG, default=False),
     SYSTEM,
@@ -257,10 +255,6 @@ RUN = (
     flag("words", "a model; a prompt to answer, '-' reads it", nargs="*", metavar="MODEL | PROMPT"),
     flag("--prompt -p TEXT", "the prompt, at any place"),
     flag("-f --file MODELFILE", "default: ./Modelfile"),
-    flag("--serve", "serve it, as mlx-flash serve does"),
-    flag("--host HOST", "for --serve", default="127.0.0.1"),
-    flag("--port PORT", "for --serve", port, default=8080),
-    *ACCESS,
     *CHAT,
 )
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -319,14 +313,9 @@ _WHOLE = "mlx-lm's model whole in memory, or one layer at a time; unset: whole w
 VERIFY = (
     flag("--reference WAY", _WHOLE, choices=("resident", "layers"), metavar=None),
     flag("--output -o FILE", "save the receipt", Path),
-    flag("--against FILE", "compare with another receipt", Path),
     *measured(16, 4),
 )
 EXEC = (flag("PROGRAM", "such as: mlx_lm.generate --model MODEL", nargs=argparse.REMAINDER),)
-SERVICE = (
-    flag("action", "what to do with it", choices=("install", "status", "logs", "remove")),
-    flag("arguments", "flags of mlx-flash serve, for install", nargs=argparse.REMAINDER, metavar="FLAGS"),
-)
 PACK = (
     flag("target", "directory to make"),
     flag("--compress", "compress what shrinks, if that is expected to pay on this machine"),
@@ -337,12 +326,10 @@ PACK = (
 _FOLDERS = "folders to look in, beside Hugging Face's cache"
 LIST = (flag("folders", _FOLDERS, Path, nargs="*", metavar="FOLDER"), JSON)
 PULL = (flag("--revision NAME", "branch, tag or commit (default: main)"), JSON)
-SHOW = (flag("--modelfile", "print the Modelfile"), JSON)
 CREATE = (
     flag("NAME", "to name the model by"),
     flag("-f --file MODELFILE", "the Modelfile", default="Modelfile"),
 )
-RM = (flag("-y --yes", "do not ask"),)
 MONITOR = (
     flag("--once", "print one frame and exit; exit status 1 when no engine runs"),
     flag("--json", "print one JSON object for each engine and look, instead of frames"),
@@ -352,7 +339,6 @@ MONITOR = (
     flag("--ascii", "only ASCII characters (default where the encoding has no others)"),
 )
 STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
-COMPLETION = (flag("shell", "the shell that runs the printed code", choices=("bash", "zsh", "fish")),)
 CACHE = (flag("action", "clear removes everything that is not in use", choices=("list", "clear")), JSON)
 
 
@@ -365,7 +351,7 @@ SHOWN = frozenset(
         *("--help", "--help-tuning", "--model", "--ram-budget-gb", "--context-length", "--prefill-step-size"),
         *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
         *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
-        *("--file", "--serve", "--image", "--format", "--resume", "--keep-alive", "--verbose", "--quiet"),
+        *("--file", "--image", "--format", "--resume", "--keep-alive", "--verbose", "--quiet"),
         *("--traceback", "--yes"),
     }
 )
@@ -468,8 +454,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         command.show(None)
         command.print_help()
         command.exit()
-    has_rest = name in ("exec", "service")  # words that are another program's
-    parse = command.parse_known_args if has_rest else command.parse_known_intermixed_args
+    parse = command.parse_known_args if name == "exec" else command.parse_known_intermixed_args  # words of a program
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
         command.show(None)
@@ -568,7 +553,7 @@ COMMANDS = {
         "MODEL",
     ),
     "run": Command(
-        "chat with, prompt, or serve a model or a Modelfile",
+        "chat with, or prompt, a model or a Modelfile",
         RUN,
         usage="[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
         defaults={"seed": None},
@@ -578,18 +563,12 @@ COMMANDS = {
         CHAT,
         "[MODEL]",
         place="run.run",
-        defaults={"words": (), "prompt": None, "file": None, "serve": False},
+        defaults={"words": (), "prompt": None, "file": None},
     ),
     "serve": Command(
         "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
         SERVE,
         "[[NAME=]MODEL ...]",
-    ),
-    "service": Command(
-        "keep the server running as a service of this user",
-        SERVICE,
-        usage="install|status|logs|remove [flags of serve]",
-        streams=False,
     ),
     "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL"),
     "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),
@@ -602,12 +581,8 @@ COMMANDS = {
     ),
     "models": Command("list models that people run, and how fast they would be here", (JSON,), place="known.models"),
     "pull": Command("download a model, after showing its plan", PULL, "REPOSITORY", "models.pull"),
-    "show": Command("show a model's files and its plan, or a Modelfile", SHOW, "MODEL", "models.show"),
     "create": Command(
         "give a Modelfile a name", CREATE, place="models.create", usage="NAME [-f MODELFILE]", streams=False
-    ),
-    "rm": Command(
-        "remove downloaded models and named Modelfiles", RM, "NAME ...", "models.remove", usage="[--yes]", streams=False
     ),
     "ps": Command("list running engines", (JSON,), place="engines.ps", usage="[--json]", streams=False),
     "stop": Command("end a running engine", STOP, "PID|MODEL", "engines.stop", streams=False),
@@ -626,13 +601,6 @@ COMMANDS = {
         CACHE,
         place="models.cache",
         usage="list|clear",
-        streams=False,
-    ),
-    "completion": Command(
-        "print code that completes commands, flags and models",
-        COMPLETION,
-        place="dispatch.completion",
-        usage="bash|zsh|fish",
         streams=False,
     ),
 }

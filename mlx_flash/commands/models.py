@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -21,7 +19,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines, tabled
+from mlx_flash.commands.common import Status, emit, make_config, note, note_lines, tabled
 from mlx_flash.commands.vision import prepare_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert import derived
@@ -34,24 +32,22 @@ from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout import hub
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, download, is_downloaded, missing_bytes, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
-from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.standins import write_stand_in
 from mlx_flash.layout.trace import RESULTS as HELD
 from mlx_flash.modelfile.parse import (
-    Modelfile,
     check_model_name,
     create_model,
     find_modelfile,
     named_models,
     read_modelfile,
 )
-from mlx_flash.monitor.words import counted, filled, formatted, printable, size
+from mlx_flash.monitor.words import counted, formatted, printable, size
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.residency.scores import RESULTS as ATTENTION
 from mlx_flash.sessions import remove_orphans
 from mlx_flash.storage.probe import PROFILES, sample_in
-from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint, weight_files
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, weight_files
 from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
 from mlx_flash.telemetry import Json, ratio
 from mlx_flash.vision.detect import loads_with_vlm
@@ -354,25 +350,6 @@ def _short(name: str) -> str:
     return f"~{name[len(home) :]}" if name.startswith(f"{home}/") else name
 
 
-_ENTRIES = ("model_type", "num_hidden_layers", "hidden_size", "max_position_embeddings", "quantization")
-"""The entries of ``config.json`` that are shown."""
-
-
-SHOWN = """
-Model: {model}
-Modelfile: {modelfile.path}, of {base}
-System: {modelfile.system}
-Parameters: {modelfile.parameters}
-Stop: {modelfile.stop}
-Settings: {modelfile.settings}
-Folder: {folder}
-Folder: {remote:not downloaded; headers are from Hugging Face}
-Weights: {bytes:size} in {shards:file}: {dtypes}
-Plan: {plan}
-"""
-"""A model in words."""
-
-
 def create(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash create``: write a Modelfile with a name."""
     check_model_name(args.name)
@@ -382,91 +359,6 @@ def create(args: argparse.Namespace, out: TextIO) -> int:
     path = create_model(args.name, modelfile)
     print(f"{verb} {args.name}: {path}", file=out)
     return 0
-
-
-def show(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash show``."""
-    disable_progress_bars()
-    modelfile = find_modelfile(args.model)
-    is_named = modelfile.path in named_models().values()
-    if args.modelfile:
-        if not is_named:
-            raise ConfigError(f"show {args.model}: it is no Modelfile with a name. Hint: mlx-flash create NAME -f FILE")
-        print(modelfile.path.read_text(encoding="utf-8"), end="", file=out)
-        return 0
-    found = {"model": args.model, "modelfile": _describe(modelfile) if is_named else None}
-    found |= look_at(modelfile.base, make_config(args, modelfile.flash))
-    dtypes = ", ".join(f"{size(nbytes)} of {dtype}" for dtype, nbytes in found["bytes_by_dtype"].items())
-    described = {name: _listed(value) for name, value in (found["modelfile"] or {}).items()}
-    more = {"modelfile": described, "dtypes": dtypes, "remote": found["folder"] is None, "plan": in_words(found)}
-    lines = [*filled(SHOWN, {**found, **more}), *((key, str(value)) for key, value in found["config"].items())]
-    emit(args, found, labelled(lines), out)
-    return 0
-
-
-def _listed(value: object) -> str:
-    return ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value or "")
-
-
-def look_at(name: str, config: FlashConfig) -> Json:
-    """Return the facts about a folder or repository. Of one that is not downloaded, headers are fetched."""
-    with headers_of(name) as (path, probe):
-        checkpoint, dtypes = read_checkpoint(path), Counter[str]()
-        for tensor in checkpoint.tensors.values():
-            dtypes[tensor.dtype] += tensor.extent.nbytes
-        entries = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return {
-            "base": name,
-            "folder": path if probe is None else None,
-            "shards": len(checkpoint.shards),
-            "bytes": sum(dtypes.values()),
-            "bytes_by_dtype": dict(dtypes.most_common()),
-            "config": {key: entries[key] for key in _ENTRIES if key in entries},
-            **expect(path, config, probe),
-        }
-
-
-def _describe(modelfile: Modelfile) -> Json:
-    return {
-        "path": modelfile.path,
-        "system": modelfile.system,
-        "parameters": modelfile.parameters.given(),
-        "stop": list(modelfile.stop),
-        "settings": dict(modelfile.flash),
-    }
-
-
-def remove(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash rm``: remove Modelfiles with names, and repositories from Hugging Face's cache.
-
-    Raises:
-        CheckpointNotFoundError: a name is neither.
-        ConfigError: nobody can be asked.
-    """
-    chosen = [_find(name) for name in dict.fromkeys(args.model)]
-    names = ", ".join(words for words, _ in chosen)
-    if not args.yes and not _ask(f"remove {names}?", "--yes removes without a question"):
-        print("nothing was removed", file=sys.stderr)
-        return 1
-    for words, delete in chosen:
-        delete()
-        print(f"removed {words}", file=out)
-    return 0
-
-
-def _find(name: str) -> tuple[str, Callable[[], object]]:
-    """Return what a name stands for, in words, and what removes it."""
-    if path := named_models().get(name):
-        return f"{name} (Modelfile)", path.unlink
-    if Path(name).exists():
-        raise ConfigError(f"rm {name}: it is a path. Hint: rm removes Modelfiles with names, and what pull downloaded.")
-    repository = next((found for found in repositories() if found.repo_id == repository_of(name)), None)
-    if repository is not None:
-        hashes = [revision.commit_hash for revision in repository.revisions]
-        words = f"{repository.repo_id} ({size(repository.size_on_disk)})"
-        return words, lambda: scan_cache_dir().delete_revisions(*hashes).execute()
-    hub.check_name(name)
-    raise CheckpointNotFoundError(f"rm {name}: no model of this name is on this machine. Hint: mlx-flash list")
 
 
 def _ask(question: str, hint: str) -> bool:

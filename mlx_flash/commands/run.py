@@ -1,4 +1,4 @@
-"""``mlx-flash run`` and ``chat``: a model or a Modelfile, prompted, in conversation, or served."""
+"""``mlx-flash run`` and ``chat``: a model or a Modelfile, prompted or in conversation."""
 
 from __future__ import annotations
 
@@ -232,20 +232,6 @@ _WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n
 _STDERR = 2
 
 
-@contextmanager
-def alarm(seconds: float | None, action: Callable[[], None]) -> Iterator[None]:
-    """Call a function in the main thread once a block has waited so long; None and less wait for ever."""
-    is_set = seconds is not None and seconds >= 0
-    before = signal.signal(signal.SIGALRM, lambda *_: action()) if is_set else None
-    signal.setitimer(signal.ITIMER_REAL, max(seconds or 0, 1e-6) if is_set else 0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if is_set:
-            signal.signal(signal.SIGALRM, before)
-
-
 class AnswerStoppedError(Exception):
     """The user stopped an answer."""
 
@@ -358,7 +344,6 @@ class Talk:
         out: receives the answers.
         verbose: the state of ``/set verbose`` at the beginning.
         keeps: write the conversation to its file after each answer.
-        reopen: loads the model again that left memory. Returns it and its tokenizer.
 
     Attributes:
         is_verbose: print all measurements after an answer.
@@ -372,14 +357,12 @@ class Talk:
         out: TextIO,
         verbose: bool,
         keeps: bool = False,
-        reopen: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
         self._conversation = conversation
         self._load_seconds = load_seconds
         self._out = out
         self._is_terminal = out.isatty()
         self._keeps = keeps
-        self._reopen = reopen
         self.is_verbose, self.is_quiet = verbose, False
 
     def converse(self, read: Read, is_typed: bool = False) -> int:
@@ -420,8 +403,6 @@ class Talk:
 
     def answer(self, text: str) -> None:
         """Print the answer to a message until it ends or the user presses Ctrl-C."""
-        if self._conversation.model is None and self._reopen is not None:
-            self._conversation.bind(*self._reopen())
         recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
         with stoppable() as check, Status("computing the prompt", self._is_terminal) as status:
 
@@ -578,7 +559,7 @@ def processors_of_format(text: str, tokenizer: Any) -> Callable[[list[int]], lis
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash run`` and ``chat``: answer a prompt, hold a conversation, or serve."""
+    """Run ``mlx-flash run`` and ``chat``: answer a prompt, or hold a conversation."""
     if args.pipeline or launched_group() is not None:
         raise ConfigError(f"{args.command} is for one rank. Hint: mlx-flash exec -- mlx_lm.chat --model MODEL")
     last = kept(LAST) if args.resume else None
@@ -586,10 +567,6 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     note_lines(modelfile)
     config = make_config(args, modelfile.flash)
     ask_to_download(modelfile.base, args, modelfile.flash)
-    if args.serve:
-        from mlx_flash.commands.serve import serve_modelfile  # an extra
-
-        return serve_modelfile(modelfile, config, args)
     if not is_remote(modelfile.base):
         resolve(modelfile.base)  # an error comes before a prompt is read
     prompt = sys.stdin.read() if prompt == "-" else prompt
@@ -602,38 +579,25 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     if args.seed is not None:
         mx.random.seed(args.seed)
     began = time.perf_counter()
+    opening, kind = _opening(args, modelfile, config)
     with ExitStack() as stack:
-        opening, kind = _opening(args, modelfile, config)
-
-        def open_() -> tuple[Any, Any]:
-            with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
-                return stack.enter_context(opening(status.show_bytes))
-
-        conversation = kind(*open_(), modelfile)
+        with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
+            conversation = kind(*stack.enter_context(opening(status.show_bytes)), modelfile)
         if last is not None:
             conversation.resume(last[1])
         conversation.pictures = [str(file.absolute()) for file in args.image or ()]
         loading = time.perf_counter() - began
-        talk = Talk(conversation, loading, out, bool(args.verbose), is_typed or args.resume, reopen=open_)
+        talk = Talk(conversation, loading, out, bool(args.verbose), is_typed or args.resume)
         if read is None or prompt is not None:
             talk.answer(str(prompt))
             return 0
-
-        def release() -> None:
-            conversation.release()
-            stack.close()
-
-        def read_or_release() -> str:
-            with alarm(args.keepalive, release):
-                return read()
-
-        return talk.converse(read_or_release, is_typed)
+        return talk.converse(read, is_typed)
 
 
 def _opening(
     args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig
 ) -> tuple[Callable[[Progress], AbstractContextManager[tuple[Any, Any]]], Callable[..., Conversation]]:
-    """Return what opens a model, any number of times, and what makes a conversation with it."""
+    """Return what opens a model, and what makes a conversation with it."""
     path, settings = fetched(modelfile.base), {"trust_remote_code": bool(args.trust_remote_code)}
     options: dict[str, Any] = {}
     if args.format is not None:

@@ -14,7 +14,7 @@ from mlx_flash.commands.common import make_config, note, note_lines
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.layout.names import repository_of
-from mlx_flash.modelfile.parse import Modelfile, find_modelfile, named_models, read_modelfile
+from mlx_flash.modelfile.parse import find_modelfile, named_models, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks import launched_group
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, step_in_words
@@ -35,7 +35,8 @@ except ModuleNotFoundError as error:
 
 def serve(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash serve``."""
-    _log_at(args.log_level)
+    logging.getLogger("mlx_flash").handlers.clear()  # that of --verbose, which would print each line once more
+    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     config = make_config(args)
     settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
@@ -77,24 +78,6 @@ def _checked_folder(folder: Path | None, vision: bool | None) -> Path | None:
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--image-folder {folder} is no folder. Hint: name the one whose pictures requests may use.")
     return folder
-
-
-def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Namespace) -> int:
-    """Serve the model of a Modelfile, for ``mlx-flash run --serve``."""
-    _log_at("INFO")
-    num_predict = modelfile.parameters.num_predict
-    if num_predict is not None and num_predict <= 0:
-        note(f"{modelfile.path}: PARAMETER num_predict has no effect here: clients of the server set max_tokens")
-
-    other = Source(config=config)
-    catalog = Catalog([source_of(modelfile, modelfile.base, other)], other, describe=_describing(args, other))
-    options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
-    return serve_catalog(catalog, options, args)
-
-
-def _log_at(level: str) -> None:
-    logging.getLogger("mlx_flash").handlers.clear()  # that of --verbose, which would print each line once more
-    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
 
 
 def _is_modelfile(base: str) -> bool:

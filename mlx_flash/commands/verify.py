@@ -28,7 +28,7 @@ from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.status import plan_numbers
-from mlx_flash.errors import CheckpointError, FileChangedError, ReadError, WriteError
+from mlx_flash.errors import FileChangedError, ReadError, WriteError
 from mlx_flash.files import write_atomically, write_errors
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
@@ -121,8 +121,6 @@ class ByteCheck:
             start += len(piece)
         self.nbytes += len(memory)
 
-
-FORMAT = 2
 
 Computed = Iterator[tuple[list[int], mx.array | None]]
 """Tokens and logits of each call of a model. Parts of a prompt have no logits: mlx-lm does not compute them either."""
@@ -368,7 +366,6 @@ Weights: {bytes_compared:size} in memory compared with the files, {is_equal:equa
 {wrong_bytes:tensor} WRONG, such as {wrong}
 Compared: with {library}, {compared}, {calls:call}, {layers:layer}, all logits
 Result: {result}
-Against: {other}: {otherwise}
 Digest: {digest}
 Took: {seconds:duration}
 """
@@ -384,7 +381,6 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     path = model_of(args)
     files = [shard.path for shard in read_checkpoint(path).shards]
     identities = [identity_of(file) for file in files]
-    earlier = None if args.against is None else read_receipt(args.against)
     if args.output is not None:
         _check_place(args.output)
     began = time.perf_counter()
@@ -402,7 +398,6 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
         raise FileChangedError(f"{changed[0]} was written to while it was verified. Hint: verify again.")
     receipt: Json = {
-        "format": FORMAT,
         "model": path.name,
         "is_exact": expected == calls and not numbers["wrong_bytes"],
         "difference": first_difference(expected, calls),
@@ -416,9 +411,8 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "way_of_reading": way_of_reading(),
         **surroundings(),
     }
-    against = [] if earlier is None else differences(earlier, receipt)
-    _write(args, receipt, against, out)
-    return 0 if receipt["is_exact"] and not against else EXIT_DIFFERS
+    _write(args, receipt, out)
+    return 0 if receipt["is_exact"] else EXIT_DIFFERS
 
 
 @contextmanager
@@ -431,35 +425,7 @@ def _stock_copy(path: Path) -> Iterator[Path]:
         yield pack(path, private.path / path.name).target
 
 
-def differences(earlier: Json, receipt: Json) -> list[str]:
-    """Return the ways in which two receipts are of other weights or other results, in words."""
-    found = []
-    files = {*earlier["files"], *receipt["files"]}
-    if other := sorted(name for name in files if earlier["files"].get(name) != receipt["files"].get(name)):
-        found.append(f"other bytes in {', '.join(other)}")
-    difference = first_difference(earlier["calls"], receipt["calls"])
-    return [*found, difference] if difference is not None else found
-
-
-def read_receipt(path: Path) -> Json:
-    """Return a receipt.
-
-    Raises:
-        CheckpointError: it is no receipt, or cannot be read.
-    """
-    try:
-        match json.loads(path.read_bytes()):
-            case {"format": number, "calls": [*calls], "files": dict()} as receipt if number == FORMAT:
-                if all({*call} == {*CALL} and isinstance(call["layers"], dict) for call in calls):
-                    return cast(Json, receipt)
-    except OSError as error:
-        raise CheckpointError(f"cannot read the receipt {path}: {error}") from error
-    except (TypeError, ValueError, RecursionError):
-        pass  # the error below
-    raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")
-
-
-def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out: TextIO) -> None:
+def _write(args: argparse.Namespace, receipt: Json, out: TextIO) -> None:
     wrong, calls, difference = receipt["wrong_bytes"], receipt["calls"], receipt["difference"]
     how = {"resident": "the model in memory", "layers": "one layer in memory at a time"}
     more = {
@@ -468,12 +434,10 @@ def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out:
         "compared": how[receipt["reference"]],
         "layers": calls[0]["layers"],
         "result": f"DIFFERENT from {difference} on" if difference else "identical",
-        "other": args.against,
-        "otherwise": "; ".join(against) or "identical",
         "digest": calls[-1]["logits"],
     }
     words = labelled(filled(VERIFICATION, {**receipt, **more}))
-    emit(args, {**receipt, "against": list(against)}, words, out)
+    emit(args, receipt, words, out)
     if args.output is not None:  # in the end: if it fails, the result has been printed
         save_receipt(args.output, receipt)
 

@@ -20,6 +20,7 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.conversation import Conversation
+from mlx_flash.modelfile.parse import Modelfile
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
@@ -148,17 +149,12 @@ def steps_after(model: nn.Module, prompt: PicturePrompt, num_tokens: int, step: 
 class SeeingConversation(Conversation):
     """A conversation over a model of mlx-vlm. Its caches are not kept: the same tokens may stand for other pictures."""
 
-    def bind(self, model: Any, tokenizer: Any) -> None:
-        """Use a model, and its processor."""
+    def __init__(self, model: Any, processor: Any, modelfile: Modelfile, **options: Any) -> None:
         from mlx_flash.vision.flashvlm import FlashVLM
 
         self._seeing = model
-        super().bind(model.language_model if isinstance(model, FlashVLM) else model, tokenizer)
-
-    def release(self) -> None:
-        """Let go of the model."""
-        self._seeing = None
-        super().release()
+        language = model.language_model if isinstance(model, FlashVLM) else model
+        super().__init__(language, processor, modelfile, **options)
 
     def _new_cache(self) -> list[Any]:
         return []

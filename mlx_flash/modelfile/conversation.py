@@ -41,7 +41,6 @@ class Conversation:
         processors: returns further logits processors of the answer to a prompt.
 
     Attributes:
-        model: None after :meth:`release`.
         modelfile: may be replaced between two answers; :meth:`set_system` changes its system prompt.
         messages: the turns so far, as the chat template takes them. Those with pictures have ``images``, their files.
         pictures: files for the next message.
@@ -63,21 +62,13 @@ class Conversation:
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if xtc.get("xtc_probability") else []
         self._xtc = {**xtc, "xtc_special_tokens": special} if special else {}
         self._processors = processors
-        self.bind(model, tokenizer)
+        self.model: Any = model
+        self._tokenizer = tokenizer
+        self._cache, self._cached = self._new_cache(), list[int]()
         self.messages: list[dict[str, Any]] = first_messages(modelfile)
         self.pictures: list[str] = []
         self.finish_reason: str | None = None
         self.num_new_tokens = 0
-
-    def bind(self, model: nn.Module, tokenizer: Any) -> None:
-        """Use a model, with nothing in its cache."""
-        self.model: Any = model
-        self._tokenizer = tokenizer
-        self._cache, self._cached = self._new_cache(), list[int]()
-
-    def release(self) -> None:
-        """Let go of the model. The messages stay; :meth:`bind` comes before the next answer."""
-        self.model, self._cache, self._cached = None, [], []
 
     def clear(self) -> None:
         """Forget everything but the messages that the Modelfile begins with."""

@@ -1,4 +1,4 @@
-"""Models by name: ``pull``, ``show``, ``rm``, ``create``, and named models in ``list`` and ``run``."""
+"""Models by name: ``pull``, ``create``, and named models in ``list`` and ``run``."""
 
 from __future__ import annotations
 
@@ -92,8 +92,6 @@ def test_a_download_that_failed_goes_on_with_the_shards_that_are_missing(
     assert (folder / second).read_bytes() == (remote / second).read_bytes()
     assert found["downloaded_bytes"] == (remote / second).stat().st_size
     assert found["way"] == "in memory" and folder.is_relative_to(tmp_path / "cache")
-    done = command(hub, "rm", "some/model", "--yes")
-    assert done.returncode == 0 and b"removed some/model (" in done.stdout and not folder.exists()
 
 
 def test_what_the_hub_does_not_have_is_not_pulled(hub: dict[str, str], tmp_path: Path) -> None:
@@ -108,10 +106,6 @@ def test_what_the_hub_does_not_have_is_not_pulled(hub: dict[str, str], tmp_path:
     [
         (["pull", "llama3.2:3b"], "is a name of Ollama"),
         (["pull", str(ROOT)], "it is a folder on this machine"),
-        (["show", "no/such/folder"], "there is no directory"),
-        (["show", str(DRAFT), "--modelfile"], "it is no Modelfile with a name"),
-        (["rm", "nothing"], "no model of this name is on this machine"),
-        (["rm", str(DRAFT)], "it is a path"),
         (["create", "a/b", "-f", "x"], "is no name for a model"),
         (["create", "ab", "-f", "/nonexistent"], "the Modelfile cannot be read"),
     ],
@@ -158,30 +152,6 @@ def test_a_named_modelfile_is_a_model(
     (listed,) = json.loads(capsys.readouterr().out)["models"]
     assert (listed["name"], listed["modelfile"]) == ("tiny:v1", str(models_folder() / "tiny:v1"))
     assert listed["way"] == "in memory" and listed["budget_bytes"] == 10**9
-    assert cli.main(["show", "tiny:v1"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Parameters: num_predict 3" in told and "Settings: ram_budget_gb 1" in told and "within 1.00 GB" in told
-    assert cli.main(["show", "tiny:v1", "--modelfile"]) == 0
-    assert capsys.readouterr().out.startswith("FROM /")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    assert cli.main(["rm", "tiny:v1"]) == 1 and "There is no terminal to ask" in capsys.readouterr().err
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert cli.main(["rm", "tiny:v1"]) == 0 and not named_models()
-    told = capsys.readouterr()
-    assert "remove tiny:v1 (Modelfile)? [y/N]" in told.err and "removed tiny:v1" in told.out
-
-
-def test_a_no_keeps_a_model(
-    own_config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_config.mkdir(parents=True)
-    (own_config / "mine").write_text(f"FROM {DRAFT}")
-    (own_config / ".partial").write_text("")
-    for answer in ("\n", "n\n", ""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-        assert cli.main(["rm", "mine"]) == 1 and list(named_models()) == ["mine"]
-        assert "nothing was removed" in capsys.readouterr().err
 
 
 def test_a_folder_comes_before_a_name(own_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,16 +263,3 @@ def test_commands_take_names_of_modelfiles(tmp_path: Path, capsys: pytest.Captur
     assert "Did you mean 'qwen3-30b-a3b'?" in capsys.readouterr().err
     assert cli.main(["run", "a long prompt " * 30]) == 1
     assert "neither a model nor ./Modelfile" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("own_config")
-def test_completion_offers_names_and_words_of_the_budget(tmp_path: Path) -> None:
-    from mlx_flash.commands.arguments import make_parser
-    from mlx_flash.commands.dispatch import _values
-
-    models_folder().mkdir(parents=True)
-    (models_folder() / "mine").write_text(f"FROM {DRAFT}")
-    (models_folder().parent / "config.toml").write_text('[models]\nother = "some/model"\n')
-    actions = {action.dest: action for action in make_parser("generate")[1]._actions}  # type: ignore[union-attr]
-    assert {"qwen3-30b-a3b", "mine", "other"} <= set(_values("", actions["model"]))
-    assert _values("", actions["ram_budget_gb"]) == ["min", "auto", "safe", "balanced", "performance"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_flash.commands import bench, engines, models, pack, report, run, verify
+from mlx_flash.commands import bench, engines, pack, report, run, verify
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
@@ -57,7 +57,7 @@ def test_every_place_of_a_run_and_of_a_plan_has_a_fact(folder: Path) -> None:
 
 def test_every_place_of_a_receipt_and_of_a_machine_has_a_fact(folder: Path) -> None:
     receipt = measured(folder, verify.verify, "verify", "-m", 1)
-    added = dict.fromkeys(("is_equal", "wrong", "compared", "layers", "result", "other", "otherwise", "digest"))
+    added = dict.fromkeys(("is_equal", "wrong", "compared", "layers", "result", "digest"))
     assert not [*unknown(verify.VERIFICATION, {**receipt, **added})]
     machine = asdict(bench.examine(folder, FlashConfig()))
     assert not [*unknown(bench.MACHINE, {**machine, "num_processors": 1, "lost": ""})]
@@ -68,10 +68,6 @@ def test_every_place_of_the_other_reports_has_a_fact(folder: Path, tmp_path: Pat
     pack.pack(parse_arguments(["pack", str(folder), str(tmp_path / "packed"), "--json"]), out)
     packed = json.loads(out.getvalue())
     assert not [*unknown(pack.PACKED, {**packed, "is_equal": True, "files": "", "verdict": None})]
-    shown = models.look_at(str(folder), FlashConfig())
-    assert not [
-        *unknown(models.SHOWN, {**shown, "model": "", "modelfile": None, "dtypes": "", "remote": 0, "plan": ""})
-    ]
     entry = dict.fromkeys(("program", "model", "state", "footprint_bytes", "budget_bytes", "tokens"))
     assert not [*unknown(engines.ENGINE, {**entry, "tokens_per_second": None, "seconds": 1.0})]
 

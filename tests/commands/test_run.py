@@ -188,25 +188,18 @@ def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command
     assert shell.end() == 0
 
 
-def test_an_empty_line_takes_two_interrupts_and_an_idle_model_leaves_memory(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_line_takes_two_interrupts(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    shell = Shell("-m", "mlx_flash", "run", model_dir, "-m", "3", "--keepalive", "500ms")
+    shell = Shell("-m", "mlx_flash", "run", model_dir, "-m", "3")
     for message in ("Hello", "Again"):
         shell.wait_for(">>>")
         shell.type(f"{message}\r")
         shell.wait_for(", prompt ")
         shell.wait_for(">>>")
-        time.sleep(1)
-        shell.type("/show\r")
-        shell.wait_for(", 0 tokens in the KV cache")
         if message == "Hello":
-            shell.wait_for(">>>")
             shell.interrupt()
             shell.wait_for("Ctrl-C again")
     for _ in range(2):
-        shell.wait_for(">>>")
         time.sleep(0.1)
         shell.type("\x03")
     assert shell.end() == 130 and "Traceback" not in shell.text

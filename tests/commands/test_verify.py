@@ -56,9 +56,10 @@ def test_streamed_output_is_that_of_both_references(folder: Callable[[str], Path
     assert receipt["reference"] == "resident" and len(receipt["calls"]) == 4
     assert len(receipt["calls"][0]["layers"]) == MODELS[name]["num_hidden_layers"]
     assert receipt["bytes_compared"] >= receipt["plan"]["read_bytes_per_pass"] > 0
-    status, again = verified(folder(name), "--reference", "layers", "--against", tmp_path / "receipt.json")
-    assert status == 0 and again["is_exact"] and again["against"] == [] and again["reference"] == "layers"
+    status, again = verified(folder(name), "--reference", "layers")
+    assert status == 0 and again["is_exact"] and again["reference"] == "layers"
     assert again["calls"] == receipt["calls"] and again["files"] == receipt["files"]
+    assert json.loads((tmp_path / "receipt.json").read_text()) == receipt
 
 
 def test_long_prompt_is_computed_in_parts(folder: Callable[[str], Path]) -> None:
@@ -159,25 +160,6 @@ def test_a_computation_that_differs_is_named(folder: Callable[[str], Path], monk
     assert status == EXIT_DIFFERS and not receipt["wrong_bytes"] and receipt["difference"]
 
 
-def test_other_files_change_the_receipt(tmp_path: Path) -> None:
-    """The lowest bit of a row of the embedding that no call looks up: no output shows it."""
-    directory = save(tmp_path / "model", LLAMA)
-    status, _ = verified(directory, "-o", tmp_path / "receipt.json")
-    assert status == 0
-    file = directory / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    end = header["model.embed_tokens.weight"]["data_offsets"][1]
-    data[8 + int.from_bytes(data[:8], "little") + end - 4] ^= 1
-    file.write_bytes(data)
-    status, receipt = verified(directory, "--against", tmp_path / "receipt.json")
-    assert (status, receipt["is_exact"], receipt["against"]) == (
-        EXIT_DIFFERS,
-        True,
-        ["other bytes in model.safetensors"],
-    )
-
-
 def test_a_file_that_changes_in_between_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path / "model", LLAMA)
 
@@ -189,15 +171,6 @@ def test_a_file_that_changes_in_between_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Subject, "repeat", touched)
     with pytest.raises(FileChangedError, match="written to while it was verified"):
         verified(directory)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 99}', '{"format": 2, "calls": [{"a": 1}]}', '{"format": 2, "calls": []}']
-)
-def test_what_is_no_receipt_is_refused(folder: Callable[[str], Path], tmp_path: Path, text: str) -> None:
-    (tmp_path / "receipt").write_text(text)
-    with pytest.raises(CheckpointError, match="receipt"):
-        verified(folder("llama"), "--against", tmp_path / "receipt")
 
 
 @pytest.mark.parametrize("name", [".", "missing/receipt", "file/receipt"])

@@ -17,7 +17,7 @@ from mlx_flash.engine.layershares import layer_bytes, share_equally
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.monitor.words import layer_runs
 from mlx_flash.ranks import needed_files, runs
-from mlx_flash.residency.budgets import table_of_budgets
+from mlx_flash.residency.planner import table_of_budgets
 from mlx_flash.telemetry import ratio
 
 

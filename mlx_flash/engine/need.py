@@ -18,7 +18,6 @@ from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
-from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
 _CALLED_WITH = "padding_of_last_call"
@@ -334,7 +333,7 @@ def _settle(need: Need, lending: Lending, growth: int) -> int:
     short += unknown
     if short > 0:
         return lending.recall(short)
-    lending.lend(-short - unlent_bytes(need.plan))
+    lending.lend(-short - need.plan.unlent_bytes)
     return 0
 
 

@@ -20,7 +20,7 @@ from mlx_flash.memory.arena import Arena, active_memory
 from mlx_flash.memory.driver import clear, context_bytes, has_own_memory
 from mlx_flash.memory.footprint import available_memory, footprint, free_unused, total_memory
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.scores import bytes_per_pair
+from mlx_flash.residency.activations import bytes_per_pair
 from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH

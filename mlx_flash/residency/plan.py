@@ -12,9 +12,16 @@ from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.ledger import Ledger
+from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.storage.blocks import Compression
 
 MB = 1_000_000
+
+TOKENS_AHEAD = 32
+"""Tokens whose keys and values are not lent: the next ones must not wait for memory."""
+
+UNLENT_SHARE = 0.01
+"""Share of the budget that is not lent, ``BASE_STEP`` at least: intermediate results are known about so well."""
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
 """mlx-lm's own. Its name for it is newer than the oldest mlx-lm supported."""
@@ -198,6 +205,11 @@ class ResidencyPlan:
     def room_bytes(self) -> int:
         """Memory that the budget has for tokens: reserved for them, or left over."""
         return self.budget_bytes - self.peak_bytes + self.reserved_bytes
+
+    @property
+    def unlent_bytes(self) -> int:
+        """Bytes of the budget that are never lent."""
+        return max(BASE_STEP, int(UNLENT_SHARE * self.budget_bytes)) + TOKENS_AHEAD * self.kv_bytes_per_token
 
     @property
     def slots_bytes(self) -> int:

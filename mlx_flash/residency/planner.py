@@ -6,24 +6,22 @@ What is streamed is spread evenly over the layers, so that reading overlaps comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import tee
 
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.footprint import MemoryReading
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.candidate import Candidate, Weights
-from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk, promised_bytes
-from mlx_flash.residency.lent import opening_seconds
+from mlx_flash.residency.candidate import Candidate, Task, Weights, cache_limit_of
+from mlx_flash.residency.kv import KV_SHARE, PROMISED_CONTEXT, check_kv, most_on_disk, promised_bytes
 from mlx_flash.residency.machine import BASE_STEP, Machine
-from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb
+from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb, round_up_to_mb
 from mlx_flash.residency.reserve import least_reserve, reserves
-from mlx_flash.residency.search import best, everything, smallest, with_room_for_parts
+from mlx_flash.residency.search import best, everything, opening_seconds, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.task import Task, cache_limit_of
 from mlx_flash.speculation.guesses import worth_guessing
 from mlx_flash.speculation.mtp import OwnGuesses
 from mlx_flash.storage.blocks import BLOCK_BYTES
@@ -74,22 +72,59 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
 
 def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
     """Return the plan of a model whose own head is in memory, or is not there."""
-    plans: list[ResidencyPlan] = []
-    errors: list[BudgetError] = []
-    places = _places_of_kv(sizes, config, machine)
-    options = _options(sizes, config, _with_small_reads(config, machine))
+    tasks, options, reached = _tasks(sizes, config, machine), _options(sizes, config, machine), machine.reached_bytes
+    needs = [_needs(task, options) for task in tasks]
+    least = min(map(min, needs))
+    minimum = max(_told(reached), least)
+    # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
+    of_word = max(_told(reached), min([of_options[0] for of_options in needs]))
+    memory = MemoryReading(machine.total_memory, machine.available_memory)
+    budget = budget_of(config, memory, machine.base_bytes, of_word)
+    if budget < reached and least < _told(reached):
+        raise BudgetError(
+            f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to {in_gb(reached)} GB. "
+            f"Hint: give {in_gb(minimum)} or more, or 'min'.",
+            minimum,
+        )
+    if budget < least:
+        task = tasks[needs.index(min(needs, key=min))]
+        _, candidate = min(options, key=lambda option: option[1].nbytes)
+        raise BudgetError(_too_small(budget, candidate.plan(task, task.tokens(least_reserve(config)))), minimum)
+    is_number = isinstance(config.budget_bytes, int)
+    fitting = [each for each in zip(tasks, needs, strict=True) if budget >= (min(each[1]) if is_number else each[1][0])]
+    first = fitting[0][0]  # times decide between places of the KV cache, not the prefill step or the context
+    plans = [_plan(task, options, of_options, budget, first) for task, of_options in fitting]
+    plan = _preferred([plan for plan in plans if plan.peak_bytes <= machine.total_memory] or plans)
+    if plan.peak_bytes > machine.total_memory:
+        raise BudgetError(
+            f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
+            f"{machine.total_memory / GB:.2f} GB. Hint: {_smaller(minimum, machine)}.",
+            minimum,
+        )
+    return replace(plan, minimum_bytes=minimum)
+
+
+def least_budget(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> int:
+    """Return the smallest budget that would do.
+
+    Raises:
+        ConfigError: settings contradict each other, or the disk has no room for the KV cache.
+    """
+    options = _options(sizes, config, machine)
+    least = min([min(_needs(task, options)) for task in _tasks(sizes, config, machine)])
+    return max(_told(machine.reached_bytes), least)
+
+
+def _tasks(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[Task]:
+    """Return what is to be planned: with the KV cache in memory, then on disk, as far as it may be there."""
     task = Task(sizes, config, machine, promised_bytes(sizes, config), cache_limit_of(machine, 0))
-    for kv_on_disk in places:
-        try:
-            like = task if plans else None  # times decide between the two, not the prefill step or the context
-            plans.append(_plan(replace(task, kv_on_disk=kv_on_disk), options, like))
-        except BudgetError as error:
-            errors.append(error.with_traceback(None))
-    errors.sort(key=lambda error: error.minimum_bytes)
-    if not plans:
-        raise errors.pop(0)  # an error that its own frame kept would keep the model
-    minimum = min([plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors])
-    return replace(_preferred(plans), minimum_bytes=minimum)
+    return [replace(task, kv_on_disk=place) for place in _places_of_kv(sizes, config, machine)]
+
+
+def _needs(task: Task, options: Sequence[Option]) -> list[int]:
+    """Return the smallest budget of each way to read the model."""
+    beside = task.process_bytes + task.tokens(least_reserve(task.config)).nbytes
+    return [beside + candidate.nbytes for _, candidate in options]
 
 
 def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
@@ -125,39 +160,25 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
 
 
 def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
-    """Return one of the plans with the smallest budget: the first, unless another is worth the disk."""
-    least = min(plan.budget_bytes for plan in plans)  # "min" is the smallest of all
-    plan, *others = [plan for plan in plans if plan.budget_bytes == least]
-    return min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
+    """Return the first plan, unless another is worth the disk."""
+    return min([p for p in plans if p is plans[0] or p.seconds < WORTH_THE_DISK * plans[0].seconds], key=_seconds)
 
 
-def _plan(task: Task, options: Sequence[Option], like: Task | None) -> ResidencyPlan:
-    """Return the fastest plan, given the place of the KV cache.
+def _seconds(plan: ResidencyPlan) -> float:
+    return plan.seconds
 
-    The options have small reads; the task has the machine with those that the disk likes best.
-    ``like`` is a task whose prefill step and context are taken.
+
+def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: int, like: Task) -> ResidencyPlan:
+    """Return the fastest plan for a budget, given the place of the KV cache.
+
+    The options have small reads; the task has the machine with those that the disk likes best. ``needs`` are their
+    smallest budgets. The prefill step and context of ``like`` are taken.
     """
     machine, least = task.machine, task.tokens(least_reserve(task.config))
-    needs = [task.process_bytes + least.nbytes + candidate.nbytes for _, candidate in options]
-    reached = _told(machine.reached_bytes)
-    minimum = max(reached, min(needs))
-    # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
-    memory = MemoryReading(machine.total_memory, machine.available_memory)
-    budget = budget_of(task.config, memory, machine.base_bytes, max(reached, needs[0]))
-    if budget < machine.reached_bytes and min(needs) < reached:
-        raise BudgetError(
-            f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to "
-            f"{in_gb(machine.reached_bytes)} GB. Hint: give {in_gb(minimum)} or more, or 'min'.",
-            minimum,
-        )
-    if budget < min(needs):
-        _, candidate = min(options, key=lambda option: option[1].nbytes)
-        raise BudgetError(_too_small(budget, candidate.plan(task, least)), minimum)
-    fitting = max([need for need in needs if need <= budget])  # of both options, unless the budget is below one
-    if budget - fitting >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
+    smallest_budget = max([need for need in needs if need <= budget])  # of both options, unless the budget is below one
+    if budget - smallest_budget >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
         task = replace(task, cache_limit=limit)
-    like = task if like is None else replace(like, cache_limit=task.cache_limit)
-    first, others = tee(reserves(like, options[0][0], budget))
+    first, others = tee(reserves(replace(like, cache_limit=task.cache_limit), options[0][0], budget))
     room = budget - task.process_bytes
     usable = _usable(options, room - least.nbytes, room - task.tokens(next(first).reserve).nbytes)
     plans = []
@@ -170,15 +191,7 @@ def _plan(task: Task, options: Sequence[Option], like: Task | None) -> Residency
             plan = best(each, chosen, each.tokens(tokens.reserve), budget)
             plans += [] if plan is None else [(plan, each, chosen)]
     plan, task, weights = min(plans, key=lambda entry: entry[0].seconds)
-    plan = replace(plan, minimum_bytes=minimum, opening_seconds=opening_seconds(task, weights, plan))
-    plan = with_room_for_parts(task, weights, plan)
-    if plan.peak_bytes > machine.total_memory:
-        raise BudgetError(
-            f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
-            f"{machine.total_memory / GB:.2f} GB. Hint: {_smaller(minimum, machine)}.",
-            minimum,
-        )
-    return plan
+    return with_room_for_parts(task, weights, replace(plan, opening_seconds=opening_seconds(task, weights, plan)))
 
 
 def _with_reads(weights: Weights, liked: Machine, room: int) -> Weights:
@@ -199,8 +212,8 @@ def _with_reads(weights: Weights, liked: Machine, room: int) -> Weights:
 
 
 def _options(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[Option]:
-    """Return the ways to read the model: expert by expert if it has any, then layer by layer."""
-    whole = Weights(sizes, machine, config.num_slots)
+    """Return the ways to read the model: expert by expert if it has any, then layer by layer, in small reads."""
+    whole = Weights(sizes, _with_small_reads(config, machine), config.num_slots)
     if sizes.trunk is None or config.expert_pool_gb == 0:
         return [(whole, smallest(whole))]
     by_expert = _with_pool(replace(whole, sizes=sizes.trunk), config.expert_pool_gb)
@@ -272,3 +285,61 @@ def _too_small(budget: int, least: ResidencyPlan) -> str:
         f"{parts}. Hint: give {in_gb(minimum)} or more, or 'min'; a smaller context_length or prefill_step_size "
         f"lowers it.{others}"
     )
+
+
+NUM_BUDGETS = 6
+CONTEXTS = tuple(1024 << i for i in range(11))
+"""Context lengths to try, up to a million tokens."""
+
+_ENDLESS_GB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRow:
+    """A budget and its plan.
+
+    Attributes:
+        plan: the plan.
+        longest_context: the longest of ``CONTEXTS`` that the budget holds, in memory or on disk, or the promised one.
+    """
+
+    plan: ResidencyPlan
+    longest_context: int
+
+
+def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Iterator[BudgetRow]:
+    """Yield plans from the smallest budget to the first that reads nothing, or to the machine's memory."""
+    promised = PROMISED_CONTEXT if promised_bytes(sizes, config) else 0
+    contexts = {length: _least_for(sizes, config, machine, length) for length in CONTEXTS}
+    for budget in _budgets(sizes, config, machine):
+        try:
+            plan = make_plan(sizes, replace(config, ram_budget_gb=budget / GB), machine)
+        except BudgetError:
+            continue
+        fitting = [length for length, least in contexts.items() if least is not None and least <= budget]
+        yield BudgetRow(plan, max([promised, *fitting]))
+        if not plan.read_bytes:
+            return
+
+
+def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[int]:
+    """Return budgets at equal ratios, in whole MB."""
+    least = _least_for(sizes, config, machine, config.context_length)
+    if least is None:
+        return []
+    whole = make_plan(sizes, replace(config, ram_budget_gb=_ENDLESS_GB), replace(machine, total_memory=1 << 62))
+    most = max(least, min(whole.peak_bytes, machine.total_memory))
+    ratio = (most / least) ** (1 / (NUM_BUDGETS - 1))
+    rounded = {round_up_to_mb(int(least * ratio**i)) for i in range(NUM_BUDGETS)}
+    return sorted({min(budget, max(least, machine.total_memory)) for budget in rounded})
+
+
+def _least_for(sizes: ModelSizes, config: FlashConfig, machine: Machine, context: int | None) -> int | None:
+    """Return the smallest budget for a context; None where no memory or disk of the machine holds it."""
+    step = config.prefill_step_size
+    step = step if step is None or context is None else min(step, context)
+    try:
+        least = least_budget(sizes, replace(config, context_length=context, prefill_step_size=step), machine)
+    except ConfigError:
+        return None
+    return least if least <= machine.total_memory else None

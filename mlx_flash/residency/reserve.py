@@ -12,10 +12,9 @@ from functools import partial
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.candidate import Weights, all_streamed
+from mlx_flash.residency.candidate import Reserve, Task, Tokens, Weights, all_streamed
 from mlx_flash.residency.kv import KV_SHARE, ledger_of, most_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS
-from mlx_flash.residency.task import Reserve, Task, Tokens
 
 ACTIVATION_SHARE = 0.2
 """Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""

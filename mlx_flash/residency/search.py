@@ -7,12 +7,20 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter, itemgetter
 
-from mlx_flash.residency.candidate import Candidate, Weights, all_streamed
+from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.residency.candidate import (
+    TILE_SLACK_BYTES,
+    Candidate,
+    Reserve,
+    Task,
+    Tokens,
+    Weights,
+    all_streamed,
+    pool_of,
+    spread,
+)
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.selection import TILE_SLACK_BYTES, spread
 from mlx_flash.residency.sizes import UnitSize
-from mlx_flash.residency.task import Reserve, Task, Tokens
-from mlx_flash.residency.timing import pool_of
 
 MAX_SLOTS = 4
 
@@ -31,6 +39,9 @@ LEAST_TILE_BYTES = 8 << 20
 PARTS_SHARE = 0.75
 """Share of their memory that pinned weights leave to parts at most: lent memory is copied to, and read again later."""
 
+
+UNFORESEEN_SHARE = 0.4
+"""Share of the missing experts that look-ahead does not read early. Fitted to one model (docs/lab-notes.md)."""
 
 Tried = tuple[ResidencyPlan, Candidate]
 """A candidate and its plan."""
@@ -193,3 +204,30 @@ def with_room_for_parts(task: Task, weights: Weights, plan: ResidencyPlan) -> Re
             found = replace(candidate.named(found), minimum_bytes=plan.minimum_bytes)
             return replace(found, opening_seconds=plan.opening_seconds, lent_seconds=saved)
     return plan
+
+
+def opening_seconds(task: Task, weights: Weights, plan: ResidencyPlan) -> float:
+    """Return the predicted time of a pass that decodes one token when a conversation begins.
+
+    Streamed weights get the lent memory first, and need not be read then. Experts get the rest, where the memory of the
+    pool can grow. Look-ahead reads most of the missing experts while everything else computes. The others are waited
+    for. Those that were missing compute last.
+    """
+    machine, streaming, experts = weights.machine, plan.streaming, weights.sizes.experts
+    first = task.tokens(Reserve(1, CACHE_STEP))
+    unused = plan.room_bytes - first.kv.nbytes - first.activation_bytes
+    lent = max(0, unused - plan.unlent_bytes)
+    of_weights = min(lent, streaming.read_bytes)
+    read_bytes = streaming.read_bytes - of_weights
+    seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
+    if plan.pool is None or experts is None:
+        return seconds
+    grows = not machine.has_buffer_cache and not weights.pool_slots  # on GPUs stacks grow, too: not known here
+    more = (lent - of_weights) // experts.slot_bytes if grows else 0
+    most = max(plan.pool.num_slots, weights.most_slots(experts))
+    pool = pool_of(machine, experts, min(plan.pool.num_slots + more, most))
+    seconds += (experts.token_bytes - pool.read_bytes) / machine.kept_bytes_per_second
+    seconds += len(experts.num_experts) * machine.barrier_seconds
+    waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.disk.bytes_per_second
+    reading = (read_bytes + pool.read_bytes) / machine.disk.bytes_per_second
+    return max(seconds + waiting, reading) + pool.read_bytes / machine.compute_bytes_per_second

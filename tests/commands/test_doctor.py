@@ -20,8 +20,7 @@ from mlx_flash.config import GB
 from mlx_flash.errors import BudgetError
 from mlx_flash.memory import footprint
 from mlx_flash.monitor.rates import SystemMemory
-from mlx_flash.residency.budgets import table_of_budgets
-from mlx_flash.residency.planner import make_plan
+from mlx_flash.residency.planner import make_plan, table_of_budgets
 from mlx_flash.storage import probe, selftest
 from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
 from mlx_flash.storage.selftest import SelfTest

@@ -44,13 +44,13 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.residency.candidate import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, spread, tile_rows
 from mlx_flash.residency.kv import KV_SHARE
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
 from mlx_flash.residency.planner import PROFILE_SHARES, make_plan
 from mlx_flash.residency.reserve import ACTIVATION_SHARE, CONTEXT_LENGTHS
 from mlx_flash.residency.search import MAX_SLOTS
-from mlx_flash.residency.selection import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, spread, tile_rows
 from mlx_flash.residency.sizes import (
     DEFAULT_HITS,
     ExpertSizes,
@@ -59,7 +59,6 @@ from mlx_flash.residency.sizes import (
     UnitSize,
     expected_hits,
 )
-from mlx_flash.residency.timing import simulate
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import CANDIDATES, DiskProfile
 

@@ -21,9 +21,8 @@ from mlx_flash.engine.need import Need
 from mlx_flash.engine.need import make_room as stock_make_room
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.residency import scores
-from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.residency.scores import RESULTS, bytes_per_pair
+from mlx_flash.residency import activations
+from mlx_flash.residency.activations import RESULTS, ActivationSizes, bytes_per_pair
 from mlx_flash.streaming.layers import PinnedLayers
 from models import save, stock
 from streamed import config, streamed_whole
@@ -147,21 +146,21 @@ def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
     if mx.default_device() != mx.cpu:
         pytest.skip("trials on a GPU are not remembered")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    scores._remembered_or_tried.cache_clear()
-    yield scores._remembered_or_tried.cache_clear
-    scores._remembered_or_tried.cache_clear()
+    activations._remembered_or_tried.cache_clear()
+    yield activations._remembered_or_tried.cache_clear
+    activations._remembered_or_tried.cache_clear()
 
 
 def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
     call, other = (AttentionCall(8, 2, size, size, mx.float32, "causal") for size in (64, 32))
     tried: list[AttentionCall] = []
-    stock_trial = scores._tried
+    stock_trial = activations._tried
 
     def trial(call: AttentionCall) -> float:
         tried.append(call)
         return stock_trial(call) + len(tried)
 
-    monkeypatch.setattr(scores, "_tried", trial)
+    monkeypatch.setattr(activations, "_tried", trial)
     found = bytes_per_pair([call])
     assert set(tried) == {call} and found == bytes_per_pair([call]) > 0
     (entry,) = RESULTS.load().values()
@@ -183,7 +182,7 @@ def test_a_remembered_result_that_makes_no_sense_is_tried_again(entry: object, n
 
 
 def test_a_gpu_tries_in_every_process(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
-    monkeypatch.setattr(scores.mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(activations.mx, "default_device", lambda: mx.gpu)
     assert bytes_per_pair([AttentionCall(8, 2, 64, 64, mx.float32, "causal")]) > 0
     assert not RESULTS.load()
 

@@ -17,8 +17,7 @@ from mlx_lm.models.llama import TransformerBlock
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import need as need_module
 from mlx_flash.engine.need import make_room, need
-from mlx_flash.residency.lent import TOKENS_AHEAD, unlent_bytes
-from mlx_flash.residency.plan import MB
+from mlx_flash.residency.plan import MB, TOKENS_AHEAD
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole, wait_for_reads
 from streams import make_stream
@@ -117,7 +116,7 @@ def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest
         for known in (100 * MB, 90 * MB):  # less than the footprint: what is not known is not lent
             told = SimpleNamespace(plan=model.plan, missing=-50 * MB, process=known, in_use=0)
             need_module._settle(told, lending, 0)  # type: ignore[arg-type]
-        kept = unlent_bytes(model.plan)
+        kept = model.plan.unlent_bytes
         assert kept >= TOKENS_AHEAD * model.plan.kv_bytes_per_token > 0
         assert lending.lent == [50 * MB - kept, 40 * MB - kept]
 
@@ -130,7 +129,7 @@ def test_room_that_keys_and_values_grow_into_is_not_lent(directory: Path, monkey
         needed = need(plan, [lane])
         make_room(needed, lending)  # type: ignore[arg-type]
         assert needed.kv_growth >= 200 * plan.kv_bytes_per_token
-        assert lending.lent == [-needed.missing - needed.kv_growth - unlent_bytes(plan)]
+        assert lending.lent == [-needed.missing - needed.kv_growth - plan.unlent_bytes]
 
 
 class Lending:

@@ -15,9 +15,7 @@ import signal
 import sys
 import termios
 import threading
-import time
 import traceback
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import FrameType
@@ -31,7 +29,6 @@ EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 
 
 TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
 
-_REPEAT_SECONDS = 0.1
 _CLEAR_LINE = "\r\x1b[K"
 
 Run = Callable[[argparse.Namespace, TextIO], int]
@@ -50,7 +47,7 @@ def run_command(argv: Sequence[str]) -> int:
             _set_loudness(args)
             if args.command != "exec":
                 _set_encodings()
-            with _ended_by_signals(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
+            with _ended_by_signals(), contextlib.redirect_stdout(sys.stderr):  # libraries print
                 with _sign_of_life(args), _ended_at_once(), mlx_explained():
                     run = _load_command(args.command)
                 return run(args, out)
@@ -201,35 +198,6 @@ def _ended_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def _interrupts_repeated() -> Iterator[None]:
-    """Repeat an interrupt that Python dropped because it came in a finalizer or in a callback of a weak reference."""
-    report = sys.unraisablehook
-
-    def repeat(found: sys.UnraisableHookArgs) -> None:
-        if isinstance(found.exc_value, _TerminatedError):
-            number = found.exc_value.number
-            signal.signal(number, _interrupt)
-        elif isinstance(found.exc_value, KeyboardInterrupt):
-            number = signal.SIGINT
-        else:
-            report(found)
-            return
-        start_new_thread(_send, (number,))
-
-    sys.unraisablehook = repeat
-    try:
-        yield
-    finally:
-        sys.unraisablehook = report
-
-
-def _send(number: int) -> None:
-    """Send a signal to the main thread, once it is out of the hook, where Python would drop its exception again."""
-    time.sleep(_REPEAT_SECONDS)
-    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _report(error: Exception, with_traceback: bool) -> int:

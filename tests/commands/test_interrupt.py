@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
+from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED
 from mlx_flash.commands.run import AnswerStoppedError, stoppable
 from terminals import ROOT, Shell
 from waiting import eventually
@@ -75,21 +75,6 @@ def test_ctrl_c_while_a_command_starts(seconds: float) -> None:
     shell.interrupt()
     assert shell.end() == EXIT_INTERRUPTED
     assert "mlx-flash: interrupted" in shell.text and "Traceback" not in shell.text
-
-
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", EXIT_INTERRUPTED), ("SIGTERM", EXIT_TERMINATED)])
-def test_a_signal_that_python_drops_in_a_finalizer_is_repeated(name: str, status: int, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, signal, time\n"
-        "class Dropped:\n"
-        f"    def __del__(self): os.kill(os.getpid(), signal.{name}); time.sleep(0.01)\n"
-        "Dropped()\nprint('dropped', flush=True)\ntime.sleep(60)\n"
-    )
-    shell = Shell("-m", "mlx_flash", "exec", "--", program)
-    shell.wait_for("dropped")
-    assert shell.end(20) == status
-    assert "Traceback" not in shell.text
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4])

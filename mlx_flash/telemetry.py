@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -29,10 +29,6 @@ import psutil
 from mlx_flash.files import read_json_object, write_atomically
 from mlx_flash.logs import log
 from mlx_flash.sessions import SESSIONS, PrivateFolder, is_held, remove_orphans
-
-_LARGEST = 1e18
-"""No number of bytes, tokens or seconds is this large; sums and products of smaller ones do not overflow."""
-
 
 _SHORTEST = 1e-6
 """Shorter times give no rate."""
@@ -169,19 +165,13 @@ def budget_of(facts: Facts) -> float:
 
 
 def read(state: Any) -> Facts:
-    """Return the numbers of a published state. Values of another form count as missing."""
+    """Return the numbers of a published state."""
     found = Facts()
     for name in FACTS:
         section, key = name.split(".")
-        fields = state.get(section)
-        if isinstance(fields, dict) and (value := checked(fields.get(key))) is not None:
+        if (value := (state.get(section) or {}).get(key)) is not None:
             found[name] = value
     return found
-
-
-def checked(value: object) -> float | None:
-    """Return a number from 0 to 1e18; None for everything else."""
-    return float(value) if type(value) in (int, float) and 0 <= value < _LARGEST else None  # type: ignore[operator, arg-type]
 
 
 class Sample(NamedTuple):
@@ -199,10 +189,6 @@ class Sample(NamedTuple):
         """Return the growth of a counter; a counter that is missing counts as 0."""
         return self.facts[name] - before.facts[name]
 
-    def counted(self, before: Sample, name: str) -> float:
-        """Return the growth of a counter; NaN when it is missing or went back."""
-        return growth(before.facts.get(name, math.nan), self.facts.get(name, math.nan))
-
     def waited(self, before: Sample) -> float:
         """Return the time that computing waited for weights, keys and values."""
         return sum(max(0.0, self.since(before, f"{section}.wait_seconds")) for section in ("stream", "experts", "kv"))
@@ -212,17 +198,12 @@ class Sample(NamedTuple):
         return max(self.since(before, "read.busy_seconds"), self.waited(before))
 
 
-def growth(before: float, now: float) -> float:
-    """Return the growth of a number; NaN when it went back."""
-    return now - before if now >= before else math.nan
-
-
 def ratio(part: float, whole: float, most: float = math.inf) -> float | None:
-    """Return a quotient between 0 and ``most``; None where a number is unknown, or the divisor next to nothing.
+    """Return a quotient between 0 and ``most``; None where the divisor is next to nothing.
 
     Counters of parts and of the whole, and clocks, are read one after another: a share may come out a little above 1.
     """
-    return min(max(part, 0.0) / whole, most) if part == part and whole > _SHORTEST else None  # NaN is unknown
+    return min(max(part, 0.0) / whole, most) if whole > _SHORTEST else None
 
 
 def metrics(state: Any) -> Iterator[tuple[Fact, float]]:
@@ -245,8 +226,6 @@ Json = dict[str, Any]
 
 _FILE_NAME = "state.json"
 _LARGEST_FILE = 16 << 20
-_TIMES = ("started", "written", "clock")
-_KINDS = {"pid": int, "number": int, "schema": int, **dict.fromkeys(_TIMES, float), "state": dict}
 _JOIN_SECONDS = 1.0
 
 _numbers = itertools.count()
@@ -266,9 +245,9 @@ class Published:
     state: Json  # result of collect
 
     @property
-    def is_newer(self) -> bool:
-        """True when a newer version wrote the state."""
-        return self.schema > SCHEMA
+    def is_foreign(self) -> bool:
+        """True when another version wrote the state, which is left out then."""
+        return self.schema != SCHEMA
 
 
 class Publisher:
@@ -407,10 +386,10 @@ def _check_private(folder: Path) -> None:
 
 
 def _read(path: Path) -> Published | None:
-    """Return the state in a file; None when the file is gone or has another form."""
+    """Return the state in a file; None when the file is gone or another program's."""
     found = read_json_object(path, _LARGEST_FILE)
-    if any(type(found.get(key)) is not kind for key, kind in _KINDS.items()):
+    names = [field.name for field in fields(Published) if field.name != "path"]
+    if not found.keys() >= {*names}:
         return None
-    if found["pid"] <= 0 or not all(math.isfinite(found[key]) for key in _TIMES):
-        return None
-    return Published(path, **{key: found[key] for key in _KINDS})
+    given = {name: found[name] for name in names}
+    return Published(path, **(given if found["schema"] == SCHEMA else {**given, "state": {}}))

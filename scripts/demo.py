@@ -25,7 +25,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from mlx_flash.monitor.frames import Canvas, choose_glyphs, frame
+from mlx_flash.monitor.frames import Canvas, frame
 from mlx_flash.monitor.rates import Watcher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,7 +92,7 @@ def watch(run: subprocess.Popen[str], prompt: str, text: list[str], console: Con
     if not console.is_terminal:
         return
     watcher = Watcher(run.pid)
-    canvas = Canvas(console.width, None, choose_glyphs(console.encoding))
+    canvas = Canvas(console.width, None)
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while run.poll() is None:
             watcher.look()

@@ -33,7 +33,7 @@ import mlx.core as mx
 
 from fuzzing import CHUNK, TARGETS, run
 
-BATCHES = dict.fromkeys(TARGETS, 50_000) | {"config": 10_000, "state": 10_000, "prompt_cache": 20_000}
+BATCHES = dict.fromkeys(TARGETS, 50_000) | {"config": 10_000, "prompt_cache": 20_000}
 """Cases of a child."""
 
 SECONDS_A_CHUNK = 20

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import monitored
 from expert_pools import with_pool
@@ -82,20 +79,6 @@ def test_a_metric_has_the_published_value(states: list[Json]) -> None:
     assert "routed_experts_total" not in {fact.metric for fact, _ in facts.metrics(states[0])}
     for name, (fact, _) in found.items():
         assert fact.kind in ("gauge", "counter") and name.endswith("_total") == (fact.kind == "counter")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-@given(state=st.dictionaries(st.sampled_from(["passes", "read", "memory"]), JSON, max_size=3), value=JSON)
-def test_any_state_gives_finite_numbers(state: Json, value: object) -> None:
-    found = facts.read({**state, "kv": {"disk_bytes": value}})
-    assert all(math.isfinite(number) and number >= 0 for number in found.values())
-    assert facts.Facts()["kv.disk_bytes"] == 0.0
 
 
 # The limit of the speed, in reports and in the monitor

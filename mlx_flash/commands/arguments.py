@@ -336,7 +336,6 @@ MONITOR = (
     flag("--pid N", "show only the engines of this process", count),
     flag("--interval SECONDS", "time between two looks", number(float, 0.05, 3600), default=INTERVAL_SECONDS),
     flag("--no-color", "no colours, as with the variable NO_COLOR"),
-    flag("--ascii", "only ASCII characters (default where the encoding has no others)"),
 )
 STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
 CACHE = (flag("action", "clear removes everything that is not in use", choices=("list", "clear")), JSON)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from mlx_flash.monitor.frames import ASCII, Canvas, choose_glyphs, frame, message
+from mlx_flash.monitor.frames import Canvas, frame, message
 from mlx_flash.monitor.rates import Watcher
 
 _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
@@ -141,8 +141,7 @@ def live(watcher: Watcher, args: argparse.Namespace, console: Console) -> int:
 
 def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: int | None) -> list[Text]:
     """Return the frame of the last look."""
-    chosen = ASCII if args.ascii else choose_glyphs(console.encoding)
-    canvas = Canvas(console.width, height, chosen)
+    canvas = Canvas(console.width, height)
     shown = [*watcher.histories, *([watcher.ended] if watcher.ended else [])]
     if not shown:
         return message(f"{_nothing(watcher, args).capitalize()}; waiting.", HINT, canvas)
@@ -152,11 +151,7 @@ def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: i
 def print_json(watcher: Watcher, out: TextIO) -> None:
     """Print one object on one line for each engine."""
     for state in watcher.to_json():
-        try:
-            print(json.dumps(state, allow_nan=False), file=out)
-        except ValueError:  # a file may hold NaN, which JSON lacks
-            finite = json.loads(json.dumps(state), parse_constant=lambda name: None)
-            print(json.dumps(finite, allow_nan=False), file=out)
+        print(json.dumps(state, allow_nan=False), file=out)
     out.flush()
 
 

@@ -12,21 +12,16 @@ from rich.text import Text
 from mlx_flash.monitor.rates import History, SystemMemory
 from mlx_flash.monitor.words import (
     STATES,
-    Unit,
     duration,
-    entries,
     formatted,
     layer_runs,
     limit,
     model_name,
-    printable,
     rate,
-    section,
     size,
     speed,
-    units,
 )
-from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Facts, Json, budget_of, checked
+from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Facts, Json, budget_of
 
 STYLES = {
     "pinned": "blue",
@@ -38,63 +33,36 @@ STYLES = {
 }
 WORDS = {"resident": "in slot"}
 
+
+def units(state: Json) -> list[Json]:
+    """Return the layers in calling order, then the heads."""
+    found: list[Json] = state.get("units", [])
+    return found
+
+
 _MOST_TO_SEE = ("computing", "reading", "resident", "waiting", "done", "pinned")
 """A cell of several layers shows the first of these states."""
 
 
-@dataclass(frozen=True, slots=True)
-class Glyphs:
-    """A set of characters, each one column wide.
+GLYPHS = {"pinned": "█", "waiting": "·", "reading": "░", "resident": "▒", "computing": "▶", "done": "─"}
+"""Characters of the states."""
 
-    Attributes:
-        states: of a unit, by state.
-        parts: of a bar, from its first part on.
-        rest: the rest of a bar.
-        levels: of a sparkline, the lowest first.
-        gap: of a sparkline, where no sample lies.
-        marker: of the chosen engine.
-    """
+PARTS, REST = "█▓▒░◆▚▞", "·"
+"""Characters of the parts of a bar, and of its rest."""
 
-    states: dict[str, str]
-    parts: str
-    rest: str
-    levels: str
-    gap: str
-    marker: str
+LEVELS = "▁▂▃▄▅▆▇█"
+"""Characters of a chart, the lowest first."""
 
 
-UNICODE = Glyphs(
-    states={"pinned": "█", "waiting": "·", "reading": "░", "resident": "▒", "computing": "▶", "done": "─"},
-    parts="█▓▒░◆▚▞",
-    rest="·",
-    levels="▁▂▃▄▅▆▇█",
-    gap=" ",
-    marker="▶",
-)
-ASCII = Glyphs(
-    states={"pinned": "#", "waiting": ".", "reading": "r", "resident": "s", "computing": ">", "done": "-"},
-    parts="#=+~*%@",
-    rest=".",
-    levels="_.-:=+*#",
-    gap=" ",
-    marker=">",
-)
-
-
-def choose_glyphs(encoding: str) -> Glyphs:
-    """Return the characters for an encoding."""
-    return UNICODE if encoding.lower().replace("-", "").replace("_", "") in {"utf8", "utf8sig"} else ASCII
-
-
-def chart(values: Sequence[float | None], top: float, num_rows: int, glyphs: Glyphs) -> list[str]:
+def chart(values: Sequence[float | None], top: float, num_rows: int) -> list[str]:
     """Return a bar chart of several rows, the highest first. Values are clamped to 0 and ``top``."""
-    last = len(glyphs.levels) - 1
+    last = len(LEVELS) - 1
 
     def cell(value: float | None, row: int) -> str:
         height = (min(max(value or 0.0, 0.0), top) / top * num_rows if top > 0 else 0.0) - row
         if value is None or (row and height <= 0):
-            return glyphs.gap
-        return glyphs.levels[min(last, max(0, round(height * last)))]
+            return " "
+        return LEVELS[min(last, max(0, round(height * last)))]
 
     return ["".join(cell(value, row) for value in values) for row in reversed(range(num_rows))]
 
@@ -116,17 +84,10 @@ def bar(parts: Sequence[float], whole: float, width: int) -> list[int]:
     return columns
 
 
-def strip(units: Sequence[Unit], width: int, max_rows: int) -> list[list[str]]:
-    """Return a strip of units as rows of states, one cell for each unit or, when there are too many, for several.
-
-    Args:
-        units: in calling order.
-        width: cells in a row at most.
-        max_rows: rows at most.
-    """
-    per_cell = max(1, -(-len(units) // max(1, width * max_rows)))
-    states = [unit.state for unit in units]
-    cells = [min(states[i : i + per_cell], key=_MOST_TO_SEE.index) for i in range(0, len(units), per_cell)]
+def strip(states: Sequence[str], width: int, max_rows: int) -> list[list[str]]:
+    """Return the states of units as rows of cells, one for each unit or, when there are too many, for several."""
+    per_cell = max(1, -(-len(states) // max(1, width * max_rows)))
+    cells = [min(states[i : i + per_cell], key=_MOST_TO_SEE.index) for i in range(0, len(states), per_cell)]
     num_rows = max(1, -(-len(cells) // max(1, width)))
     in_row = -(-len(cells) // num_rows)
     return [cells[i : i + in_row] for i in range(0, len(cells), in_row)] if cells else []
@@ -137,7 +98,6 @@ SHORT_SHARE = 0.05
 
 MAX_RUNS = 2
 MAX_RANKS = 8
-MAX_LAYERS = 10_000
 
 LINES = {
     "KV cache": "{kv.memory_bytes:size} in memory, {kv.disk_bytes:size} on disk; read {kv.read_bytes:size}, "
@@ -159,7 +119,7 @@ def model_lines(history: History) -> Iterator[Text]:
     published, facts = history.latest, history.facts
     yield _line("model", (model_name(published.state), "bold"))
     silent = time.time() - published.written
-    total, streamed = facts["model.bytes"], sum(unit.streamed_bytes for unit in units(published.state))
+    total, streamed = facts["model.bytes"], sum(unit["streamed_bytes"] for unit in units(published.state))
     share = f", {streamed / total:.0%} streamed" if total else ""
     given, made = facts["passes.num_tokens_in"], facts["passes.num_tokens_out"]
     words = f"pid {published.pid}, {size(total)}{share}; tokens: {max(0.0, given - made):.0f} in, {made:.0f} out"
@@ -171,36 +131,34 @@ def model_lines(history: History) -> Iterator[Text]:
         yield _line("engine", f"{words}; ", ("idle", "dim") if history.is_idle() else ("running", "bold green"))
     for i, words in enumerate(_ranks(published.state)):
         yield _line("" if i else "ranks", words)
-    if published.is_newer:
-        words = f"A newer mlx-flash runs there (schema {published.schema}, known here: {SCHEMA}): update."
+    if published.is_foreign:
+        words = f"Another mlx-flash runs there (schema {published.schema}, known here: {SCHEMA}): update."
         yield Text(words, "bold red")
 
 
 def _ranks(state: Json) -> Iterator[str]:
     """Yield words on each rank: its layers."""
-    ranks = entries(section(state, "ranks").get("each"))
+    ranks = state.get("ranks", {}).get("each", [])
     for rank, entry in enumerate(ranks[:MAX_RANKS]):
-        yield f"{rank}: layers {_runs(entry.get('layers'))}"
+        yield f"{rank}: layers {_runs(entry['layers'])}"
     if len(ranks) > MAX_RANKS:
         yield f"and {len(ranks) - MAX_RANKS} more"
 
 
-def _runs(runs: object) -> str:
+def _runs(runs: Sequence[Sequence[int]]) -> str:
     """Return the first runs of layers, as first and last one."""
-    pairs = [run for run in runs if isinstance(run, list) and len(run) == 2] if isinstance(runs, list) else []
-    found = [run for run in pairs if all(isinstance(layer, int) and 0 <= layer < MAX_LAYERS for layer in run)]
-    words, total = layer_runs(found[:MAX_RUNS]), sum(b - a for a, b in found)
-    return f"{words}, ... ({total})" if len(found) > MAX_RUNS else words or "-"
+    words, total = layer_runs(runs[:MAX_RUNS]), sum(b - a for a, b in runs)
+    return f"{words}, ... ({total})" if len(runs) > MAX_RUNS else words or "-"
 
 
-def pass_words(facts: Facts, clock: float, tokens_per_second: float | None, units: Sequence[Unit]) -> str:
+def pass_words(facts: Facts, clock: float, tokens_per_second: float | None, units: Sequence[Json]) -> str:
     """Return what the pass under way computes, and how far it is; the number of passes if there is none."""
     passes, began = facts["passes.num_passes"], facts.get("passes.began")
     guessed, right = facts["passes.num_guessed"], facts["passes.num_right"]
     guesses = f", {right:.0f} of {guessed:.0f} guesses right" if guessed else ""
     if began is None:
         return f"{passes:.0f} done{guesses}"
-    streamed = [unit.state for unit in units if unit.streamed_bytes]
+    streamed = [unit["state"] for unit in units if unit["streamed_bytes"]]
     done = f"{streamed.count('done')} of {len(streamed)}"
     new, batch, seconds = facts["passes.num_tokens"], facts["passes.batch_size"], facts["passes.last_seconds"]
     kind = "decode" if new == batch else "mixed" if facts["passes.num_decoding"] else "prefill"
@@ -233,12 +191,11 @@ def memory_lines(history: History, system: SystemMemory) -> Iterator[Text]:
 
 def budget_change(state: Json) -> str:
     """Return the last change of the budget and its reason; an empty string if there was none."""
-    changes = section(state, "budget").get("changes")
-    if not isinstance(changes, list) or not changes or not isinstance(last := changes[-1], dict):
+    if not (changes := state.get("budget", {}).get("changes")):
         return ""
-    at, before, after = (checked(last.get(key)) or 0.0 for key in ("at", "before", "after"))
-    words = f"{size(before)} to {size(after)} {duration(max(0.0, time.time() - at))} ago"
-    return f"{words}: {printable(str(last.get('reason')))}"
+    last = changes[-1]
+    ago = duration(max(0.0, time.time() - last["at"]))
+    return f"{size(last['before'])} to {size(last['after'])} {ago} ago: {last['reason']}"
 
 
 def _writes(facts: Facts) -> Iterator[Text]:
@@ -277,13 +234,11 @@ class Canvas:
 
     Attributes:
         width, height: columns and lines of the terminal. A height of None is a print-out of any length, without keys.
-        glyphs: characters that the terminal has.
         chart_rows: lines of each chart.
     """
 
     width: int
     height: int | None
-    glyphs: Glyphs
     chart_rows: int = 1
 
     @property
@@ -374,7 +329,7 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
         return
     first = max(0, min(chosen - 1, len(histories) - MAX_ENGINES))
     for i, history in list(enumerate(histories))[first : first + MAX_ENGINES]:
-        marker = canvas.glyphs.marker if i == chosen else " "
+        marker = "▶" if i == chosen else " "
         pace, memory = speed(history.rates.tokens_per_second), size(history.facts["memory.footprint"])
         name = model_name(history.latest.state) + ("" if history.ended is None else " (ended)")
         text = f"{marker} {history.latest.pid:<8} {pace:>16}  {memory:>8}  {name}"
@@ -388,12 +343,12 @@ def _layers(history: History, canvas: Canvas) -> Iterator[Text]:
     found, failed = units(history.latest.state), history.facts["passes.num_failed"]
     words = pass_words(history.facts, history.latest.clock, history.rates.tokens_per_second, found)
     yield _line("pass", words, (f"; {failed:.0f} failed" if failed else "", "bold red"))
-    rows = strip(found, canvas.columns, MAX_STRIP_ROWS)
+    rows = strip([unit["state"] for unit in found], canvas.columns, MAX_STRIP_ROWS)
     repeat = max(1, min(3, canvas.columns // len(rows[0]))) if len(rows) == 1 else 1
     for i, row in enumerate(rows):
-        label = f"{sum(unit.kind == 'layer' for unit in found)} layers" if i == 0 else ""
-        yield _line(label, *((canvas.glyphs.states[state] * repeat, STYLES[state]) for state in row))
-    yield from _legend([(f"{canvas.glyphs.states[s]} {WORDS.get(s, s)}", STYLES[s]) for s in STATES], canvas)
+        label = f"{sum(unit['kind'] == 'layer' for unit in found)} layers" if i == 0 else ""
+        yield _line(label, *((GLYPHS[state] * repeat, STYLES[state]) for state in row))
+    yield from _legend([(f"{GLYPHS[s]} {WORDS.get(s, s)}", STYLES[s]) for s in STATES], canvas)
 
 
 Series = tuple[str, float, str]
@@ -422,7 +377,7 @@ def _chart(label: str, words: tuple[str, str], series: Series, history: History,
     name, top, colour = series
     values = history.series(name, max(1, canvas.columns - CHART_WORDS))
     highest = max([top, *(value for value in values if value is not None)])
-    rows = chart(values, highest, canvas.chart_rows, canvas.glyphs)
+    rows = chart(values, highest, canvas.chart_rows)
     first, *others = rows[next((i for i, row in enumerate(rows) if row.strip()), -1) :]
     yield _line(label, (first, colour), " ", words)
     yield from (_line("", (row, colour)) for row in others)
@@ -436,7 +391,7 @@ def _times(history: History, canvas: Canvas) -> Iterator[Text]:
     """Yield the shares of the time, the limit of the speed, and the rates of the expert pool."""
     rates, shares = history.rates, history.rates.shares
     if shares is not None:
-        glyphs, named = (*canvas.glyphs.parts[:3], canvas.glyphs.rest), zip(TIMES, astuple(shares), strict=True)
+        glyphs, named = (*PARTS[:3], REST), zip(TIMES, astuple(shares), strict=True)
         parts = [(glyph, name, n, style, f"{n:.0%}") for glyph, ((name, style), n) in zip(glyphs, named, strict=True)]
         yield from _bar("time", parts, 1.0, canvas)
         in_calls = 1 - shares.between
@@ -452,7 +407,7 @@ def _times(history: History, canvas: Canvas) -> Iterator[Text]:
 
 def _parts(history: History, canvas: Canvas) -> Iterator[Text]:
     """Yield the budget as a bar of its parts now, and their sizes."""
-    facts, parts = history.facts, canvas.glyphs.parts
+    facts, parts = history.facts, PARTS
     budget, (used, cache, lent) = budget_of(facts), (facts[f"memory.{key}"] for key in ("footprint", "cache", "lent"))
     pinned = facts["plan.pinned_bytes"] + facts["plan.resident_bytes"] + lent
     slots, reserved = facts["plan.slots_bytes"], sum(facts[f"plan.{part}_bytes"] for part in RESERVED)
@@ -466,7 +421,7 @@ def _parts(history: History, canvas: Canvas) -> Iterator[Text]:
         (parts[3], "MLX cache", cache, "yellow", ""),
         (parts[4], "KV + activations", tokens, "green", f" of {size(reserved)}"),
         *([(parts[6], "other models", others, "red", "")] if others else []),
-        (canvas.glyphs.rest, "free", free, "dim", ""),
+        (REST, "free", free, "dim", ""),
     ]
     whole = max(budget, sum(value for _, _, value, _, _ in shown))
     named = [(glyph, name, value, style, f"{size(value)}{more}") for glyph, name, value, style, more in shown]

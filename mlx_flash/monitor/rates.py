@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from mlx_flash.memory.kernel import pressure
-from mlx_flash.telemetry import Facts, Json, Published, Sample, find, growth, ratio, read
+from mlx_flash.telemetry import Facts, Json, Published, Sample, find, ratio, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class History:
             cached_share=ratio(now.since(before, "read.cached_bytes"), nbytes, 1),
             shares=_shares(before, now) if seconds > 0 else None,
             reading_share=ratio(now.reading(before), seconds, 1),
-            experts=self._expert_rates(before) if isinstance(self.latest.state.get("experts"), dict) else None,
+            experts=self._expert_rates(before) if self.latest.state.get("experts") else None,
         )
 
     def _window_start(self) -> Sample:
@@ -274,7 +274,7 @@ class History:
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
         now = self._samples[-1]
-        waited = ratio(now.counted(before, "experts.wait_seconds"), now.clock - before.clock, 1)
+        waited = ratio(now.since(before, "experts.wait_seconds"), now.clock - before.clock, 1)
         ends = self._call_ends()
         end, start, num_tokens = now, before, 0.0
         if (last := next(ends, None)) is not None and (first := _earliest(ends, last.last_ended)) is not None:
@@ -284,14 +284,14 @@ class History:
             if tokens >= 1 and lasted > SHORTEST_SECONDS:
                 num_tokens = tokens * (end.clock - start.clock) / lasted
         routed, hits, predicted, right, nbytes = (
-            end.counted(start, f"experts.{name}")
+            end.since(start, f"experts.{name}")
             for name in ("num_routed", "num_hits", "num_predicted", "num_predicted_right", "read_bytes")
         )
         return ExpertRates(
             hit_rate=ratio(hits, routed, 1),
             predicted_right=ratio(right, predicted, 1),
-            read_per_token=ratio(growth(hits, routed) + predicted, num_tokens),
-            reused_per_token=ratio(growth(right, hits), num_tokens),
+            read_per_token=ratio(routed - hits + predicted, num_tokens),
+            reused_per_token=ratio(hits - right, num_tokens),
             read_bytes_per_token=ratio(nbytes, num_tokens),
             wait_share=waited,
         )

@@ -4,56 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from mlx_flash.telemetry import Json, checked
+from mlx_flash.telemetry import Json
 
 STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A layer or head (its ``kind``): the bytes of it that passes read, and one of `STATES`."""
-
-    kind: str
-    streamed_bytes: float
-    state: str
+"""States of a layer or head, as engines publish them."""
 
 
 def model_name(state: Json) -> str:
     """Return the model's name without unprintable characters."""
-    name = section(state, "model").get("name")
-    return printable(name) if isinstance(name, str) else "?"
+    return printable(state["model"]["name"]) if "model" in state else "?"
 
 
 def printable(text: str) -> str:
     """Replace characters that move the cursor, turn the direction of writing, or show nothing."""
     return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def section(state: Json, name: str) -> Json:
-    """Return a section; an empty one when it is missing."""
-    found = state.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def entries(found: object) -> list[Json]:
-    """Return the objects of a list; none when it is missing."""
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-
-
-def units(state: Json) -> list[Unit]:
-    """Return the layers in calling order, then the heads."""
-    return [
-        Unit(
-            kind="head" if entry.get("kind") == "head" else "layer",
-            streamed_bytes=checked(entry.get("streamed_bytes")) or 0.0,
-            state=entry["state"] if entry.get("state") in STATES else "waiting",
-        )
-        for entry in entries(state.get("units"))
-    ]
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

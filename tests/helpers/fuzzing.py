@@ -8,18 +8,15 @@ case takes tens of microseconds.
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import os
 import random
 import re
-import time
-import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, fields
-from functools import cache, lru_cache
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,18 +27,14 @@ import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import KVCache, save_prompt_cache
 
-from mlx_flash import FlashConfig, files, telemetry
+from mlx_flash import FlashConfig
 from mlx_flash import config as config_module
-from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.monitor import draw, print_json
 from mlx_flash.config import VARIABLE_PREFIX
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.monitor import rates
-from mlx_flash.monitor.rates import system_memory
 from mlx_flash.prefixes import folder as pagefile
 from mlx_flash.prefixes.folder import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
 from mlx_flash.storage import safetensors
@@ -321,111 +314,6 @@ def settings(folder: Path) -> Iterator[Case]:
         yield case
 
 
-COMMON: dict[str, Any] = {
-    "model": {"name": "m", "bytes": 100},
-    "passes": {"num_passes": 3, "num_failed": 1, "num_tokens": 3, "num_tokens_in": 9, "num_tokens_out": 2,
-               "batch_size": 1, "pass_seconds": 0.5, "decode_seconds": 0.3, "began": 0.1, "last_ended": 0.4},
-    "memory": {"footprint": 10**8, "peak_footprint": 10**8, "active": 10**7, "cache": 10**6},
-}  # fmt: skip
-STATES: list[dict[str, Any]] = [
-    {**COMMON,
-     "units": [{"kind": "layer", "bytes": 5, "streamed_bytes": 4, "state": "done"}, {"kind": "head", "bytes": 7}],
-     "plan": {"budget_bytes": 10**9, "pinned_bytes": 10**7, "slots_bytes": 10**7, "disk_bytes_per_second": 1e9}},
-    {**COMMON,
-     "stream": {"wait_seconds": 0.1, "held_seconds": 0.2},
-     "read": {"nbytes": 10**9, "busy_seconds": 0.3, "cached_bytes": 10**8, "cached_file_bytes": 10**8}},
-    {**COMMON,
-     "budget": {"bytes": 10**9, "changes": [{"at": 1.0, "before": 10**9, "after": 10**8, "reason": "free memory"}]},
-     "writes": {"session_bytes": 1, "day_bytes": 2, "total_bytes": 3, "day_limit_bytes": 4},
-     "kv": {"memory_bytes": 1, "disk_bytes": 2, "read_bytes": 3, "written_bytes": 4},
-     "prefixes": {"num_restored": 256, "num_computed": 3, "restored_bytes": 10**6, "stored": 2}},
-    {**COMMON,
-     "experts": {"num_routed": 16, "num_hits": 9, "num_predicted": 8, "num_predicted_right": 5, "num_resident": 12,
-                 "read_bytes": 10**8, "wait_seconds": 0.1, "num_slots": 20, "slot_bytes": 10**6, "num_experts": 64},
-     "ranks": {"each": [{"layers": [[0, 3], [7, 8]], "tokens_per_second": 2.5, "waiting_share": 0.1},
-                        {"layers": []}]}},
-]  # fmt: skip
-"""States as engines publish them, each with some of the sections that the monitor shows."""
-
-
-def published(state: Any) -> dict[str, Any]:
-    """Return the content of a file of telemetry of this process."""
-    now = time.time()
-    entry = {"schema": 1, "pid": os.getpid(), "number": 0, "started": now, "written": now, "clock": 1.0, "ended": False}
-    return {**entry, "state": state}
-
-
-@contextmanager
-def telemetry_file(folder: Path) -> Iterator[Case]:
-    """A file of telemetry, up to the values that the monitor computes with."""
-    seeds = JsonSeeds(published({"model": {"name": "m"}}))
-
-    def case(dice: random.Random) -> None:
-        file.fill(seeds.damaged(dice))
-        found = telemetry._read(file.path)
-        assert found is None or (found.pid > 0 and found.written - found.started < float("inf"))
-
-    def content(*_: object) -> bytes:
-        with io.FileIO(file.opened()) as opened:
-            return opened.read()
-
-    with OneFile(folder / "state.json") as file, patch.object(files, "read_regular", content):
-        yield case
-
-
-@contextmanager
-def state(folder: Path) -> Iterator[Case]:
-    """A state, shown by the monitor, half of the time after another one. Control characters count as failure.
-
-    So do shares that are none.
-    """
-    seeds, memory = [JsonSeeds(state) for state in STATES], system_memory()
-    args, path = parse_arguments(["monitor"]), folder / "0-0.json"
-    consoles: list[Any] = [SimpleNamespace(width=width, encoding="utf-8") for width in (20, 80, 200)]
-    found: list[telemetry.Published] = []
-
-    @lru_cache(10_000)
-    def check(line: str) -> None:
-        assert not [c for c in set(line) if unicodedata.category(c) == "Cc"], "control characters"
-
-    def look(watcher: rates.Watcher, state: dict[str, Any], clock: float) -> None:
-        entry = published(state) | {"clock": clock, "started": 1.0}
-        found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS})]
-        watcher.look()
-
-    def case(dice: random.Random) -> None:
-        number = int(dice.random() * len(seeds))
-        try:
-            damaged = json.loads(seeds[number].damaged(dice))
-        except (ValueError, RecursionError):
-            return
-        if type(damaged) is not dict:
-            return
-        watcher = rates.Watcher()
-        if dice.random() < 0.5:
-            look(watcher, STATES[number], 0.6)
-        look(watcher, damaged, 1.0)
-        for history in watcher.histories:
-            shares, experts = history.rates.shares, history.rates.experts
-            if shares is not None:
-                parts = asdict(shares).values()
-                assert abs(sum(parts) - 1) < 1e-6 and min(parts) >= -1e-9
-            for share in (experts.hit_rate, experts.predicted_right, experts.wait_share) if experts else ():
-                assert share is None or 0 <= share <= 1
-        for line in draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60))):
-            check(line.plain)
-        out = io.StringIO()
-        print_json(watcher, out)
-        (line,) = out.getvalue().splitlines()
-        json.loads(line)
-
-    with (
-        patch.object(rates, "find", lambda: found),
-        patch.object(rates, "system_memory", lambda: memory),
-    ):
-        yield case
-
-
 @contextmanager
 def page(folder: Path) -> Iterator[Case]:
     """A page of the prefix cache."""
@@ -494,8 +382,6 @@ TARGETS: dict[str, Target] = {
     "config": config,
     "modelfile": modelfile,
     "settings": settings,
-    "telemetry": telemetry_file,
-    "state": state,
     "page": page,
     "prompt_cache": prompt_cache,
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import children
-from mlx_flash.monitor.frames import UNICODE, Canvas, Glyphs, frame
+from mlx_flash.monitor.frames import Canvas, frame
 from mlx_flash.monitor.rates import History, SystemMemory
 from mlx_flash.telemetry import SCHEMA, Json, Published
 
@@ -68,8 +68,8 @@ def published(told: Json, clock: float = 100.0, **changes: Any) -> Published:
     return Published(**{**fields, "written": time.time(), "clock": clock, "state": told, **changes})
 
 
-def canvas(width: int = 80, height: int | None = 24, glyphs: Glyphs = UNICODE) -> Canvas:
-    return Canvas(width, height, glyphs)
+def canvas(width: int = 80, height: int | None = 24) -> Canvas:
+    return Canvas(width, height)
 
 
 def text_of(*histories: History, chosen: int = 0, on: Canvas | None = None) -> list[str]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from mlx_flash import __version__
 from mlx_flash import telemetry as facts
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.monitor import Terminal, draw, print_lines
-from mlx_flash.monitor.frames import ASCII, UNICODE, Glyphs, bar, chart, choose_glyphs, frame, pass_words, strip
+from mlx_flash.monitor.frames import GLYPHS, PARTS, REST, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
-from mlx_flash.monitor.words import STATES, Unit, duration, printable, rate, size, speed
+from mlx_flash.monitor.words import STATES, duration, printable, rate, size, speed
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
 from models import LLAMA, save
 from monitored import MACHINE, canvas, pool, published, run, state, text_of
@@ -130,15 +129,15 @@ def test_only_the_last_minute_is_remembered() -> None:
 
 
 def test_sparklines_bars_and_strips() -> None:
-    assert chart([0, 0.5, 1, None], 1, 1, ASCII) == ["_=# "]
-    assert chart([0, 0.5, 1, None], 1, 2, ASCII) == ["  # ", "_## "]
-    assert chart([0, 0], 0, 1, ASCII) == ["__"]
-    assert chart([0], 0, 3, ASCII) == [" ", " ", "_"]
-    assert chart([-1e9, -0.3, 2], 1, 1, ASCII) == ["__#"]
+    assert chart([0, 0.5, 1, None], 1, 1) == ["▁▅█ "]
+    assert chart([0, 0.5, 1, None], 1, 2) == ["  █ ", "▁██ "]
+    assert chart([0, 0], 0, 1) == ["▁▁"]
+    assert chart([0], 0, 3) == [" ", " ", "▁"]
+    assert chart([-1e9, -0.3, 2], 1, 1) == ["▁▁█"]
     assert bar([1, 1, 2], 4, 8) == [2, 2, 4]
     assert bar([3, 3], 4, 8) == [6, 2]
     assert bar([1], 0, 8) == [0]
-    unit = [Unit("layer", 1, name) for name in ("done", "done", "computing", "waiting", "waiting")]
+    unit = ["done", "done", "computing", "waiting", "waiting"]
     assert strip(unit, 80, 3) == [["done", "done", "computing", "waiting", "waiting"]]
     assert strip(unit, 3, 3) == [["done", "done", "computing"], ["waiting", "waiting"]]
     assert strip(unit, 3, 1) == [["done", "computing", "waiting"]]
@@ -147,24 +146,15 @@ def test_sparklines_bars_and_strips() -> None:
 
 @given(num_units=st.integers(1, 3000), width=st.integers(1, 150), max_rows=st.integers(1, 4))
 def test_a_strip_fits_and_hides_no_computing_layer(num_units: int, width: int, max_rows: int) -> None:
-    found = [Unit("layer", 1, "computing" if i == num_units // 2 else "waiting") for i in range(num_units)]
+    found = ["computing" if i == num_units // 2 else "waiting" for i in range(num_units)]
     rows = strip(found, width, max_rows)
     assert len(rows) <= max_rows and all(1 <= len(row) <= width for row in rows)
     assert sum(row.count("computing") for row in rows) == 1
 
 
 def test_states_differ_without_colour() -> None:
-    for glyphs in (UNICODE, ASCII):
-        assert set(glyphs.states) == set(STATES)
-        assert len(set(glyphs.states.values())) == len(STATES)
-        assert len({*glyphs.parts, glyphs.rest}) == 8
-        assert all(len(glyph) == 1 for glyph in glyphs.states.values())
-    assert "".join([*ASCII.states.values(), ASCII.parts, ASCII.levels, ASCII.rest, ASCII.gap, ASCII.marker]).isascii()
-
-
-def test_encodings() -> None:
-    assert choose_glyphs("utf-8") is choose_glyphs("UTF8") is choose_glyphs("utf_8") is UNICODE
-    assert choose_glyphs("ascii") is choose_glyphs("latin-1") is choose_glyphs("ANSI_X3.4-1968") is ASCII
+    assert set(GLYPHS) == set(STATES) and len(set(GLYPHS.values())) == len(STATES)
+    assert len({*PARTS, REST}) == 8
 
 
 def test_words_for_numbers() -> None:
@@ -209,21 +199,19 @@ def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
     assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
     assert not [words for words in (*SHOWN, f"{num_layers} layers") if words not in text]
     cells = "".join(re.findall(r"[█·░▒▶─]+", "".join(lines[lines.index("") + 2 :][:3])))
-    assert all(glyph in cells for glyph in UNICODE.states.values())
+    assert all(glyph in cells for glyph in GLYPHS.values())
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 @pytest.mark.parametrize("num_layers", [1, 24, 130, 1000])
-def test_a_frame_fits_every_terminal(num_layers: int, glyphs: Glyphs) -> None:
+def test_a_frame_fits_every_terminal(num_layers: int) -> None:
     histories = [History(published(state(num_layers, experts=pool()), pid=pid)) for pid in range(7)]
     for history in histories:
         history.add(published(state(num_layers, experts=pool(num_routed=128, num_hits=96)), 101.0))
     for width in (1, 2, 11, 12, 13, 30, 79, 80, 200, 500):
         for height in (1, 5, 24, 60, None):
             for chosen in (0, 6):
-                lines = text_of(*histories, chosen=chosen, on=canvas(width, height, glyphs))
+                lines = text_of(*histories, chosen=chosen, on=canvas(width, height))
                 assert all(len(line) <= width for line in lines) and (height is None or len(lines) <= height)
-                assert glyphs is UNICODE or "".join(lines).isascii()
 
 
 def test_60_columns_lose_no_words() -> None:
@@ -331,13 +319,13 @@ def test_each_rank_has_a_line() -> None:
     ("shown", "words"),
     [
         (
-            lambda: published({"model": {"name": "new"}}, schema=SCHEMA + 1),
+            lambda: published({}, schema=SCHEMA + 1),
             f"schema {SCHEMA + 1}, known here: {SCHEMA}",
         ),
         (lambda: published(state(), written=time.time() - 30), "silent for 30"),
         (lambda: published(state(memory={"footprint": 1_200_000_000})), "1.20 GB of 1.00 GB (120%)"),
     ],
-    ids=["newer version", "silent engine", "broken budget"],
+    ids=["other version", "silent engine", "broken budget"],
 )
 def test_what_is_wrong_is_told(shown: Callable[[], Any], words: str) -> None:
     assert words in "\n".join(text_of(History(shown())))
@@ -352,21 +340,6 @@ def test_names_cannot_move_the_cursor_or_carry_markup() -> None:
     shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert "\x1b" not in shown and "\r" not in shown and "\u202e" not in shown
     assert "[bold]d[/]" in shown
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"memory": {"footprint": -1214285715.0}},
-        {"passes": {"began": 0, "last_ended": 0}, "plan": {"budget_bytes": 0}, "memory": {"footprint": 5e-324}},
-        {"ranks": {"each": [{"layers": [[0, 10**400], [1], "a"]}, 3]}},
-    ],
-)
-def test_what_cannot_be_is_shown(told: dict[str, Any]) -> None:
-    """Others are those of the target ``state`` of ``scripts/fuzz.py``."""
-    history = History(published(state(**told)))
-    assert text_of(history) and text_of(history, on=canvas(20, 5, ASCII))
-    assert json.dumps(asdict(history.rates), allow_nan=False)
 
 
 # The command
@@ -401,9 +374,8 @@ def test_one_frame(engine: Publisher) -> None:
     assert "llama-big" in done.stdout and "\x1b" not in done.stdout
     assert 10 < float(re.findall(r"([0-9.]+) now", done.stdout)[0]) < 30
     assert 0.3 < float(re.findall(r"([0-9.]+) of 2.20 probed", done.stdout)[0]) < 2
-    for done in (run("--once", PYTHONIOENCODING="ascii"), run("--once", "--ascii")):
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.isascii() and "> computing" in done.stdout
+    done = run("--once", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stdout.isascii() and "? computing" in done.stdout
 
 
 def test_json(engine: Publisher) -> None:

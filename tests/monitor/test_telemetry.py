@@ -76,7 +76,7 @@ def test_what_is_published_is_found(publish: Any) -> None:
     (found,) = eventually(find)
     assert found.path == publisher.path
     assert (found.pid, found.schema, found.state) == (os.getpid(), SCHEMA, {"a": [1, {"b": None}]})
-    assert not found.is_newer
+    assert not found.is_foreign
     assert abs(found.started - psutil.Process().create_time()) < 0.1
     assert abs(found.written - time.time()) < 5
     assert abs(found.clock - time.perf_counter()) < 5
@@ -204,16 +204,13 @@ def test_an_engine_started_without_a_runtime_folder_is_found(
     assert [published.path for published in eventually(find)] == [publisher.path]
 
 
-def test_a_newer_schema_is_told() -> None:
+def test_another_schema_is_told() -> None:
     write(envelope(schema=SCHEMA + 1, more="things"))
     (found,) = find()
-    assert found.is_newer and found.schema == SCHEMA + 1
+    assert found.is_foreign and found.schema == SCHEMA + 1 and not found.state
 
 
-FOREIGN = [
-    "", "{", "[]", "null", "[" * 100_000, '{"pid": 1}', envelope(state=[]), envelope(pid=-1), envelope(number="7"),
-    envelope(schema=True), envelope(clock="1"), envelope(clock=float("nan")), envelope(written=float("inf")), "\ud800",
-]  # fmt: skip
+FOREIGN = ["", "{", "[]", "null", "[" * 100_000, '{"pid": 1}', "\ud800"]
 
 
 def test_what_is_not_ours_is_left_alone() -> None:
@@ -221,10 +218,6 @@ def test_what_is_not_ours_is_left_alone() -> None:
     for text in FOREIGN:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         assert find() == [] and path.exists(), text[:80]
-
-
-def test_numbers_of_others_are_checked() -> None:
-    assert [telemetry.checked(value) for value in (0, 0.5, -1, 1e18, True, "1")] == [0, 0.5, None, None, None, None]
 
 
 def test_other_names_and_kinds_of_files_are_left_alone() -> None:

@@ -200,8 +200,9 @@ class FlashConfig:
             the rest in files, so that the disk limits the context. None keeps it in memory as mlx-lm does, and offloads
             it to disk where the plan or a call has no room for it.
         kv_ram_gb: memory for keys and values, in GB; the rest is on disk. None lets the plan choose.
-        kv_max_tokens: length at which a cache forgets its older half, which changes the output. None forgets nothing.
-        kv_keep: tokens at the beginning that ``kv_max_tokens`` never forgets.
+        kv_max_tokens: last tokens that a cache keeps, which changes the output: mlx-lm's ``RotatingKVCache``, in
+            memory, whatever ``kv_cache`` is. None keeps every token.
+        kv_keep: tokens at the beginning that ``kv_max_tokens`` never drops.
         kv_step: tokens by which a cache grows, and tokens of a page on disk.
         kv_directory: folder for the files of a KV cache on disk. None is mlx-flash's cache folder.
         kv_prefixes: mode of the prefix cache, which keeps prompts on disk for later runs. ``"exact"`` restores only
@@ -276,6 +277,12 @@ class FlashConfig:
         parse_budget(self.ram_budget_gb)
         for each in fields(self):
             _check(each.name, getattr(self, each.name), each.metadata)
+        if self.kv_max_tokens is not None:
+            object.__setattr__(self, "kv_cache", "stock")
+            if self.kv_keep >= self.kv_max_tokens:
+                raise ConfigError(
+                    f"kv_keep is {self.kv_keep}: it must be less than kv_max_tokens, {self.kv_max_tokens}"
+                )
 
     @property
     def writes_nothing(self) -> bool:

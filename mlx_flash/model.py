@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.compat.caches import CACHE_STEP, CacheKinds
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import ForwardCall, Row, parse_call, token_call
@@ -339,6 +339,9 @@ class FlashLLM(ModelFacade):
         if requested is not None and hasattr(self._model, "make_cache"):
             self._warn_once(_NO_LIMIT % (requested, self.name))
         stock = make_prompt_cache(self._model, requested)
+        config = self._life.config
+        if (most := config.kv_max_tokens) is not None:
+            return [RotatingKVCache(most, config.kv_keep) if type(e) in CacheKinds.plain else e for e in stock]
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     def _warn_once(self, words: str) -> None:
@@ -348,8 +351,11 @@ class FlashLLM(ModelFacade):
 
     @property
     def is_batchable(self) -> bool:
-        """True if mlx-lm's batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
-        return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
+        """True if mlx-lm's batches keep to the settings: their caches are mlx-lm's, in memory, without ``kv_keep``."""
+        config = self._life.config
+        if config.kv_max_tokens is not None:
+            return not config.kv_keep
+        return self.kv is None or not self.plan.kv.num_on_disk
 
     def close(self) -> nn.Module:
         """End streaming: restore classes and lazily loaded weights, close the files, join the threads.

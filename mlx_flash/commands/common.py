@@ -78,18 +78,16 @@ def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = 
         modelfile: the settings of another one.
 
     Raises:
-        ConfigError: a setting is wrong, or keys and values would be quantized after some were dropped.
+        ConfigError: a setting is wrong, or keys and values of a cache that drops tokens would be quantized.
     """
     flags = vars(args)  # commands that load no model have fewer
     idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
     modelfile = flags.get("flash") if modelfile is None else modelfile
     config = FlashConfig.resolve(modelfile=modelfile, **{name: flags.get(name) for name in SETTINGS}, **idle)
-    most = config.kv_max_tokens
-    start = 0 if flags.get("kv_bits") is None or flags.get("resident") else flags["quantized_kv_start"]
-    if most is not None and start > most:
+    if config.kv_max_tokens is not None and flags.get("kv_bits") is not None and not flags.get("resident"):
         raise ConfigError(
-            f"--quantized-kv-start is {start} and kv_max_tokens is {most}: tokens are dropped before, and a cache that "
-            "has dropped some cannot be quantized. Hint: give --quantized-kv-start 0, or leave kv_max_tokens unset."
+            f"kv_max_tokens is {config.kv_max_tokens} and --kv-bits is {flags['kv_bits']}: mlx-lm quantizes no cache "
+            "that drops tokens. Hint: leave one of them unset."
         )
     return config
 

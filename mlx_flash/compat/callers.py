@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -17,8 +16,6 @@ from mlx_flash.compat.require import require
 
 _EVALUATE_STATE = ("mlx_lm.generate", "mlx_vlm.generate.ar")
 """The modules in which ``state`` is asked for in order to evaluate it, and for nothing else."""
-
-_generate = import_module(_EVALUATE_STATE[0])  # mlx_lm.generate is also the name of a function
 
 
 def _code_of(module: ModuleType, name: str, *parameters: str) -> CodeType:
@@ -34,9 +31,6 @@ _LOAD_ADAPTERS = _code_of(tuner_utils, "load_adapters", "model", "adapter_path")
 
 _MAKE_PROMPT_CACHE = _code_of(cache, "make_prompt_cache", "model", "max_kv_size")
 """Calls ``make_cache()`` without what it was asked for: that is read from its frame."""
-
-_SPECULATIVE = _code_of(_generate, "speculative_generate_step")
-"""Asks caches whether they can be trimmed before it begins."""
 
 
 def is_save_model(frame: FrameType) -> bool:
@@ -63,16 +57,6 @@ def requested_kv_size(frame: FrameType) -> int | None:
 def evaluates_only() -> bool:
     """Return whether the caller's caller is one of the loops that evaluate ``state`` and let it go."""
     return sys._getframe(2).f_globals.get("__name__") in _EVALUATE_STATE
-
-
-def is_for_a_draft() -> bool:
-    """Return whether mlx-lm's speculative decoding asks, at most four calls up."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):  # over a list of caches, in a function of its own
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code is _SPECULATIVE:
-            return True
-    return False
 
 
 def calling_modules() -> Iterator[str]:

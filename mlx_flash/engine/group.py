@@ -110,8 +110,6 @@ class CallGroup:
             return "layers of the model share entries of the prompt cache"
         if not can_be_viewed(cache):
             return "the model has a prompt cache of its own kind"
-        if any(isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None for entry in cache):
-            return "the KV cache drops tokens"
         return None
 
     def run(

@@ -374,13 +374,11 @@ def too_large(need: Need, missing: int) -> BudgetError:
 def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> BudgetError:
     """Return the error for a call that fits the budget, but not the share of it that the user gave the KV cache."""
     (num_tokens, context), limit = _sizes(lanes), plan.kv.limit or 0
-    held = plan.ledger.held_tokens(context, max(lane.length for lane in lanes))
     return BudgetError(
         f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} needs "
-        f"{needed / MB:.1f} MB for the keys and values of {held} tokens; kv_ram_gb "
+        f"{needed / MB:.1f} MB for its keys and values; kv_ram_gb "
         f"allows {limit / MB:.1f} MB. "
-        f"Hint: raise kv_ram_gb to at least {-(-needed // 1000) / 1e6:.6f}, to more for a longer context, or set a "
-        "smaller kv_max_tokens.",
+        f"Hint: raise kv_ram_gb to at least {-(-needed // 1000) / 1e6:.6f}, to more for a longer context.",
         plan.budget_bytes + needed - limit,
     )
 

@@ -94,8 +94,6 @@ def trimmable(cache: Sequence[Any]) -> list[int] | None:
     for entry in cache:
         if not issubclass(type(entry), _TRIMMABLE):  # entries that calls share refuse to be asked for a class
             return None
-        if isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None:
-            return None
         offsets.append(entry.offset)
     return offsets
 
@@ -123,7 +121,7 @@ def _shrink_to(entry: Any, capacity: int) -> None:
     elif capacity:
         rows, memory = entry.rows, entry.rows.memory
         arrays = [shortened(array, capacity) for array in memory.arrays]
-        rows.replace(MemoryRows(rows.options, arrays, memory.length, memory.num_forgotten))
+        rows.replace(MemoryRows(rows.options, arrays, memory.length))
 
 
 def _kept(value: Any) -> Any:

@@ -25,14 +25,12 @@ class DiskRows(Opaque):
         paged_tokens: number of tokens in them.
         length: number of all tokens.
         capacity: tokens that its buffers in memory would have room for; 0 if it had none.
-        num_forgotten: tokens that were dropped from between the others.
         expected: tokens after the pass, if parts of a prompt share it, this one's or another's; else 0.
     """
 
-    def __init__(self, file: LayerFile, num_forgotten: int = 0) -> None:
+    def __init__(self, file: LayerFile) -> None:
         self.file = file
         self.layout = file.layout
-        self.num_forgotten = num_forgotten
         self.expected = 0
         self.pages: FilePages = ()
         self.paged_tokens = self.length = self.capacity = 0
@@ -111,15 +109,13 @@ class DiskRows(Opaque):
         tails = [tail[:, max(0, start - paged) : max(0, stop - paged)] for tail in self.tail]
         return [np.concatenate(pair, axis=1) for pair in zip(found, tails, strict=True)]
 
-    def fork(self, start: int = 0, stop: int = 0) -> DiskRows:
-        """Return a copy that shares the pages, without those of some tokens; the tokens behind them move up."""
-        num_dropped = stop - start
-        other = DiskRows(self.file, self.num_forgotten + num_dropped)
+    def fork(self) -> DiskRows:
+        """Return a copy that shares the pages."""
+        other = DiskRows(self.file)
         for mine, copy in zip(self._tail, other._tail, strict=True):
             copy[:] = mine
-        other.pages = (*cut(self.pages, start), *self.pages[len(cut(self.pages, stop)) :])
-        other.paged_tokens, other.length = self.paged_tokens - num_dropped, self.length - num_dropped
-        other.capacity = self.capacity
+        other.pages, other.paged_tokens = self.pages, self.paged_tokens
+        other.length, other.capacity = self.length, self.capacity
         return other
 
 

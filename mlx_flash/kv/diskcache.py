@@ -13,12 +13,11 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
-    create_attention_mask,
     load_prompt_cache,
 )
 
 from mlx_flash.compat.caches import CacheKinds
-from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
+from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import CheckpointError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool, LayerRows, is_admitted
@@ -59,14 +58,7 @@ class PooledCache:
     def offset(self) -> int:
         """Position of the next token."""
         store = self.rows.store
-        if isinstance(store, MemoryRows) and not store.pages:  # each layer asks twice for each token
-            return store.num_rows + store.num_forgotten
-        return store.length + store.num_forgotten
-
-    @property
-    def num_forgotten(self) -> int:
-        """Number of tokens that were dropped to stay within ``max_tokens``."""
-        return self.rows.store.num_forgotten
+        return store.num_rows if isinstance(store, MemoryRows) and not store.pages else store.length  # asked for often
 
     @property
     def pool(self) -> KVPool:
@@ -85,37 +77,22 @@ class PooledCache:
         return memory.nbytes + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
 
     def size(self) -> int:
-        """Return the number of tokens that are kept."""
-        return self.offset - self.num_forgotten
+        """Return the number of tokens."""
+        return self.offset
 
     def empty(self) -> bool:
         """Return whether the cache never held a token."""
         return self.rows.store.layout is None
 
-    def is_trimmable(self) -> bool:
-        """Return whether any number of tokens can be trimmed. False once tokens were dropped.
-
-        Raises: ConfigError: mlx-lm asks because it begins speculative decoding, and ``max_tokens`` is set.
-        """
-        if self.pool.options.max_tokens is not None and is_for_a_draft():
-            raise forgetful(self.pool.options.max_tokens, "used with a draft model, whose tokens are taken back")
-        return self.num_forgotten == 0
-
     def trim(self, n: int) -> int:
         """Remove up to ``n`` of the newest tokens. Return how many were removed."""
-        n = max(0, min(self.size(), n))
+        n = max(0, min(self.offset, n))
         if n:
-            self.rows.truncate(self.size() - n)
+            self.rows.truncate(self.offset - n)
         return n
 
-    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (mlx-lm's name)
-        """Return the attention mask for ``N`` new tokens."""
-        options, length = self.rows.options, self.rows.store.length
-        forgotten = 0 if options.max_tokens is None else options.forgotten_tokens(length, N)
-        return create_attention_mask(N, *args, offset=length - forgotten, **kwargs)
-
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Return all tokens that are kept."""
+        """Return all tokens."""
         return pair(self.rows.fetch())
 
     @property
@@ -141,29 +118,26 @@ class PooledCache:
             raise StreamedWeightsError(
                 "keys or values of a KV cache that is on disk cannot be replaced one at a time. Hint: set state."
             )
-        self.rows.set(_flat(keys, values), self.size(), self.num_forgotten)
+        self.rows.set(_flat(keys, values), self.offset)
 
     @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values, offset, and what else mlx-lm's class has there.
 
         Keys and values are None when mlx-lm asks only in order to evaluate them, and they are on disk or parked, and so
-        evaluated already. After tokens were dropped their number comes last: mlx-lm, which could not continue from such
-        a cache, then refuses the state.
+        evaluated already.
         """
         is_evaluated = self.is_on_disk or bool(self.rows.memory.pages)
         arrays = [] if is_evaluated and evaluates_only() else contents(self.rows)
-        form = [getattr(self, name) for name in self._form]
-        return *pair(arrays), self.offset, *form, *([self.num_forgotten] if self.num_forgotten else [])
+        return *pair(arrays), self.offset, *[getattr(self, name) for name in self._form]
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        keys, values, offset, *rest = state
-        for name in self._form:
-            setattr(self, name, rest.pop(0))
-        num_forgotten = rest[0] if rest else 0
+        keys, values, offset, *form = state
+        for name, value in zip(self._form, form, strict=True):
+            setattr(self, name, value)
         if keys is not None:
-            self.rows.set(_flat(keys, values), offset - num_forgotten, num_forgotten)
+            self.rows.set(_flat(keys, values), offset)
 
     @classmethod
     def from_state(cls: type[C], state: Sequence[Any]) -> C:
@@ -205,13 +179,6 @@ def contents(rows: LayerRows) -> list[mx.array]:
     return found
 
 
-def forgetful(max_tokens: int, what: str) -> ConfigError:
-    """Return the error for a use that dropped tokens do not allow."""
-    return ConfigError(
-        f"kv_max_tokens is {max_tokens}: a cache that forgets cannot be {what}. Hint: leave kv_max_tokens unset."
-    )
-
-
 def pair(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
     """Return keys and values: an array each, a triple each if they are quantized, None each if there are none."""
     if not arrays:
@@ -248,12 +215,12 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     Args:
         layer_idx: without effect: each cache names its own files.
         directory: the folder for files, which is created; None for the cache folder.
-        max_tokens: beyond it the older half is dropped, which changes the output; None keeps every token.
+        max_tokens: only None, for every token: mlx-lm's ``RotatingKVCache`` keeps the last ones, in memory.
         cache_dir: another name of the folder.
         rows: storage that a pool has made. With it the other arguments are not used.
 
     Raises:
-        ConfigError: ``max_tokens`` is less than two pages of 256 tokens.
+        ConfigError: ``max_tokens`` is given.
     """
 
     def __init__(
@@ -265,11 +232,16 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         cache_dir: str | Path | None = None,
         rows: LayerRows | None = None,
     ) -> None:
+        if max_tokens is not None:
+            raise ConfigError(
+                f"max_tokens is {max_tokens}: a DiskKVCache keeps every token. "
+                "Hint: mlx_lm.models.cache.RotatingKVCache(max_size) keeps the last ones."
+            )
         directory = cache_dir if directory is None else directory
-        self.rows = rows or _rows_on_disk(max_tokens, None if directory is None else Path(directory).expanduser())
+        self.rows = rows or _rows_on_disk(None if directory is None else Path(directory).expanduser())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept. Raises: as its rows do."""
+        """Add tokens, ``(batch, heads, new tokens, width)``. Return all. Raises: as its rows do."""
         rows = self.rows
         with rows.pool.lock:
             store, found = rows.store, None
@@ -284,7 +256,6 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
         """Return a cache of quantized keys and values in the same pool. This one must not be used afterwards."""
-        self._refuse_forgotten("quantized")
         rows = self.pool.new_rows(self.rows.group, self.rows.index)
         cache = DiskQuantizedKVCache(rows, group_size, bits)
         if not self.empty():
@@ -294,16 +265,8 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         pass_on(self, cache)
         return cache
 
-    def _refuse_forgotten(self, what: str) -> None:
-        if self.num_forgotten:
-            raise StreamedWeightsError(
-                f"a KV cache that has forgotten {self.num_forgotten} tokens cannot be {what}. "
-                "Hint: leave kv_max_tokens unset."
-            )
-
     def as_stock(self) -> KVCache:
         """Return mlx-lm's own cache with the same contents, all in memory."""
-        self._refuse_forgotten("merged")
         cache = KVCache()
         if not self.empty():
             cache.keys, cache.values = contents(self.rows)
@@ -312,10 +275,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
-        """Return mlx-lm's cache of a batch, in memory. Raises: ConfigError: ``max_tokens`` is set."""
-        for cache in caches:
-            if isinstance(cache, DiskKVCache) and cache.pool.options.max_tokens is not None:
-                raise forgetful(cache.pool.options.max_tokens, "part of a batch, whose sequences are kept together")
+        """Return mlx-lm's cache of a batch, in memory."""
         if len(caches) > 1 and all(cache.empty() for cache in caches):  # of each layer of each sequence that begins
             return BatchKVCache([0] * len(caches))
         return merged([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches], caches)
@@ -332,7 +292,7 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
         self.bits = bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept, as triples."""
+        """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all, as triples."""
         return pair(self.rows.append(_quantized([keys, values], self.group_size, self.bits)))
 
 
@@ -345,15 +305,14 @@ def _quantized(arrays: Sequence[mx.array], group_size: int, bits: int) -> list[m
     return [part for array in arrays for part in mx.quantize(array, group_size=group_size, bits=bits)]
 
 
-_pools: weakref.WeakValueDictionary[tuple[int | None, Path | None], KVPool] = weakref.WeakValueDictionary()
-"""The pool of all caches that were constructed with the same arguments."""
+_pools: weakref.WeakValueDictionary[Path | None, KVPool] = weakref.WeakValueDictionary()
+"""The pool of all caches that were constructed with the same folder."""
 
 
-def _rows_on_disk(max_tokens: int | None, directory: Path | None) -> LayerRows:
-    pool = _pools.get((max_tokens, directory))
+def _rows_on_disk(directory: Path | None) -> LayerRows:
+    pool = _pools.get(directory)
     if pool is None:
-        pool = KVPool(KVOptions(max_tokens=max_tokens, directory=directory, always_on_disk=True))
-        _pools[max_tokens, directory] = pool
+        pool = _pools[directory] = KVPool(KVOptions(directory=directory, always_on_disk=True))
     return pool.new_rows(pool.new_group(), 0)
 
 

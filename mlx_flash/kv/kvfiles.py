@@ -111,7 +111,6 @@ class KVFiles:
             fresh = self._new_rows(memory.layout or RowLayout.of(new, step))
             all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
-        disk.num_forgotten = memory.num_forgotten
         while disk.length < memory.length:
             part = [mx.contiguous(a) for a in memory.read(disk.length, min(disk.length + step, memory.length))]
             mx.eval(part)

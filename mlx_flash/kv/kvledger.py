@@ -39,7 +39,7 @@ class Coming(NamedTuple):
 
     token_bytes: int
     num_new: int
-    num_held: int  # the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped
+    length: int  # number of tokens afterwards
 
 
 class Kind(NamedTuple):
@@ -52,13 +52,13 @@ class Kind(NamedTuple):
     @property
     def longer(self) -> int:
         """Tokens by which each layer gets longer."""
-        return 0 if self.coming is None else max(0, self.coming.num_held - self.layer.length)
+        return 0 if self.coming is None else max(0, self.coming.length - self.layer.length)
 
     @property
     def after(self) -> tuple[int, int]:
         """The bytes of a token in each layer, and its number of tokens, after those that come."""
         layer, coming = self.layer, self.coming
-        return (layer.token_bytes, layer.length) if coming is None else (coming.token_bytes, coming.num_held)
+        return (layer.token_bytes, layer.length) if coming is None else (coming.token_bytes, coming.length)
 
 
 class Way(NamedTuple):
@@ -97,7 +97,7 @@ class KVLedger:
     @cached_property
     def peak(self) -> int:
         """The most bytes while the tokens come to one layer after another, with layers where they are."""
-        nbytes, moved, dropping, parked = 0, 0, 0, list[Layer]()
+        nbytes, moved, parked = 0, 0, list[Layer]()
         holders = Counter([page for layer, _, _ in self.kinds for page, _ in layer.pages])
         for kind in self.kinds:
             layer, coming, number = kind
@@ -106,11 +106,9 @@ class KVLedger:
             else:
                 capacity = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
                 if self._grows_several_times(kind):  # by which it may get more room, and is copied when it is long
-                    capacity = max(capacity, self.options.most_capacity(coming.num_held))
-                    moved = max(moved, coming.token_bytes * coming.num_held)
+                    capacity = max(capacity, self.options.most_capacity(coming.length))
+                    moved = max(moved, coming.token_bytes * coming.length)
                 nbytes += number * coming.token_bytes * capacity
-            if coming is not None and coming.num_held < layer.length + coming.num_new:
-                dropping = max(dropping, layer.nbytes)  # it is copied
             if self._grows(kind):
                 # its old buffers, or the pages that nobody else holds, are there besides
                 own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
@@ -119,7 +117,7 @@ class KVLedger:
                 parked.append(layer)
         nbytes += moved + (_shared(parked) if parked else 0)
         nbytes += self._on_disk(more=True) if self.is_on_disk else self.slots_held
-        return max(nbytes, self.now + dropping)
+        return max(nbytes, self.now)
 
     @property
     def growth(self) -> int:
@@ -183,7 +181,7 @@ class KVLedger:
 
     def least_with(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came, and what is under way then."""
-        tokens = max([coming.num_held for _, coming, _ in self.kinds if coming is not None], default=0)
+        tokens = max([coming.length for _, coming, _ in self.kinds if coming is not None], default=0)
         return self.least(num_slots) + self.options.under_way_bytes(self._new_sizes, tokens, self.step, num_slots)
 
     @cached_property

@@ -103,7 +103,7 @@ class LayerRows:
         self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
         self.admitted = 0, 0  # number of an admission, and the tokens that have room since then
-        self.may_stay = self.options.max_tokens is None and not self.options.always_on_disk  # in memory, with room
+        self.may_stay = not self.options.always_on_disk  # in memory, with room
 
     def offload(self, new: Sequence[mx.array]) -> None:
         """Go to disk, without the tokens that other layers have there. The pool decides when. Raises: WriteError.
@@ -152,19 +152,16 @@ class LayerRows:
         return self.store.length
 
     def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all that are kept.
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all.
 
         ``stored`` is their place in a file of the prefix cache: on disk they stay there, and nothing is returned.
         Raises: BudgetError: they do not fit even with every layer on disk; WriteError, ReadError.
         """
         with self.pool.lock:
-            options = self.options
-            if options.max_tokens is not None and (n := options.forgotten_tokens(self.length, new[0].shape[2])):
-                self.drop(options.kept_tokens, options.kept_tokens + n)
             self.pool.make_room(self, new)
             store = self.store
             if isinstance(store, DiskRows):
-                store.capacity = options.capacity_after(store.length, store.capacity, new[0].shape[2])
+                store.capacity = self.options.capacity_after(store.length, store.capacity, new[0].shape[2])
                 is_referred = stored is not None and self.pool.files.refer(store, stored)
                 return [] if is_referred else self.pool.ring.append(store, new)
             length = store.length
@@ -198,18 +195,11 @@ class LayerRows:
                 self.pool.ring.forget(disk, length)
             self.store.truncate(length)
 
-    def drop(self, start: int, stop: int) -> None:
-        """Remove whole pages; the tokens behind them move up."""
-        with self.pool.lock:
-            self.cut(start)
-            disk = self.disk
-            self.replace(self.memory.without(start, stop) if disk is None else disk.fork(start, stop))
-
-    def set(self, arrays: Sequence[mx.array], length: int, num_forgotten: int = 0) -> None:
+    def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
             self.cut(0)
-            self.replace(MemoryRows(self.options, arrays, length, num_forgotten))
+            self.replace(MemoryRows(self.options, arrays, length))
             self.pool.make_room(self, ())
 
 
@@ -346,7 +336,7 @@ class KVPool(Opaque):
 
     def ledger(self, adding: Adding = NOTHING) -> KVLedger:
         """Return the layers of all caches in numbers, and the tokens that a call adds to some."""
-        alike, kinds, options, step = Counter[Any](), list[Kind](), self.options, adding.step
+        alike, kinds = Counter[Any](), list[Kind]()
         tokens_of = adding.tokens.get
         for reference in self._by_number.valuerefs():  # for each pass: no function is called for a layer
             if (rows := reference()) is None:
@@ -357,12 +347,12 @@ class KVPool(Opaque):
                 alike[token_bytes, store.num_rows, store.capacity, new] += 1
             else:
                 layer = store.in_numbers
-                kinds.append(Kind(layer, new and _coming(layer, new, options, step)))
+                kinds.append(Kind(layer, new and _coming(layer, new)))
         for (token_bytes, length, capacity, new), number in alike.items():
             layer = Layer(token_bytes, length, capacity)
-            kinds.append(Kind(layer, new and _coming(layer, new, options, step), number))
+            kinds.append(Kind(layer, new and _coming(layer, new), number))
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
-        return KVLedger(options, kinds, step, *slots)
+        return KVLedger(self.options, kinds, adding.step, *slots)
 
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
@@ -395,8 +385,6 @@ class KVPool(Opaque):
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
         in_parts, lengths = adding.in_parts, {rows: length for rows, (_, length, _) in adding.tokens.items()}
-        if options.max_tokens is not None:
-            lengths = {rows: options.held_tokens(length, adding.step) for rows, length in lengths.items()}
         if way.num_slots:
             for rows, length in lengths.items():
                 rows.expect(length if in_parts else 0)
@@ -464,7 +452,6 @@ class KVPool(Opaque):
                     other.replace(disk.fork())
                 else:
                     other.memory.hold(as_pages(rows), rows.memory.layout)
-                    other.memory.num_forgotten = rows.memory.num_forgotten
                     other.memory.had_capacity = rows.memory.had_capacity
                     other.stored = rows.stored
                 note_copy(rows, other, rows.length)
@@ -565,9 +552,9 @@ def _with_copy(pool: KVPool, rows: LayerRows) -> int:
     return pool.memory_bytes + copied_bytes(rows)
 
 
-def _coming(layer: Layer, new: tuple[int, int, int], options: KVOptions, step: int) -> Coming:
+def _coming(layer: Layer, new: tuple[int, int, int]) -> Coming:
     num_new, length, nbytes = new
-    return Coming(layer.token_bytes or nbytes, num_new, options.held_tokens(length, step))
+    return Coming(layer.token_bytes or nbytes, num_new, length)
 
 
 def _closed() -> ClosedError:

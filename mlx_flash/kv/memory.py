@@ -28,14 +28,11 @@ class MemoryRows:
         pages: the tokens while parked.
         layout: of the rows; None before the first ones.
         num_rows: tokens in the buffers; it does not count while parked.
-        num_forgotten: tokens that were dropped from between the others.
     """
 
-    def __init__(
-        self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
-    ) -> None:
+    def __init__(self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0) -> None:
         self._options = options
-        self.num_rows, self.num_forgotten, self.had_capacity = length, num_forgotten, 0
+        self.num_rows, self.had_capacity = length, 0
         mx.eval(arrays)
         self._replace(RowLayout.of(arrays, options.step) if arrays else None, arrays)
 
@@ -111,15 +108,6 @@ class MemoryRows:
             self.hold(cut(self.pages, length))
         else:
             self.num_rows = length
-
-    def without(self, start: int, stop: int) -> MemoryRows:
-        """Return the rows without some tokens; those behind them move up. Evaluate them."""
-        if not self.pages:
-            kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
-            return MemoryRows(self._options, kept, self.length - stop + start, self.num_forgotten + stop - start)
-        other = MemoryRows(self._options, num_forgotten=self.num_forgotten + stop - start)
-        other.hold((*cut(self.pages, start), *self.copied(stop)), self.layout)
-        return other
 
     def copied(self, start: int) -> MemoryPages:
         """Return a page with copies of the tokens from ``start`` on; none if there are none."""

@@ -1,4 +1,4 @@
-"""Settings of KV caches: the form of their memory, their budget, and the tokens that they drop."""
+"""Settings of KV caches: the form of their memory, and their budget."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mlx_flash.errors import ConfigError
 from mlx_flash.memory.arena import HUGE_PAGE
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
@@ -44,48 +43,22 @@ Form = Literal["step", "preallocated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOptions:
-    """Settings of the KV caches of one model. Raises: ConfigError: ``max_tokens`` has no room for what is kept."""
+    """Settings of the KV caches of one model."""
 
     form: Form = "step"
     step: int = DEFAULT_STEP  # tokens of a page; caches of the form ``step`` grow by as many
     max_context_length: int | None = None  # tokens to reserve room for; longer contexts still grow
     budget_bytes: int | None = None  # the most memory of all caches together; beyond it layers are offloaded to disk
-    max_tokens: int | None = None  # when a cache would hold more, the older half is dropped
-    keep: int = 0  # number of first tokens that are never dropped, rounded up to whole pages
     always_on_disk: bool = False  # whether layers go to disk with their first tokens, whatever the budget
     directory: Path | None = None  # in which a folder for files is created; None for the cache folder
     direct: bool = True  # whether reads bypass the page cache
     # Whether attention reads a copy of a slot in a buffer of mlx-lm's size: CUDA's choice of a kernel depends on that.
     copies_slots: bool = field(default_factory=has_own_memory)
 
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < self.kept_tokens + self.newest_tokens + self.step:
-            raise ConfigError(
-                f"kv_max_tokens is {self.max_tokens}: its newer half, the first {self.kept_tokens} tokens (kv_keep is "
-                f"{self.keep}, in whole pages) and a page of {self.step} must fit. Hint: raise it, or lower kv_step."
-            )
-
     @property
     def reserved_tokens(self) -> int:
         """Tokens to reserve room for; 0 when that is unset."""
-        tokens = self.max_context_length or 0
-        return round_up(tokens if self.max_tokens is None else min(tokens, self.max_tokens), CONTEXT_ALIGNMENT)
-
-    @property
-    def kept_tokens(self) -> int:
-        """Number of first tokens that are never dropped."""
-        return round_up(self.keep, self.step)
-
-    @property
-    def newest_tokens(self) -> int:
-        """Number of last tokens that are kept when others are dropped."""
-        return (self.max_tokens or 0) // 2
-
-    def held_tokens(self, length: int, num_new: int) -> int:
-        """Return the most tokens that a cache holds up to ``length``, when at most ``num_new`` come in a call."""
-        if self.max_tokens is None:
-            return length
-        return min(length, max(self.max_tokens, self.kept_tokens + self.step + num_new))
+        return round_up(self.max_context_length or 0, CONTEXT_ALIGNMENT)
 
     def most_capacity(self, tokens: int) -> int:
         """Return the most tokens that the buffers of a cache in memory have room for while it holds so many at most."""
@@ -133,16 +106,6 @@ class KVOptions:
     def offload_bytes(self, token_bytes: Iterable[int]) -> int:
         """Return the additional memory while a layer is offloaded to disk: copies of a page, and its last tokens."""
         return (NUM_COPIES + 1) * self.step * max(token_bytes, default=0)
-
-    def forgotten_tokens(self, length: int, num_new: int) -> int:
-        """Return how many of ``length`` tokens, after the first :attr:`kept_tokens`, are dropped before new ones come.
-
-        These are whole pages, so that no page is written again. Tokens of one call are never dropped in it.
-        """
-        if self.max_tokens is None or length + num_new <= self.max_tokens:
-            return 0
-        retained = max(0, self.newest_tokens - num_new)
-        return max(0, length - self.kept_tokens - retained) // self.step * self.step
 
 
 def queued_bytes(num_slots: int) -> int:

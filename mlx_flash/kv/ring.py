@@ -290,7 +290,7 @@ class SlotRing:
         slot = next((slot for slot in self.slots if slot is not busy), None)
         if slot is None:
             return
-        self._assign(slot, upcoming, self._options.held_tokens(upcoming.length + num_new, num_new))
+        self._assign(slot, upcoming, upcoming.length + num_new)
         self._read(slot, upcoming, 0)
 
 

@@ -71,8 +71,6 @@ class Leaf:
             return entry.lengths is None and entry.batch_size == 1 and _is_zero(entry.left_padding)
         if isinstance(entry, BatchKVCache | BatchRotatingKVCache):
             return not is_right_padded(entry) and _is_zero(entry.left_padding)
-        if isinstance(entry, PooledCache):
-            return entry.pool.options.max_tokens is None
         return True
 
     @property

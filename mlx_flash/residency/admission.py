@@ -33,19 +33,17 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_offload: bool
     if not lengths:
         return 0
     ledger, num_others = plan.ledger, len(lengths) - 1
-    held = [ledger.held_tokens(length) for length in lengths]
-    nbytes = ledger.in_memory([*map(ledger.capacity, held)])
+    nbytes = ledger.in_memory([*map(ledger.capacity, lengths)])
     if may_offload and ledger.may_offload:
-        others = sum([ledger.others.nbytes(tokens) for tokens in held])
-        nbytes = min(nbytes, ledger.on_disk(held, ledger.step) + others)
-    return nbytes + _call_bytes(ledger, 1, max(held)) + num_others * ledger.waiting(NewTokens(1, 1, 1))
+        others = sum([ledger.others.nbytes(tokens) for tokens in lengths])
+        nbytes = min(nbytes, ledger.on_disk(lengths, ledger.step) + others)
+    return nbytes + _call_bytes(ledger, 1, max(lengths)) + num_others * ledger.waiting(NewTokens(1, 1, 1))
 
 
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
     """Return the least memory of a request that is in no batch: token by token, with keys and values on disk."""
     ledger = plan.ledger
-    held = ledger.held_tokens(length, 1)
-    return batch_bytes(plan, [length]) if ledger.options is None else ledger.one_by_one(held, held)
+    return batch_bytes(plan, [length]) if ledger.options is None else ledger.one_by_one(length, length)
 
 
 def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:

@@ -69,11 +69,6 @@ def check_kv(config: FlashConfig) -> None:
             "ssd_write_gb_per_day is 0, so that no keys and values can go to disk. Hint: raise it, or leave kv_cache "
             "and kv_ram_gb open."
         )
-    if config.kv_max_tokens is not None and config.kv_cache == "stock":
-        raise ConfigError(
-            f"kv_max_tokens is {config.kv_max_tokens}, but mlx-lm's own caches, kv_cache='stock', forget nothing. "
-            "Hint: kv_cache='disk' or 'preallocated'."
-        )
 
 
 def with_stock_caches(config: FlashConfig, where: str) -> FlashConfig:
@@ -110,8 +105,6 @@ def ledger_of(
             step=config.kv_step,
             max_context_length=context_length or None if config.kv_cache is not None else None,
             budget_bytes=0 if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
-            max_tokens=config.kv_max_tokens,
-            keep=config.kv_keep,
             directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
             direct=config.io != "buffered",
         )
@@ -132,8 +125,8 @@ def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | N
         ConfigError: ``kv_ram_gb`` is below what is needed at least.
     """
     assert ledger.options is not None
-    rows, tokens = ledger.cache.rows, ledger.held_tokens(context_length)
-    whole, least = ledger.rows_in_memory(tokens), ledger.least_rows(tokens, ledger.step)
+    rows = ledger.cache.rows
+    whole, least = ledger.rows_in_memory(context_length), ledger.least_rows(context_length, ledger.step)
     limit = max(least, min(room, whole)) if kv_ram_gb is None else round(kv_ram_gb * GB)
     if limit < least:
         raise ConfigError(
@@ -141,14 +134,14 @@ def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | N
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
-    offloaded = _offloaded(rows, tokens, limit - least) if limit < whole else []
+    offloaded = _offloaded(rows, context_length, limit - least) if limit < whole else []
     return KVShare(
         options=replace(ledger.options, budget_bytes=limit),
         rows=rows,
-        nbytes=limit + ledger.others.nbytes(tokens) + ledger.states(ledger.step),
+        nbytes=limit + ledger.others.nbytes(context_length) + ledger.states(ledger.step),
         limit=limit,
         is_fixed=kv_ram_gb is not None,
-        disk_bytes=sum(offloaded) * tokens,
+        disk_bytes=sum(offloaded) * context_length,
         num_on_disk=len(offloaded),
     )
 
@@ -194,7 +187,7 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
         return 0
     ledger, logits = ledger_of(sizes, config, 0), PROMISED_LOGITS * sizes.activations.returned_per_token
     long, short = (
-        ledger.one_by_one(ledger.held_tokens(context), context) + context * PROMPT_TOKEN_BYTES
+        ledger.one_by_one(context, context) + context * PROMPT_TOKEN_BYTES
         for context in (PROMISED_CONTEXT, PROMISED_LOGITS)
     )
     return max(long, short + logits)
@@ -207,11 +200,6 @@ def for_context(sizes: ModelSizes, config: FlashConfig, num_tokens: int | None) 
     if num_tokens <= PROMISED_CONTEXT and promised_bytes(sizes, config):
         return config
     return replace(config, context_length=num_tokens)
-
-
-def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
-    """Return the most that keys and values of a context may take on disk, in bytes."""
-    return sum(sizes.cache.rows) * ledger_of(sizes, config, context_length).held_tokens(context_length)
 
 
 def _offloaded(rows: Sequence[int], tokens: int, room: int) -> list[int]:

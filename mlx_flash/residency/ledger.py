@@ -74,10 +74,6 @@ class Ledger:
 
     # Keys and values
 
-    def held_tokens(self, length: int, num_new: int | None = None) -> int:
-        """Return the most tokens that a cache holds up to a length, if so many come in a call."""
-        return length if self.options is None else self.options.held_tokens(length, num_new or self.step)
-
     @property
     def _growth(self) -> int:
         """Tokens by which a cache in memory grows at most, as plans count it."""
@@ -94,11 +90,9 @@ class Ledger:
     def of_a_sequence(self, length: int) -> int:
         """Return the memory of the caches of a sequence up to a length, and to offload a layer.
 
-        A cache of mlx-lm's, or one that drops tokens, grows at any length.
+        A cache of mlx-lm's grows at any length.
         """
-        tokens = self.held_tokens(length)
-        grows_in_steps = self.options is not None and tokens == length
-        capacity = round_up(tokens, self._growth) if grows_in_steps else tokens + self._growth
+        capacity = round_up(length, self._growth) if self.options is not None else length + self._growth
         offload = self.options.offload_bytes(self.cache.rows) if self.options is not None and self.may_offload else 0
         return self.in_memory([capacity]) + offload
 
@@ -241,8 +235,6 @@ class Ledger:
 
     def parts_together(self, room: int, context: int, *, on_disk: bool = False) -> int:
         """Return how many whole parts of one prompt share a pass, if so many bytes are left for those that wait."""
-        if self.options is not None and self.options.max_tokens is not None:
-            return 1  # a cache that drops tokens takes them in order
         first, two = (self.parts_waiting(number, context, on_disk=on_disk) for number in (1, 2))
         return 1 if room < first else 2 + (room - first) // max(1, two - first)
 

@@ -16,7 +16,7 @@ from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.footprint import MemoryReading
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.candidate import Candidate, Task, Weights, cache_limit_of
-from mlx_flash.residency.kv import KV_SHARE, PROMISED_CONTEXT, check_kv, most_on_disk, promised_bytes
+from mlx_flash.residency.kv import KV_SHARE, PROMISED_CONTEXT, check_kv, promised_bytes
 from mlx_flash.residency.machine import BASE_STEP, Machine
 from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb, round_up_to_mb
 from mlx_flash.residency.reserve import least_reserve, reserves
@@ -147,7 +147,7 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
     check_kv(config)
     if not sizes.cache.rows or config.kv_cache in ("stock", "preallocated") or config.writes_nothing:
         return (False,)
-    needed = most_on_disk(sizes, config, config.context_length or 0)
+    needed = sum(sizes.cache.rows) * (config.context_length or 0)
     if config.kv_cache is None and config.kv_ram_gb is None:
         return (False, True) if 0 < needed <= machine.kv_disk_bytes else (False,)
     if needed > machine.kv_disk_bytes:

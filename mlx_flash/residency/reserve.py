@@ -13,7 +13,7 @@ from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.candidate import Reserve, Task, Tokens, Weights, all_streamed
-from mlx_flash.residency.kv import KV_SHARE, ledger_of, most_on_disk
+from mlx_flash.residency.kv import KV_SHARE, ledger_of
 from mlx_flash.residency.plan import PREFILL_STEPS
 
 ACTIVATION_SHARE = 0.2
@@ -89,11 +89,11 @@ def _has_room(task: Task, budget: int, context: int) -> bool:
     sizes, config = task.sizes, task.config
     if not task.kv_on_disk:
         return sizes.cache.nbytes(context) <= KV_SHARE * budget
-    if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
+    if sum(sizes.cache.rows) * context > DISK_SHARE * task.machine.kv_disk_bytes:
         return False
     room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
     ledger = ledger_of(sizes, config, context, PREFILL_STEPS[0])
-    return ledger.least_rows(ledger.held_tokens(context), ledger.step) <= room
+    return ledger.least_rows(context, ledger.step) <= room
 
 
 def _steps(config: FlashConfig, least: Reserve, context: int) -> list[int]:

@@ -64,11 +64,11 @@ def test_other_settings_are_each_models_own_and_flags_win(configs: Any) -> None:
     assert [config.context_length for config in configs(*lines, flags="--context-length 256")] == [256, 256]
 
 
-def test_quantizing_after_tokens_were_dropped_is_refused_at_the_start(configs: Any) -> None:
-    with pytest.raises(ConfigError, match=r"--quantized-kv-start is 5000 and kv_max_tokens is 2048: .*start 0"):
+def test_quantizing_a_cache_that_drops_tokens_is_refused_at_the_start(configs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"kv_max_tokens is 2048 and --kv-bits is 8: .*leave one of them unset"):
         configs("FLASH_KV_MAX_TOKENS 2048", flags="--kv-bits 8")
-    (found,) = configs("FLASH_KV_MAX_TOKENS 2048", flags="--kv-bits 8 --quantized-kv-start 2048")
-    assert found.kv_max_tokens == 2048
+    (found,) = configs("FLASH_KV_MAX_TOKENS 2048", flags="--kv-bits 0")
+    assert (found.kv_max_tokens, found.kv_cache) == (2048, "stock")
 
 
 def test_a_modelfile_that_switches_streaming_off_is_refused(configs: Any) -> None:

@@ -52,7 +52,7 @@ def least_share(directory: Path, config: FlashConfig) -> int:
     sizes = measure(prepare(directory, config).layout, {})
     context = config.context_length or 0
     ledger = ledger_of(sizes, config, context, config.prefill_step_size or 1)
-    return ledger.least_rows(ledger.held_tokens(context), ledger.step)
+    return ledger.least_rows(context, ledger.step)
 
 
 @pytest.fixture(autouse=True)

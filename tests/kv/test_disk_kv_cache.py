@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from kv_rows import same
@@ -143,18 +142,8 @@ def test_files_are_removed_with_the_last_cache(tmp_path: Path) -> None:
     eventually(lambda: not list((tmp_path / "new" / "kv").iterdir()))
 
 
-def test_max_tokens_drops_the_older_half(tmp_path: Path) -> None:
-    cache = DiskKVCache(max_tokens=1024, directory=tmp_path)
-    for seed in range(12):
-        keys, _ = feed(cache, seed, 100)
-    assert cache.offset == 1200 and cache.size() <= 1024 and keys.shape[2] == cache.size()
-    assert cache.num_forgotten == 1200 - cache.size() > 0
-    assert same_bits([keys[..., -100:, :]], [rows_of(11, 100)])
-    assert cache.make_mask(4, return_array=True, window_size=None).shape == create_causal_mask(4, cache.size()).shape
-
-
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_max_tokens is 100: .*lower kv_step"):
+    with pytest.raises(ConfigError, match=r"max_tokens is 100: .*RotatingKVCache"):
         DiskKVCache(max_tokens=100)
     (tmp_path / "file").write_text("")
     cache = DiskKVCache(directory=tmp_path / "file")

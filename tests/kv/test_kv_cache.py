@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from kv_rows import address, bits, equal, offload_all, rows_of, same
-from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
+from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import kvpool, ring
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
@@ -177,24 +177,6 @@ class Against(RuleBasedStateMachine):
         loaded = stock_cache.load_prompt_cache(path)
         assert [type(entry) for entry in loaded] == [type(entry) for entry in self.theirs]
         self.mine = make_caches(loaded, self.pool.options, self.pool)
-
-    @rule(first=st.floats(0, 1), count=st.floats(0, 1))
-    def evict(self, first: float, count: float) -> None:
-        """Whole pages go, as they do when a cache forgets."""
-        step = self.pool.options.step
-        num_pages = self.theirs[0].offset // step
-        start = step * int(first * num_pages)
-        stop = start + step * int(count * (num_pages - start // step))
-        if stop == start:
-            return
-        for mine, theirs in zip(self.mine, self.theirs, strict=True):
-            mine.rows.drop(start, stop)
-            mine.rows.store.num_forgotten = 0  # as if they had never been
-            theirs.keys, theirs.values = tree_map(
-                lambda a, end=theirs.offset: mx.concatenate([a[..., :start, :], a[..., stop:end, :]], axis=2),
-                (theirs.keys, theirs.values),
-            )
-            theirs.offset -= stop - start
 
     @rule()
     def evaluate(self) -> None:
@@ -508,83 +490,6 @@ def test_layers_that_come_while_others_are_added_up(options: Callable[..., KVOpt
     assert [rows.index for rows in pool.layers] == [0, 1] * len(caches) == [0, 1] * 3
 
 
-FORGETFUL: dict[str, dict[str, Any]] = {name: form | {"step": 16} for name, form in FORMS.items()}
-
-
-class Forgetful(KVCache):
-    """The expected result of forgetting, in a few lines: whole pages, after those that are kept."""
-
-    def __init__(self, max_tokens: int, keep: int, step: int) -> None:
-        super().__init__()
-        self.settings = max_tokens, keep, step
-        self.position = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        max_tokens, keep, step = self.settings
-        num_new, kept = keys.shape[2], -(-keep // step) * step
-        if self.keys is not None:
-            length = self.keys.shape[2]
-            excess = length - kept - max(0, max_tokens // 2 - num_new) if length + num_new > max_tokens else 0
-            stop = kept + max(0, excess) // step * step
-            parts = [[a[..., :kept, :], a[..., stop:, :], n] for a, n in ((self.keys, keys), (self.values, values))]
-            keys, values = (mx.concatenate(part, axis=2) for part in parts)
-        self.keys, self.values = keys, values
-        self.offset += num_new
-        return keys, values
-
-    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803
-        probe = copy.copy(self)
-        row = mx.zeros((1, 1, N, 1))
-        if probe.keys is not None:
-            probe.keys, probe.values = probe.keys[:, :1, :, :1], probe.values[:, :1, :, :1]
-        length = probe.update_and_fetch(row, row)[0].shape[2]
-        return stock_cache.create_attention_mask(N, *args, offset=length - N, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def forgetful(llama: nn.Module) -> Callable[[int], tuple[list[Forgetful], list[tuple[int, mx.array]]]]:
-    """Caches that have kept some first tokens, and what was generated with them."""
-
-    @functools.cache
-    def computed(keep: int) -> tuple[list[Forgetful], list[tuple[int, mx.array]]]:
-        caches = [Forgetful(200, keep, 16) for _ in make_prompt_cache(llama)]
-        return caches, generated(llama, caches, 110)
-
-    return computed
-
-
-@pytest.mark.parametrize(("form", "keep"), [*((form, 5) for form in FORGETFUL), ("preallocated", 0), ("disk", 0)])
-def test_the_older_half_is_dropped(
-    llama: nn.Module, forgetful: Any, form: str, keep: int, options: Callable[..., KVOptions]
-) -> None:
-    cache = make_caches(make_prompt_cache(llama), options(**FORGETFUL[form] | {"max_tokens": 200, "keep": keep}))
-    reference, expected = forgetful(keep)
-    assert same(generated(llama, cache, 110, offloads="disk" in form), expected)
-    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
-    assert cache[0].offset == reference[0].offset
-    assert 100 <= cache[0].size() <= 200
-    assert not cache[0].is_trimmable()
-
-
-def test_a_cache_that_dropped_tokens_is_not_taken_for_complete(
-    tmp_path: Path, options: Callable[..., KVOptions]
-) -> None:
-    mine, _ = filled(options(step=16, max_tokens=64), (60,), 1)
-    rows = rows_of(5, 30, mx.float16)
-    mine[0].update_and_fetch(rows, rows)
-    assert mine[0].num_forgotten == 48
-    path = str(tmp_path / "cache.safetensors")
-    stock_cache.save_prompt_cache(path, mine)
-    with pytest.raises(ValueError, match="unpack"):
-        stock_cache.load_prompt_cache(path)
-    again = DiskKVCache.from_state(mine[0].state)
-    assert (again.offset, again.num_forgotten) == (90, 48)
-    assert equal(again.keys_and_values(), mine[0].keys_and_values())
-    for refused in (mine[0].as_stock, mine[0].to_quantized):
-        with pytest.raises(StreamedWeightsError, match="forgotten 48 tokens"):
-            refused()
-
-
 def test_preallocated_writes_in_place(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(form="preallocated", max_context_length=1000), (10,), 2)
     assert mine[0].keys.shape[2] == 1024
@@ -610,18 +515,6 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
     mine[0].pool.close()
     with pytest.raises(ClosedError, match="make new ones"):
         feed(mine, theirs, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_tokens": 300}, "its newer half"),
-        ({"max_tokens": 64, "step": 16, "keep": 20}, "first 32 tokens"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        KVOptions(**settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])

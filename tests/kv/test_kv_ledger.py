@@ -40,7 +40,6 @@ OPTIONS = st.fixed_dictionaries(
         "form": st.sampled_from(["step", "preallocated"]),
         "max_context_length": st.sampled_from([16, 300, 1000]),
         "budget_bytes": st.sampled_from([None, 60_000, 200_000, 1 << 30]),
-        "max_tokens": st.sampled_from([None, None, 600, 1024]),
     }
 )
 NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "offload", "look", "drop"]
@@ -163,13 +162,6 @@ def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
     assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)], 8).peak == 2 * 200 * 16
     parked, copy = Layer(200, 10, pages=((1, 900), (2, 300))), Layer(200, 5, pages=((1, 900),))
     assert KVLedger(options, [Kind(parked, new), Kind(copy)], 8).peak == grown + 900 + 300
-
-
-def test_peak_counts_the_copy_of_a_layer_that_drops_tokens() -> None:
-    layer = Layer(200, 60, 64)
-    kinds = [Kind(layer, Coming(200, 8, 64)), Kind(layer)]
-    ledger = KVLedger(KVOptions(step=16, max_tokens=64), kinds, 8)
-    assert ledger.peak == 3 * 200 * 64
 
 
 def test_a_layer_that_grows_several_times_is_copied_when_it_is_long() -> None:

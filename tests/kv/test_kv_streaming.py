@@ -242,23 +242,23 @@ def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], 
         assert trim_prompt_cache(cache, 20) == 20
 
 
-def test_drafts_and_batches_refuse_kv_max_tokens(directories: Callable[[str], Path], tmp_path: Path) -> None:
-    directory, small = directories("llama"), save(tmp_path, SMALL | {"num_hidden_layers": 2})
-    forgetful = {"kv_max_tokens": 128, "kv_keep": 4}
-    with (
-        load_model(directory, settings(directory, **forgetful))[0] as model,
-        load_model(small, settings(small, **forgetful))[0] as draft,
-    ):
+@pytest.mark.parametrize("keep", [0, 4])
+def test_kv_max_tokens_are_the_last_ones_as_in_mlx_lm(directories: Callable[[str], Path], keep: int) -> None:
+    directory, prompts = directories("llama"), [PROMPT.tolist(), [1, 2, 3]]
+    with load_model(directory, settings(directory, "open", kv_max_tokens=128, kv_keep=keep))[0] as model:
         cache = make_prompt_cache(model)
-        assert len(generated(model, prompt_cache=cache)) == 10
-        assert 64 <= cache[0].size() <= 128 < cache[0].offset
-        with pytest.raises(ConfigError, match="kv_max_tokens"):
-            next(iter(speculative_generate_step(PROMPT, model, draft, max_tokens=4)))
-        generator = BatchGenerator(model, max_tokens=4)
-        generator.insert([[1, 2, 3]])
-        with pytest.raises(ConfigError, match="kv_max_tokens"):
-            generator.next_generated()
-        assert not model.is_batchable
+        expected = generated(stock(directory), prompt_cache=[RotatingKVCache(128, keep) for _ in cache])
+        assert same(generated(model, prompt_cache=cache), expected)
+        assert 128 == cache[0].size() < cache[0].offset and cache[0].keep == keep
+        assert model.is_batchable == (not keep), "mlx-lm's batches drop the first tokens too"
+        generator = BatchGenerator(model, max_tokens=10, prefill_step_size=STEP)
+        uids, found = generator.insert(prompts), dict[int, list[int]]()
+        while responses := generator.next_generated():
+            for response in responses:
+                found.setdefault(response.uid, []).append(response.token)
+        assert found[uids[0]] == [token for token, _ in expected] or not keep
+    with pytest.raises(ConfigError, match="kv_keep is 128: it must be less than kv_max_tokens, 128"):
+        FlashConfig(kv_max_tokens=128, kv_keep=128)
 
 
 def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[str], Path]) -> None:
@@ -274,23 +274,6 @@ def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[
 
 UNDER_WAY_BYTES = KVOptions.under_way_bytes
 LONG_PROMPT = mx.array([i * 7 % 300 for i in range(1150)])
-
-
-def test_a_window_runs_in_the_memory_that_the_plan_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real sizes of buffers the caches of a small model stay in memory, where they have to fit."""
-    monkeypatch.setattr(KVOptions, "under_way_bytes", UNDER_WAY_BYTES)
-    directory = save(tmp_path, SMALL | {"num_hidden_layers": 2})
-    config = FlashConfig(
-        ram_budget_gb=4, prefill_step_size=100, context_length=4096, kv_max_tokens=1024, kv_ram_gb=1e-6
-    )
-    with pytest.raises(ConfigError, match=r"needs at least ([\d.]+)") as caught:
-        prepare(directory, config)
-    enough = float(str(caught.value).split("at least ")[1].split(":")[0])
-    with load_model(directory, replace(config, kv_ram_gb=enough))[0] as model:
-        cache = make_prompt_cache(model)
-        steps = generate_step(LONG_PROMPT, model, max_tokens=20, prefill_step_size=100, prompt_cache=cache)
-        assert len(list(steps)) == 20
-        assert cache[0].size() <= 1024 < cache[0].offset
 
 
 def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,14 +219,6 @@ def test_a_request_alone_takes_what_it_was_admitted_for(model: FlashLLM, plan: R
     assert needed / 1.5 < mx.get_peak_memory() - before <= needed
 
 
-@pytest.mark.parametrize("step", [1, 64, 2048])
-def test_a_request_alone_needs_the_same_whatever_the_step_of_prompts(plan: ResidencyPlan, step: int) -> None:
-    """Where the cache drops tokens, it holds those of a call beyond its limit: one."""
-    options = KVOptions(step=16, max_tokens=128)
-    forgetful = replace(plan, prefill_step_size=step, kv=replace(plan.kv, options=options))
-    assert alone_bytes(forgetful, 8000) == alone_bytes(forgetful, 128) < alone_bytes(plan, 8000) / 4
-
-
 def test_buffers_that_grow_by_steps_reserve_no_context(plan: ResidencyPlan) -> None:
     context: dict[str, Any] = {"max_context_length": 8000}
     forms = KVOptions(), KVOptions(**context), KVOptions(form="preallocated", **context)

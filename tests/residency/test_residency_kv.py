@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from kv_rows import adding
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.residency.kv import check_kv, in_memory, ledger_of, most_on_disk, on_disk
+from mlx_flash.residency.kv import check_kv, in_memory, ledger_of, on_disk
 from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
@@ -43,7 +41,7 @@ def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def least_share(ledger: Ledger, context: int) -> int:
-    return ledger.least_rows(ledger.held_tokens(context), ledger.step)
+    return ledger.least_rows(context, ledger.step)
 
 
 def test_more_room_leaves_less_on_disk(sizes: ModelSizes) -> None:
@@ -57,7 +55,7 @@ def test_more_room_leaves_less_on_disk(sizes: ModelSizes) -> None:
     assert limits[0] == least_share(ledger, CONTEXT)
     assert numbers[0] == 6 and numbers[-1] == 0 and len(set(numbers)) > 3
     assert [share.disk_bytes for share in shares] == [number * ROW * CONTEXT for number in numbers]
-    assert max(share.disk_bytes for share in shares) == most_on_disk(sizes, config, CONTEXT)
+    assert max(share.disk_bytes for share in shares) == 6 * ROW * CONTEXT
 
 
 @settings(max_examples=15, deadline=None)
@@ -110,43 +108,9 @@ def test_a_share_below_the_minimum_is_refused(sizes: ModelSizes) -> None:
     [
         ({"kv_cache": "preallocated", "kv_ram_gb": 1}, "nothing goes to disk"),
         ({"kv_cache": "disk", "ssd_write_gb_per_day": 0}, "no keys and values can go to disk"),
-        ({"kv_cache": "stock", "kv_max_tokens": 1000}, "forget nothing"),
+        ({"kv_cache": "disk", "kv_max_tokens": 1000, "kv_ram_gb": 1}, "nothing goes to disk"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_kv(FlashConfig(**change))
-
-
-@pytest.mark.parametrize("chunk", [40, 64, 100])
-@pytest.mark.parametrize("keep", [0, 20])
-@pytest.mark.parametrize("times", [1.0, 1.3])
-@pytest.mark.parametrize("under_way_bytes", [UNDER_WAY_BYTES, lambda *_: 4096], ids=["in memory", "on disk"])
-def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
-    sizes: ModelSizes,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    under_way_bytes: Any,
-    times: float,
-    keep: int,
-    chunk: int,
-) -> None:
-    monkeypatch.setattr(KVOptions, "under_way_bytes", under_way_bytes)
-    context, window = 2000, 1024
-    config = FlashConfig(kv_cache="disk", kv_max_tokens=window, kv_keep=keep, kv_directory=str(tmp_path))
-    ledger = ledger_of(sizes, config, context, 100)
-    least = least_share(ledger, context)
-    share = on_disk(ledger, context, 0, kv_ram_gb=(times * least + 1) / 1e9)
-    assert share.options is not None and share.limit is not None
-    caches = make_caches([KVCache() for _ in sizes.cache.rows], share.options)
-    pool = caches[0].pool
-    for start in range(0, context, chunk):
-        num_new = min(chunk, context - start)
-        missing = pool.admit(adding([cache.rows for cache in caches], num_new, num_new, share.rows), share.limit)
-        assert missing == 0, f"{missing} bytes missing at {start} of {context} tokens"
-        rows = mx.ones((1, HEADS, num_new, WIDTH), mx.float16)
-        for cache in caches:
-            mx.eval(cache.update_and_fetch(rows, rows))
-            assert pool.memory_bytes <= share.limit
-    assert caches[0].size() <= window
-    pool.close()

@@ -89,7 +89,7 @@ def equal(left: Any, right: Any) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(
     stored=st.lists(st.integers(1, 90), max_size=3),
-    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork", "refer"]), st.integers(1, 300))),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "fork", "refer"]), st.integers(1, 300))),
 )
 def test_rows_equal_what_was_appended(
     layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
@@ -115,10 +115,6 @@ def test_rows_equal_what_was_appended(
             refer(rows, write_stored(path.with_name(f"{seed}.page"), layout, new), files)
             path.with_name(f"{seed}.page").unlink()  # the open file keeps its bytes
             expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
-        elif what == "drop" and rows.pages and all(page.where.file is rows.file for page in rows.pages):
-            stop = layout.step * max(1, len(rows.pages) * number // 300)
-            rows = rows.fork(0, stop)
-            expected = [old[:, stop:] for old in expected]
         elif what == "fork":
             forks.append((rows.fork(), expected))
         assert equal(read(rows, rows.length // layout.step * layout.step + 3 * layout.step), expected)

@@ -316,6 +316,10 @@ VERIFY = (
     *measured(16, 4),
 )
 EXEC = (flag("PROGRAM", "such as: mlx_lm.generate --model MODEL", nargs=argparse.REMAINDER),)
+SERVICE = (
+    flag("action", "what to do with it", choices=("install", "status", "logs", "remove")),
+    flag("arguments", "flags of mlx-flash serve, for install", nargs=argparse.REMAINDER, metavar="FLAGS"),
+)
 PACK = (
     flag("target", "directory to make"),
     flag("--compress", "compress what shrinks, if that is expected to pay on this machine"),
@@ -338,6 +342,7 @@ MONITOR = (
     flag("--no-color", "no colours, as with the variable NO_COLOR"),
 )
 STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
+COMPLETION = (flag("shell", "the shell that runs the printed code", choices=("bash", "zsh", "fish")),)
 CACHE = (flag("action", "clear removes everything that is not in use", choices=("list", "clear")), JSON)
 
 
@@ -453,7 +458,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         command.show(None)
         command.print_help()
         command.exit()
-    parse = command.parse_known_args if name == "exec" else command.parse_known_intermixed_args  # words of a program
+    has_rest = name in ("exec", "service")  # words that are another program's
+    parse = command.parse_known_args if has_rest else command.parse_known_intermixed_args
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
         command.show(None)
@@ -569,6 +575,12 @@ COMMANDS = {
         SERVE,
         "[[NAME=]MODEL ...]",
     ),
+    "service": Command(
+        "keep the server running as a service of this user",
+        SERVICE,
+        usage="install|status|logs|remove [flags of serve]",
+        streams=False,
+    ),
     "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL"),
     "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),
     "verify": Command("compare streamed output with mlx-lm's, bit for bit", VERIFY, "MODEL"),
@@ -600,6 +612,13 @@ COMMANDS = {
         CACHE,
         place="models.cache",
         usage="list|clear",
+        streams=False,
+    ),
+    "completion": Command(
+        "print code that completes commands, flags and models",
+        COMPLETION,
+        place="dispatch.completion",
+        usage="bash|zsh|fish",
         streams=False,
     ),
 }

@@ -18,11 +18,59 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 from mlx_flash.commands.arguments import COMMANDS, EXIT_USAGE, LOG, make_parser, parse_arguments
-from mlx_flash.errors import FlashError, mlx_explained
+from mlx_flash.config import BUDGET_WORDS, own_names
+from mlx_flash.errors import ConfigError, FlashError, mlx_explained
+from mlx_flash.layout.names import known_models
+from mlx_flash.modelfile.parse import named_models
+
+REQUEST_VARIABLE = "_ARGCOMPLETE"
+"""Set by the shell when it asks for completions."""
+
+
+def completion(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash completion``: print the code that a shell has to run.
+
+    Raises:
+        ConfigError: argcomplete is not installed.
+    """
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ModuleNotFoundError as error:
+        raise ConfigError("completion needs argcomplete. Hint: pip install argcomplete.") from error
+    print(shellcode(["mlx-flash"], shell=args.shell), file=out)
+    return 0
+
+
+def complete() -> None:
+    """Answer the shell's request for completions, and end the process."""
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()
+    parser, _ = make_parser(next((word for word in words[1:] if word in COMMANDS), None))
+    argcomplete.autocomplete(parser, default_completer=cast(Any, _values))
+
+
+def _values(prefix: str, action: argparse.Action, **_: object) -> list[str]:
+    """Return files and folders that begin like a word; for models, folders, names and what was downloaded."""
+    if action.dest == "ram_budget_gb":
+        return list(BUDGET_WORDS)
+    folder = Path(prefix).expanduser() if prefix.endswith("/") else Path(prefix).expanduser().parent
+    found = sorted(folder.glob("*")) if folder.is_dir() else []
+    folders = [f"{path}/" for path in found if path.is_dir()]
+    if action.dest not in ("model", "first", "words", "draft_model"):
+        return [*folders, *(str(path) for path in found if not path.is_dir())]
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    names = [*known_models(), *named_models()]
+    with contextlib.suppress(ConfigError):  # a settings file that is wrong
+        names += own_names()
+    return [*names, *sorted(path.name[8:].replace("--", "/") for path in cache.glob("models--*")), *folders]
+
 
 EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 129, 130, 141, 143
 """The last four are what a shell reports for programs that the signals end."""
@@ -36,6 +84,8 @@ Run = Callable[[argparse.Namespace, TextIO], int]
 
 def run_command(argv: Sequence[str]) -> int:
     """Run the command of the arguments. Return the exit status."""
+    if REQUEST_VARIABLE in os.environ:
+        complete()
     out, with_traceback = sys.stdout, bool(os.environ.get(TRACEBACK_VARIABLE))
     try:
         with _written(out):
@@ -91,7 +141,7 @@ def end_silently() -> None:
 
 
 def _load_command(name: str) -> Run:
-    """Import a command. Most of them import MLX, which takes seconds; ``ps`` and ``stop`` do not."""
+    """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``stop`` and ``completion`` do not."""
     module, _, function = (COMMANDS[name].place or f"{name}.{name}").partition(".")
     found: Run = getattr(import_module(f"mlx_flash.commands.{module}"), function)
     return found

@@ -716,7 +716,6 @@ def test_the_summary_tells_about_experts(mixture: Path) -> None:
 
 
 WRONG = [
-    ("run", "--port 70000", "70000 is not between 1 and 65535"),
     ("serve", "--port -1", "-1 is not between"),
     ("serve", "--top-k -1", "-1 is not between 0"),
     ("serve", "--prompt-cache-bytes x", "x"),

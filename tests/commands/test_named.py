@@ -263,3 +263,16 @@ def test_commands_take_names_of_modelfiles(tmp_path: Path, capsys: pytest.Captur
     assert "Did you mean 'qwen3-30b-a3b'?" in capsys.readouterr().err
     assert cli.main(["run", "a long prompt " * 30]) == 1
     assert "neither a model nor ./Modelfile" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_config")
+def test_completion_offers_names_and_words_of_the_budget(tmp_path: Path) -> None:
+    from mlx_flash.commands.arguments import make_parser
+    from mlx_flash.commands.dispatch import _values
+
+    models_folder().mkdir(parents=True)
+    (models_folder() / "mine").write_text(f"FROM {DRAFT}")
+    (models_folder().parent / "config.toml").write_text('[models]\nother = "some/model"\n')
+    actions = {action.dest: action for action in make_parser("generate")[1]._actions}  # type: ignore[union-attr]
+    assert {"qwen3-30b-a3b", "mine", "other"} <= set(_values("", actions["model"]))
+    assert _values("", actions["ram_budget_gb"]) == ["min", "auto", "safe", "balanced", "performance"]

@@ -1,4 +1,4 @@
-"""Models and engines: ``list``, ``ps``, ``stop``, ``--quiet`` and ``--verbose``."""
+"""Models, engines and shells: ``list``, ``ps``, ``stop``, ``completion``, ``--quiet`` and ``--verbose``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pytest
 from huggingface_hub import scan_cache_dir
 
 import children
+from children import ROOT
 from mlx_flash import cli, telemetry
 from mlx_flash.commands import dispatch, engines
 from mlx_flash.commands import models as modellist
+from mlx_flash.commands.arguments import COMMANDS
 from mlx_flash.commands.engines import choose, published_name
 from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.engine.prepare import prepare
@@ -189,6 +191,31 @@ def test_ps_fits_the_terminal(
     assert text.index("mlx-flash") < text.index("LM") and "user" in text
     words = " ".join(text.split())
     assert words.count(f"{os.getpid()}:") == 2 and words.count("123.5 GB of 123.5 GB, 1234567 tokens") == 2
+
+
+def complete(tmp_path: Path, line: str, **env: str) -> list[str]:
+    file = tmp_path / "completions"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(file)}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    program = "from mlx_flash.cli import main; main()"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **asked, **env}, cwd=ROOT, check=True)
+    return [word.strip() for word in file.read_text().split("\n")]
+
+
+def test_completion_knows_commands_flags_and_models(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    assert set(complete(tmp_path, "mlx-flash ")) >= set(COMMANDS)
+    assert complete(tmp_path, "mlx-flash generate --ram-b") == ["--ram-budget-gb"]
+    (tmp_path / "models--some--model").mkdir()
+    assert complete(tmp_path, "mlx-flash serve --model so", HF_HUB_CACHE=str(tmp_path)) == ["some/model"]
+    assert f"{folder / 'llama'}/" in complete(tmp_path, f"mlx-flash plan --model {folder}/")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_code_registers_the_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("argcomplete")
+    assert cli.main(["completion", shell]) == 0
+    assert "mlx-flash" in capsys.readouterr().out
 
 
 def test_quiet_leaves_the_answer_and_verbose_adds_the_log(folder: Path) -> None:

@@ -91,15 +91,7 @@ def read_on_rank_0(file: TextIO) -> str:
 
 
 class Peers:
-    """The ranks of a model, and what they tell each other through ``mx.distributed``.
-
-    Args:
-        group: of ``mx.distributed``.
-
-    Attributes:
-        rank: the number of this process.
-        size: how many there are.
-    """
+    """The ranks of a model, and what they tell each other through ``mx.distributed``."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self._group = group
@@ -171,11 +163,7 @@ class Peers:
 
     @contextmanager
     def asking(self, whom: str, what: str) -> Iterator[None]:
-        """Name an exchange that fails or takes too long.
-
-        Raises:
-            PeerError: the connection to a rank was lost.
-        """
+        """Name an exchange that fails or takes too long."""
         told = f"rank {self.rank} exchanges {what} with {whom}"
         patience = _patience()
         patience.since, patience.told = time.monotonic(), told
@@ -255,13 +243,6 @@ def share_layers(layer_bytes: Sequence[int], ranks: Sequence[RankSpeed]) -> list
 
     If all weights stay in memory, a rank has one run of layers, so that little is sent. If not, ranks take turns as
     often as they can: while one computes, the others read their next layers.
-
-    Args:
-        layer_bytes: bytes of each layer.
-        ranks: the machines. Neighbours exchange results, and so do the last and the first.
-
-    Raises:
-        ConfigError: there are fewer layers than ranks.
     """
     num_layers, total = len(layer_bytes), sum(layer_bytes)
     if num_layers < len(ranks):
@@ -315,12 +296,7 @@ def runs(owners: Sequence[int], rank: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class NeededFiles:
-    """The files of a checkpoint by the layers whose weights they hold.
-
-    Attributes:
-        layers: for each layer the names of the files.
-        all_ranks: those with weights that every rank computes.
-    """
+    """The files of a checkpoint by the layers whose weights they hold."""
 
     layers: list[set[str]]
     all_ranks: set[str]
@@ -374,11 +350,7 @@ class RankFolder:
             os.truncate(self.path / name, 0)
 
     def able_ranks(self, needed: NeededFiles) -> list[list[int]]:
-        """Return for each layer the ranks that have its files.
-
-        Raises:
-            CheckpointError: a rank lacks a file that every rank needs, or no rank has all files of a layer.
-        """
+        """Return for each layer the ranks that have its files."""
         for rank, missing in enumerate(self.missing):
             if lacking := ", ".join(sorted(missing & needed.all_ranks)):
                 raise CheckpointError(
@@ -392,11 +364,7 @@ class RankFolder:
 
 
 def complete_folder(directory: Path, peers: Peers) -> RankFolder:
-    """Return the model folder, with headers for shards that it lacks and another rank has. All ranks call it.
-
-    Raises:
-        CheckpointError: ranks have different shards of a name.
-    """
+    """Return the model folder, with headers for shards that it lacks and another rank has. All ranks call it."""
     own = {path.name: path.stat().st_size for path in directory.glob("model*.safetensors")}
     told: list[dict[str, int]] = [json.loads(peers.data(json.dumps(own).encode(), rank)) for rank in range(peers.size)]
     sizes: dict[str, int] = {}
@@ -454,17 +422,7 @@ class _Link:
 
 
 class Chain:
-    """The layers of a model, each on one rank. All ranks call the model with the same tokens.
-
-    Args:
-        layers: the model's layers, in calling order.
-        owners: the rank of each layer.
-        peers: the ranks.
-
-    Attributes:
-        peers: the ranks.
-        owners: the rank of each layer.
-    """
+    """The layers of a model, each on one rank. All ranks call the model with the same tokens."""
 
     def __init__(self, layers: Sequence[nn.Module], owners: Sequence[int], peers: Peers) -> None:
         self.peers = peers
@@ -514,9 +472,6 @@ class Chain:
             caches: the prompt caches that they add to.
             wait_turn: called with ``HAND_ON``, ``HAND_OVER`` or ``HANDED`` and the number of a layer, whose output is
                 evaluated then. Returns when it is the turn of this call. None for one call alone.
-
-        Raises:
-            PeerError: the ranks were called differently, or a connection was lost.
         """
         self._check_equal(tokens)
         entries = list(_entries([cache for cache in caches if cache is not None]))
@@ -530,14 +485,7 @@ class Chain:
 
     @contextmanager
     def computing(self, cache: Sequence[Any] | None) -> Iterator[None]:
-        """Compute one of these calls.
-
-        Args:
-            cache: what the call takes for its prompt cache.
-
-        Raises:
-            StreamedWeightsError: the model cannot be shared in this way.
-        """
+        """Compute one of these calls."""
         assert self._users is not None
         self._users |= {id(entry): -1 for entry in _entries(cache or ())}
         try:
@@ -561,11 +509,7 @@ class Chain:
 
     @contextmanager
     def all_have_room(self) -> Iterator[None]:
-        """Let the errors of a check of memory be those of all ranks, so that all cut or refuse a call, or none.
-
-        Raises:
-            FlashError: the one that was raised here, or another rank has raised one.
-        """
+        """Let the errors of a check of memory be those of all ranks, so that all cut or refuse a call, or none."""
         try:
             yield
         except FlashError as error:
@@ -584,11 +528,7 @@ class Chain:
             raise (BudgetError(told, 0) if found[rank] == 1.0 else PeerError(told)) from error
 
     def _check_equal(self, tokens: Sequence[mx.array | None]) -> None:
-        """Check that all ranks compute the same tokens in a pass.
-
-        Raises:
-            PeerError: they do not.
-        """
+        """Check that all ranks compute the same tokens in a pass."""
         self._num_passes += 1
         found = self.peers.gather([self._num_passes % _LARGEST, *_digest(tokens)])
         for rank, numbers in enumerate(found):
@@ -623,11 +563,7 @@ class Chain:
         return _replaced(result, arrays)
 
     def _note_entries(self, link: _Link, given: tuple[Any, Any]) -> None:
-        """Note the rank of the cache entries of a layer.
-
-        Raises:
-            StreamedWeightsError: layers of several ranks use one entry.
-        """
+        """Note the rank of the cache entries of a layer."""
         assert self._users is not None
         for entry in [entry for value in (*given[0], *given[1].values()) for entry in _entries([value])]:
             if id(entry) not in self._users:

@@ -366,12 +366,7 @@ MANY = 10
 
 
 class _Formatter(argparse.HelpFormatter):
-    """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags.
-
-    Args:
-        prog: as argparse gives it.
-        shown: flags in help; None shows all of them.
-    """
+    """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags."""
 
     def __init__(self, prog: str, shown: frozenset[str] | None = None) -> None:
         self._shown = shown

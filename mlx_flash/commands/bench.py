@@ -57,11 +57,6 @@ def bench(args: argparse.Namespace, out: TextIO) -> int:
 def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, ResidencyPlan, str]:
     """Load a model with a cold page cache, and generate tokens.
 
-    Args:
-        args: ``model``, ``prompt_tokens`` and ``max_tokens``.
-        path: the model directory.
-        config: how to stream.
-
     Returns:
         The measurements, the plan, and in words how cold the run was.
     """

@@ -30,12 +30,7 @@ _SECONDS_BEFORE_CLOCK = 3
 
 
 class Status(Progress):
-    """A line on stderr that is removed at the end. Nothing is drawn where stderr is no terminal.
-
-    Args:
-        words: the present activity.
-        is_shown: draw it.
-    """
+    """A line on stderr that is removed at the end. Nothing is drawn where stderr is no terminal."""
 
     def __init__(self, words: str, is_shown: bool = True) -> None:
         self._words, is_drawn = words, is_shown and sys.stderr.isatty()
@@ -76,9 +71,6 @@ def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = 
     Args:
         args: of the command; ``flash`` has the settings of a Modelfile with its model's name.
         modelfile: the settings of another one.
-
-    Raises:
-        ConfigError: a setting is wrong, or keys and values of a cache that drops tokens would be quantized.
     """
     flags = vars(args)  # commands that load no model have fewer
     idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
@@ -96,10 +88,6 @@ def prompt_text(args: argparse.Namespace, read: Callable[[TextIO], str]) -> str:
     r"""Return the text of ``--prompt``; for ``-``, standard input. ``\n`` and ``\t`` are replaced, as mlx-lm does.
 
     Without the flag it is what is piped in. If that is nothing, it is mlx-lm's default, with a note.
-
-    Args:
-        args: of the command.
-        read: reads a file.
     """
     for name, text in (("--system-prompt", args.system_prompt), ("--prefill-response", args.prefill_response)):
         check_text(text or "", name)

@@ -40,11 +40,7 @@ def ps(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def stop(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash stop``: send SIGTERM to a process, and wait until it has ended.
-
-    Raises:
-        ConfigError: not exactly one running process is meant, or it does not end in time.
-    """
+    """Run ``mlx-flash stop``: send SIGTERM to a process, and wait until it has ended."""
     engine = choose(published_name(args.model), find())
     name = _describe(engine)
     os.kill(engine.pid, signal.SIGTERM)
@@ -70,11 +66,7 @@ def published_name(model: str) -> str:
 
 
 def choose(wanted: str, engines: Sequence[Published]) -> Published:
-    """Return the engine of a process or model. The name of a model chooses no other program than mlx-flash.
-
-    Raises:
-        ConfigError: no process, or more than one, has it; or the process is another program's.
-    """
+    """Return the engine of a process or model. The name of a model chooses no other program than mlx-flash."""
     found = [engine for engine in engines if wanted in (str(engine.pid), model_name(engine.state))]
     if len({engine.pid for engine in found}) != 1:
         names = ", ".join(map(_describe, engines)) or "none"

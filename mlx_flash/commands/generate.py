@@ -105,9 +105,6 @@ def open_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, int, 
 
     Returns:
         The cache, None without a file; the number of tokens in it; settings of the tokenizer that made its prompt.
-
-    Raises:
-        ConfigError: the cache is of another model, or quantized otherwise, or there is a draft model.
     """
     file = args.prompt_cache_file
     if file is None:
@@ -131,11 +128,7 @@ def open_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, int, 
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
-    """Return the tokens that ``mlx_lm.generate`` makes of the same flags.
-
-    Raises:
-        ConfigError: the prompt is empty.
-    """
+    """Return the tokens that ``mlx_lm.generate`` makes of the same flags."""
     prompt = prompt_text(args, read_on_rank_0)
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
@@ -186,11 +179,7 @@ def load(
 
 
 def load_draft(args: argparse.Namespace, path: Path) -> nn.Module | None:
-    """Return the model of ``--draft-model``, or None.
-
-    Raises:
-        ConfigError: its vocabulary is not the model's.
-    """
+    """Return the model of ``--draft-model``, or None."""
     if args.draft_model is None:
         return None
     draft = resolve(args.draft_model)

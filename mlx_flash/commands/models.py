@@ -65,11 +65,7 @@ def is_remote(name: str) -> bool:
 
 @contextmanager
 def preview(repository: str, revision: str | None = None) -> Iterator[Path]:
-    """Yield a folder that can be planned for. Only headers of the shards are fetched, by ranged requests.
-
-    Raises:
-        CheckpointNotFoundError: the repository cannot be reached, or has no safetensors files.
-    """
+    """Yield a folder that can be planned for. Only headers of the shards are fetched, by ranged requests."""
     with tempfile.TemporaryDirectory(prefix="mlx-flash-plan-") as folder:
         path = Path(folder) / repository.replace("/", "--")
         path.mkdir()
@@ -236,11 +232,6 @@ _UNKNOWN = {"way": "", "tokens_per_second": None, "budget_bytes": None, "read_by
 def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Json:
     """Plan for a model. Reads headers, no weights.
 
-    Args:
-        folder: the model.
-        config: how to stream.
-        probe: a file to probe the disk with; None takes the largest shard.
-
     Returns:
         How it would run: ``way``, which is "in memory", "streamed", "too large" or "not supported", and the reason
         ``why`` it does not; ``tokens_per_second`` as the plan expects them; ``budget_bytes``, or the smallest budget
@@ -307,11 +298,7 @@ def _named(downloaded: Mapping[str, Json]) -> Iterator[Json]:
 
 
 def _in_folders(folders: Sequence[Path]) -> Iterator[Json]:
-    """Yield the models in folders.
-
-    Raises:
-        NotADirectoryError: one of them is no folder.
-    """
+    """Yield the models in folders."""
     for folder in folders:
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder. Hint: name folders that hold models.")
@@ -372,12 +359,7 @@ def _ask(question: str, hint: str) -> bool:
 
 
 def model_of(args: argparse.Namespace) -> Path:
-    """Return the folder of a command's model, which may have a name. A download is asked for.
-
-    Raises:
-        CheckpointNotFoundError: there is no such model, or it is not downloaded.
-        ConfigError: nobody can be asked, or the disk has no room.
-    """
+    """Return the folder of a command's model, which may have a name. A download is asked for."""
     use_name(args)
     ask_to_download(args.model, args)
     return fetched(args.model)
@@ -397,17 +379,7 @@ def use_name(args: argparse.Namespace) -> None:
 
 
 def ask_to_download(name: str, args: argparse.Namespace, settings: Mapping[str, str] | None = None) -> None:
-    """Show the plan of a repository that is not here, the bytes to download and the room for them, and ask.
-
-    Args:
-        name: the repository, or anything that is here.
-        args: of the command; ``yes`` is the answer.
-        settings: of a Modelfile.
-
-    Raises:
-        CheckpointNotFoundError: there is no such model, or the answer is no.
-        ConfigError: nobody can be asked, or the disk has no room.
-    """
+    """Show the plan of a repository that is not here, the bytes to download and the room for them, and ask."""
     if is_remote(name):
         _, nbytes = _announced(name, None, args, make_config(args, settings))
         if not args.yes and not _ask(f"{name} is not on this machine. Download {size(nbytes)}?", "-y downloads it"):
@@ -439,13 +411,7 @@ def _announced(name: str, revision: str | None, args: argparse.Namespace, config
 
 
 def pull(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash pull``.
-
-    Raises:
-        CheckpointNotFoundError: Hugging Face has no such model.
-        ConfigError: the name is a folder, or the disk has no room.
-        ReadError: the download broke off.
-    """
+    """Run ``mlx-flash pull``."""
     name = find_modelfile(args.model).base
     if Path(name).is_dir():
         raise ConfigError(f"pull {name}: it is a folder on this machine, which needs no download")

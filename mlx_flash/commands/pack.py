@@ -48,11 +48,7 @@ def pack(args: argparse.Namespace, out: TextIO) -> int:
 
 
 class _Decision:
-    """The decision to compress a copy, from measurements of disk, decoder and processor.
-
-    Raises:
-        ConfigError: the codec is not installed.
-    """
+    """The decision to compress a copy, from measurements of disk, decoder and processor."""
 
     def __init__(self, source: Path, target: Path, always: bool) -> None:
         check_installed()

@@ -35,9 +35,6 @@ def run_program(command: Sequence[str]) -> int:
 
     Returns:
         Its exit status, unless it raises ``SystemExit``.
-
-    Raises:
-        ConfigError: the program is unknown.
     """
     name, *arguments = command
     if Path(name).stem.startswith("python") and arguments[:1] == ["-m"] and len(arguments) > 1:

@@ -42,12 +42,6 @@ BATCH_SIZES = (1, 4, 8, 16)
 class Recorder:
     """Recorder of one run.
 
-    Args:
-        model: the loaded model.
-        num_prompt_tokens: length of the prompt.
-        load_seconds: duration of loading.
-        step: most tokens of a prompt in one call, where there is no plan; None takes mlx-lm's.
-
     Attributes:
         plan: the model's plan; None when mlx-lm alone runs it.
         prefill_step_size: most tokens of a prompt in one call.
@@ -115,10 +109,6 @@ def make_report(run: Recorder, model: str) -> Json:
     """Return the measurements of a run in base units, None where one does not apply, its plan, and its surroundings.
 
     Call it after the model is closed, when every read is counted.
-
-    Args:
-        run: the records, of one token at least.
-        model: the user's name of the model.
     """
     plan, start, first, last = run.plan, run.start, run.first, run.last
     to_first, to_last, after_first = first.clock - start.clock, last.clock - first.clock, len(run.tokens) - 1

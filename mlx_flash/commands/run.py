@@ -63,23 +63,14 @@ Read = Callable[[], str]
 
 
 def make_reader(words: Sequence[str]) -> Read:
-    """Return a function that reads one message. It raises EOFError at the end of the input.
-
-    Args:
-        words: commands that the Tab key completes.
-    """
+    """Return a function that reads one message. It raises EOFError at the end of the input."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return read_plainly
     return _make_editor(words)
 
 
 def read_plainly() -> str:
-    """Read a line, or several ones between triple quotes.
-
-    Raises:
-        EOFError: the input has ended.
-        ConfigError: it ends within a message.
-    """
+    """Read a line, or several ones between triple quotes."""
     print(PROMPT, end="", file=sys.stderr, flush=True)
     text = input()
     while is_open(text):
@@ -108,11 +99,7 @@ def unquote(text: str) -> str:
 
 
 def begun(read: Read) -> Read:
-    """Read the first message now. Return a function that returns it, and reads the others.
-
-    Raises:
-        ConfigError: there is no message.
-    """
+    """Read the first message now. Return a function that returns it, and reads the others."""
     try:
         while not (first := read()).strip():
             pass
@@ -190,12 +177,7 @@ LAST = "last"
 
 
 def keep(name: str, conversation: Conversation) -> None:
-    """Write a conversation to its file.
-
-    Raises:
-        ConfigError: the name is wrong.
-        WriteError: the file cannot be written.
-    """
+    """Write a conversation to its file."""
     path = _path(name)
     base, described = Path(conversation.modelfile.base), conversation.modelfile.path
     model = described if described.is_file() else base
@@ -206,11 +188,7 @@ def keep(name: str, conversation: Conversation) -> None:
 
 
 def kept(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the model of a kept conversation, as the command line takes it, and the messages.
-
-    Raises:
-        ConfigError: there is none of this name, or its file is damaged.
-    """
+    """Return the model of a kept conversation, as the command line takes it, and the messages."""
     path = _path(name)
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
@@ -338,13 +316,6 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Talk:
     """A conversation in a terminal, or the answer to one prompt. All but the answers goes to stderr.
 
-    Args:
-        conversation: the conversation.
-        load_seconds: duration of loading.
-        out: receives the answers.
-        verbose: the state of ``/set verbose`` at the beginning.
-        keeps: write the conversation to its file after each answer.
-
     Attributes:
         is_verbose: print all measurements after an answer.
         is_quiet: print none.
@@ -442,11 +413,7 @@ class Talk:
             print_rich(Text(words, style="dim"), sys.stderr)
 
     def command(self, line: str) -> None:
-        """Run a command that begins with a slash.
-
-        Raises:
-            ConfigError: there is no such command, or its arguments are wrong.
-        """
+        """Run a command that begins with a slash."""
         name, _, rest = line.strip().partition(" ")
         if name in HELP:
             _print("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()))
@@ -533,10 +500,6 @@ def processors_of_format(text: str, tokenizer: Any) -> Callable[[list[int]], lis
     Args:
         text: ``json``, or a file with a JSON schema.
         tokenizer: mlx-lm's wrapper. This is called before the plan, which then counts the memory of the grammar.
-
-    Raises:
-        ConfigError: the file is no schema, or llguidance is not installed.
-        RefusedError: the schema is not supported, or the model's answers have no form that it could have.
     """
     from mlx_flash.server.grammar import Grammars, json_grammar
     from mlx_flash.server.prompts import state_of, whole
@@ -620,9 +583,6 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
     Args:
         args: of the command.
         model: that of the conversation that goes on.
-
-    Raises:
-        ConfigError: there are too many words, or neither a model nor a Modelfile.
     """
     words, model = (
         [*args.words, *([] if args.prompt is None else [args.prompt])],

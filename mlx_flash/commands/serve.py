@@ -88,10 +88,6 @@ def _describing(args: argparse.Namespace, other: Source) -> Callable[[str, str |
     """Return a function that reads a Modelfile and returns a model of the server.
 
     The function raises ConfigError if the Modelfile gives a budget of its own, or leaves the model to mlx-lm.
-
-    Args:
-        args: of the command. Flags and the environment win over the Modelfile.
-        other: the settings that the Modelfile leaves open.
     """
 
     def describe(name: str, path: str | Path) -> Source:
@@ -117,19 +113,7 @@ def serve_catalog(
     *,
     is_strict: bool = False,
 ) -> int:
-    """Serve models until a signal ends it.
-
-    Args:
-        catalog: the models.
-        options: limits of batches.
-        args: of the command, with the address, its guards, and the time that an idle model stays in memory.
-        origins: origins of web pages that may ask.
-        is_strict: refuse unknown fields of requests.
-
-    Raises:
-        ConfigError: the port is in use, or other machines could connect without a key. Raised before a model is loaded.
-        BudgetError: the budget cannot hold the default model. Raised before requests are answered.
-    """
+    """Serve models until a signal ends it."""
     if catalog.default is not None and not catalog.default.config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.server.")
     access = make_access(args.host, origins, args.api_key_file, args.no_auth)

@@ -165,13 +165,7 @@ class Subject:
         return calls, {**numbers, "wrong_bytes": list(check.wrong.values())}
 
     def repeat(self, path: Path, *, resident: bool, report: Report) -> list[Json]:
-        """Return the same calls of the library's own model, which reads the weights itself.
-
-        Args:
-            path: the model directory.
-            resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
-            report: progress.
-        """
+        """Return the same calls of the library's own model, which reads the weights itself."""
         model = self._load(path, lazy=not resident)
         modules, fresh = dict(model.named_modules()), dict[str, nn.Module]()
         layers = {unit.name: modules[unit.name] for unit in self.units}
@@ -200,14 +194,7 @@ class Subject:
         report: Report,
         then: Callable[[nn.Module], None] | None = None,
     ) -> list[Json]:
-        """Compute with a model. Return the digests of its calls.
-
-        Args:
-            model: what to call.
-            layers: modules whose outputs get a digest, by name.
-            report: progress.
-            then: called with a module after each of its calls.
-        """
+        """Compute with a model. Return the digests of its calls."""
         names = {id(module): name for name, module in layers.items()}
         digests: dict[str, str] = {}
         calls: list[Json] = []
@@ -337,11 +324,7 @@ def first_difference(expected: Sequence[Json], found: Sequence[Json]) -> str | N
 
 
 def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
-    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache.
-
-    Raises:
-        ReadError: a file cannot be read.
-    """
+    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache."""
     total, done, found = sum(path.stat().st_size for path in paths), 0, {}
     buffer = copy_buffer()
     for path in paths:
@@ -443,20 +426,12 @@ def _write(args: argparse.Namespace, receipt: Json, out: TextIO) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Refuse a place for the receipt before the work, which may take hours.
-
-    Raises:
-        WriteError: no file can be written there.
-    """
+    """Refuse a place for the receipt before the work, which may take hours."""
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
         raise WriteError(f"cannot write the receipt {path}: its folder takes no such file. Hint: set another file.")
 
 
 def save_receipt(path: Path, receipt: Json) -> None:
-    """Write a receipt to a file, which it replaces.
-
-    Raises:
-        WriteError: it cannot be written. The old file is unchanged.
-    """
+    """Write a receipt to a file, which it replaces."""
     with write_errors(f"cannot write the receipt {path}", "or set another file; --json prints it"):
         write_atomically(path, json.dumps(receipt, indent=1) + "\n", mode=0o644)

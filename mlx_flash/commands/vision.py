@@ -45,9 +45,6 @@ def is_vision(args: argparse.Namespace, path: Path, *, prefers: bool) -> bool:
         args: of the command.
         path: the model's folder.
         prefers: whether the command takes mlx-vlm for a model that mlx-lm could load as text alone.
-
-    Raises:
-        ConfigError: mlx-vlm is needed and not installed, or flags contradict each other.
     """
     has_pictures = bool(vars(args).get("image"))
     if has_pictures and args.vision is False:
@@ -59,14 +56,7 @@ def is_vision(args: argparse.Namespace, path: Path, *, prefers: bool) -> bool:
 
 
 def prepare_model(path: Path, config: FlashConfig, probe: Path | None = None, *, with_vlm: bool) -> Prepared:
-    """Return a model's plan, and what it is made of; of one that sees, with its towers. Writes nothing.
-
-    Args:
-        path: the model's folder.
-        config: how to stream.
-        probe: a file to probe the disk with; None takes the largest shard.
-        with_vlm: mlx-vlm loads the model, and not mlx-lm.
-    """
+    """Return a model's plan, and what it is made of; of one that sees, with its towers. Writes nothing."""
     if not with_vlm:
         return prepare(path, config, writes=False, probe=probe)
     from mlx_flash.vision.loadvlm import prepare_vlm
@@ -76,13 +66,7 @@ def prepare_model(path: Path, config: FlashConfig, probe: Path | None = None, *,
 
 @contextlib.contextmanager
 def seeing(args: argparse.Namespace, path: Path, config: FlashConfig | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, and its processor.
-
-    Args:
-        args: of the command.
-        path: the model's folder.
-        config: how to stream; None takes what flags and environment say.
-    """
+    """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, and its processor."""
     import mlx_vlm
 
     from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
@@ -100,14 +84,7 @@ def seeing(args: argparse.Namespace, path: Path, config: FlashConfig | None = No
 def seeing_talk(
     args: argparse.Namespace, path: Path, config: FlashConfig, progress: Progress
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a model that sees and its processor, ready for a conversation that begins with ``args.image``.
-
-    Args:
-        args: of the command.
-        path: the model's folder.
-        config: how to stream.
-        progress: of loading.
-    """
+    """Yield a model that sees and its processor, ready for a conversation that begins with ``args.image``."""
     from mlx_flash.vision.flashvlm import FlashVLM
     from mlx_flash.vision.pictures import make_prompt, open_picture
 
@@ -122,12 +99,7 @@ def seeing_talk(
 
 @contextlib.contextmanager
 def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, PicturePrompt]]:
-    """Yield a started model that sees, and a prompt of words and a picture that is the same in every run.
-
-    Args:
-        args: of the command, with the number of words, and of tokens to generate.
-        path: the model's folder.
-    """
+    """Yield a started model that sees, and a prompt of words and a picture that is the same in every run."""
     from mlx_flash.vision.pictures import make_prompt, sample_picture
 
     words = " ".join(islice(cycle(("What", "is", "in", "this", "picture", "?")), args.prompt_tokens))
@@ -189,10 +161,6 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
 
     Returns:
         The records of the run.
-
-    Raises:
-        ConfigError: a flag is not available here.
-        PictureError: a picture cannot be used.
     """
     from mlx_flash.vision.flashvlm import FlashVLM
     from mlx_flash.vision.pictures import make_prompt, open_picture, responses

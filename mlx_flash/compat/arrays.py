@@ -36,11 +36,7 @@ for _name, _owner in _WRAPPED.items():
 
 @contextmanager
 def wrapped_functions(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace the functions of MLX that rearrange arrays while a block runs.
-
-    Args:
-        wrap: given the name of a function and the function, returns what takes its place.
-    """
+    """Replace the functions of MLX that rearrange arrays while a block runs."""
     originals = [(owner, name, getattr(owner, name)) for name, owner in _WRAPPED.items()]
     try:
         for owner, name, original in originals:
@@ -63,9 +59,6 @@ def memory_of(array: mx.array) -> memoryview:
 
     MLX's stubs lack the buffer protocol, and nothing promises that the memory is the array's own:
     :mod:`mlx_flash.memory.arena` checks that for its views.
-
-    Args:
-        array: evaluated and contiguous.
     """
     return memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())
 
@@ -79,10 +72,6 @@ def array_over(memory: memoryview, shape: tuple[int, int]) -> mx.array:
     """Return an array of bytes over memory that MLX has not allocated. It must stay mapped for good.
 
     MLX copies memory of others on the CPU, ``from_dlpack`` included. But its strided views have no bounds.
-
-    Args:
-        memory: writable bytes.
-        shape: rows and bytes of a row.
     """
     anchor = mx.zeros((1,), mx.uint8)
     mx.eval(anchor)

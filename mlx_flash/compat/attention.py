@@ -21,16 +21,7 @@ _replacing = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The kind of a call of attention.
-
-    Attributes:
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
-        key_size, value_size: width of a head.
-        dtype: of queries.
-        mask: ``"causal"``, the dtype and the leading dimensions of an array, or None.
-        has_sinks: whether it has attention sinks.
-    """
+    """The kind of a call of attention."""
 
     num_heads: int
     num_kv_heads: int

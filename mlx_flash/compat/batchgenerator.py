@@ -69,18 +69,7 @@ def wanted_of(frame: FrameType) -> Wanted | None:
 
 
 class Waiting(NamedTuple):
-    """A sequence that was inserted, as mlx-lm keeps it.
-
-    Attributes:
-        uid: its number.
-        segments: the parts of its prompt; the last one has one token.
-        max_tokens: the most tokens of its answer.
-        cache: its prompt cache.
-        tokens: those in the cache.
-        sampler: chooses tokens.
-        processors: change logits.
-        stop_sequences: end the answer.
-    """
+    """A sequence that was inserted, as mlx-lm keeps it."""
 
     uid: int
     segments: list[list[int]]
@@ -106,13 +95,7 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         return [Waiting(*sequence) for sequence in self._unprocessed_sequences]
 
     def insert_as(self, uid: int, segments: list[list[int]], **options: Any) -> None:
-        """Insert one sequence under a number that the caller chooses.
-
-        Args:
-            uid: the number.
-            segments: the parts of its prompt.
-            options: the other arguments of ``insert_segments``, each for this sequence alone.
-        """
+        """Insert one sequence under a number that the caller chooses."""
         self._uid_count = uid
         self.insert_segments([segments], **{name: [value] for name, value in options.items()})
 

@@ -11,12 +11,7 @@ from typing import Any
 
 
 class ImportHook(MetaPathFinder):
-    """Runs an action once, when a module has been imported; at once if it is there already.
-
-    Args:
-        name: the module's full name.
-        action: called without arguments.
-    """
+    """Runs an action once, when a module has been imported; at once if it is there already."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action

@@ -70,14 +70,7 @@ stock_sharded_load: ShardedLoad = require(utils, "sharded_load", "repo", "pipeli
 
 
 class Change(NamedTuple):
-    """An attribute of mlx-lm that means something else while the patch is applied.
-
-    Attributes:
-        module: the name of the module; one that is not imported has nothing to change.
-        name: of the attribute.
-        stock: its own value.
-        new: another one.
-    """
+    """An attribute of mlx-lm that means something else while the patch is applied."""
 
     module: str
     name: str

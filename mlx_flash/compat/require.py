@@ -20,9 +20,6 @@ def require(owner: Any, name: str, *parameters: str) -> Any:
         owner: what has the attribute.
         name: of the attribute.
         parameters: names of parameters that it must take, if it is a function.
-
-    Raises:
-        CompatibilityError: it is missing, or does not take one of the parameters.
     """
     place = f"{_place(owner)}.{name}"
     found = getattr(owner, name, None)
@@ -37,15 +34,7 @@ def require(owner: Any, name: str, *parameters: str) -> Any:
 
 
 def require_that(condition: bool, otherwise: str) -> None:
-    """Check a property that :func:`require` cannot express.
-
-    Args:
-        condition: True where the installed version is as expected.
-        otherwise: what the message says is wrong.
-
-    Raises:
-        CompatibilityError: the condition is False.
-    """
+    """Check a property that :func:`require` cannot express."""
     if not condition:
         raise incompatible(otherwise)
 

@@ -174,12 +174,6 @@ def apply_chat_template(processor: Any, config: Any, messages: Any, num_images: 
 def prepare_inputs(model: nn.Module, processor: Any, prompt: str, images: list[Any]) -> dict[str, Any]:
     """Return what a model is called with for a prompt and its pictures, as ``mlx_vlm.stream_generate`` makes it.
 
-    Args:
-        model: the model.
-        processor: its processor.
-        prompt: text with a mark for each picture.
-        images: pictures of PIL.
-
     Raises:
         ValueError: the pictures do not suit the prompt.
     """

@@ -22,11 +22,7 @@ class _State:
 
 
 def patch_vlm(config_in_force: Callable[[], FlashConfig | None]) -> None:
-    """Make mlx-vlm stream the models that it loads from now on, or from when it is imported.
-
-    Args:
-        config_in_force: returns how to stream; None leaves a model to mlx-vlm.
-    """
+    """Make mlx-vlm stream the models that it loads from now on, or from when it is imported."""
     if _State.hook is None:
         _State.hook = ImportHook("mlx_vlm.utils", functools.partial(_patch, config_in_force))
 

@@ -9,14 +9,7 @@ from mlx_flash.errors import StreamedWeightsError
 
 
 def refuse_writers(writers: Container[str]) -> None:
-    """Refuse callers that change or write weights.
-
-    Args:
-        writers: the modules that do.
-
-    Raises:
-        StreamedWeightsError: one of them is on the stack.
-    """
+    """Refuse callers that change or write weights."""
     for module in calling_modules():
         if module in writers:
             raise StreamedWeightsError(

@@ -106,9 +106,6 @@ class Conversation:
             text: the user's message.
             on_progress: called with the prompt tokens done and to do. What it raises ends the answer.
             on_response: called with each response of ``mlx_lm.stream_generate``. What it raises ends the answer.
-
-        Raises:
-            ConfigError: the conversation has no tokens.
         """
         pictures, self.pictures, said = self.pictures, [], ""
         self.messages.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
@@ -245,12 +242,7 @@ def first_messages(modelfile: Modelfile) -> list[dict[str, str]]:
 
 
 def sampling(parameters: Parameters, **xtc: Any) -> dict[str, Any]:
-    """Return sampler and logits processors for ``mlx_lm.stream_generate``.
-
-    Args:
-        parameters: those of a Modelfile.
-        xtc: further arguments of ``mlx_lm.sample_utils.make_sampler``.
-    """
+    """Return sampler and logits processors for ``mlx_lm.stream_generate``."""
     sampler = make_sampler(
         temp=parameters.temperature or 0.0,
         top_p=parameters.top_p or 0.0,

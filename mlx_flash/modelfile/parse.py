@@ -42,11 +42,7 @@ def named_models() -> dict[str, Path]:
 
 
 def find_modelfile(name: str) -> Modelfile:
-    """Return the Modelfile at a path or with a name, or one that only names a folder or repository.
-
-    Raises:
-        ConfigError: the Modelfile is unreadable, or a line is wrong.
-    """
+    """Return the Modelfile at a path or with a name, or one that only names a folder or repository."""
     if Path(name).is_file() and not name.endswith(".gguf"):
         return read_modelfile(name)
     if not Path(name).is_dir() and (path := named_models().get(name)):
@@ -55,11 +51,7 @@ def find_modelfile(name: str) -> Modelfile:
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a name that cannot be one of a Modelfile.
-
-    Raises:
-        ConfigError: it has other characters, or is too long.
-    """
+    """Refuse a name that cannot be one of a Modelfile."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is no name for a model or a conversation: it must have 1 to 100 letters, digits, and . : _ - "
@@ -68,12 +60,7 @@ def check_model_name(name: str) -> None:
 
 
 def create_model(name: str, modelfile: Modelfile) -> Path:
-    """Write the contents of a Modelfile with a name. Return its path. Comments and what has no effect are left out.
-
-    Raises:
-        ConfigError: the name is wrong, or a text cannot be quoted.
-        WriteError: it cannot be written.
-    """
+    """Write the contents of a Modelfile with a name. Return its path. Comments and what has no effect are left out."""
     check_model_name(name)
     path = models_folder() / name
     with write_errors(f"cannot write the Modelfile {path}", "or set XDG_CONFIG_HOME to another folder"):
@@ -101,11 +88,7 @@ def lines_of(modelfile: Modelfile) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a Modelfile has it.
-
-    Raises:
-        ConfigError: no quotes can hold it.
-    """
+    """Return a text as a Modelfile has it."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     if len(lines) == 1 and not text.startswith('"'):
         return f'"{text}"'
@@ -152,15 +135,7 @@ def unquote(text: str, following: Iterator[str]) -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """Return a text that becomes tokens.
-
-    Args:
-        text: the text. Bytes that are not of the terminal's encoding are halves of surrogate pairs in it.
-        what: its name in the error.
-
-    Raises:
-        ConfigError: there are such bytes.
-    """
+    """Return a text that becomes tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -363,21 +338,13 @@ _INSTRUCTIONS = (
 
 
 def read_modelfile(path: Path | str) -> Modelfile:
-    """Read a Modelfile.
-
-    Raises:
-        ConfigError: the file is unreadable, or a line is wrong.
-    """
+    """Read a Modelfile."""
     path = Path(path)
     return parse_modelfile(read_text(path), path)
 
 
 def read_text(path: Path) -> str:
-    """Read the text of a Modelfile.
-
-    Raises:
-        ConfigError: the file is unreadable.
-    """
+    """Read the text of a Modelfile."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -395,9 +362,6 @@ def parse_modelfile(text: str, path: Path | str, find_base: Callable[[str, Path]
         text: the text.
         path: the file of the text. Paths in it are relative to the file's directory.
         find_base: returns the model of a FROM, given its value and that directory.
-
-    Raises:
-        ConfigError: a line is wrong; the message has its number.
     """
     draft = _Draft(Path(path), find_base)
     lines = enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1)

@@ -68,13 +68,7 @@ def chart(values: Sequence[float | None], top: float, num_rows: int) -> list[str
 
 
 def bar(parts: Sequence[float], whole: float, width: int) -> list[int]:
-    """Return the columns of each part of a bar.
-
-    Args:
-        parts: sizes; together at most about ``whole``.
-        whole: size of the full width.
-        width: in columns.
-    """
+    """Return the columns of each part of a bar."""
     columns, done, passed = [], 0, 0.0
     for part in parts:
         passed += max(part, 0.0)

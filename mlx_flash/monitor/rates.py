@@ -41,12 +41,6 @@ def system_memory() -> SystemMemory:
 class Watcher:
     """The running engines, and the one that ended last.
 
-    Args:
-        pid: follow only this process, or None.
-
-    Raises:
-        PermissionError: a folder is not private to the user.
-
     Attributes:
         histories: the engines running now, by process and number.
         ended: the engine that ended last, until another one starts.
@@ -71,11 +65,7 @@ class Watcher:
         return keys.index(self._chosen) if self._chosen in keys else 0
 
     def look(self) -> None:
-        """Read what engines published since the last look.
-
-        Raises:
-            PermissionError: a folder is not private to the user.
-        """
+        """Read what engines published since the last look."""
         running: dict[Path, History] = {}
         found = find()
         for published in found:

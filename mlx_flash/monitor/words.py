@@ -52,11 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def seconds_of(value: float | str) -> float:
-    """Return a duration of Go, such as ``1h30m``, in seconds. Numbers are seconds.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a duration of Go, such as ``1h30m``, in seconds. Numbers are seconds."""
     if not isinstance(value, str):
         return float(value)
     text = value.strip()

@@ -34,9 +34,6 @@ def loads_with_vlm(path: Path, wish: bool | None, *, prefers: bool) -> bool:
         path: its folder.
         wish: for models that see; None leaves it open.
         prefers: take mlx-vlm, if it is installed, for a model that mlx-lm could load as text alone.
-
-    Raises:
-        ConfigError: mlx-vlm is needed and not installed.
     """
     if wish is False or not sees(path):
         return False
@@ -52,13 +49,6 @@ def is_installed() -> bool:
 
 
 def check_installed(asked: str) -> None:
-    """Check that mlx-vlm is there.
-
-    Args:
-        asked: the reason why it is needed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that mlx-vlm is there."""
     if not is_installed():
         raise ConfigError(f"{asked} needs mlx-vlm, which is not installed. Hint: pip install mlx-vlm.")

@@ -52,11 +52,7 @@ class StreamedLanguage(FlashLLM):
             super().__setattr__(key, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a forward pass, as mlx-vlm's language model does. Its caller cuts prompts.
-
-        Raises:
-            As :meth:`FlashLLM.__call__`.
-        """
+        """Compute a forward pass, as mlx-vlm's language model does. Its caller cuts prompts."""
         call = _parse(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
         return self._life.run(lambda passes: self._call(passes, call), lambda: (args, kwargs))
 
@@ -90,11 +86,6 @@ class FlashVLM(ModelFacade):
     """A model of mlx-vlm that is streamed. It is called as mlx-vlm's, and answers to every attribute of it.
 
     The layers of towers for pictures and sound are read when they are called, and are not in memory otherwise.
-
-    Args:
-        prepared: the model and the plan for it.
-        config: the settings.
-        name: what to call it.
 
     Attributes:
         language_model: the streamed language model.
@@ -179,11 +170,7 @@ class FlashVLM(ModelFacade):
         return self._life.run(compute, lambda: (args, kwargs))
 
     def _make_room(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Make room for pictures, and return whether that was possible.
-
-        Raises:
-            BudgetError: they would take the process over its budget. Nothing of them is computed yet.
-        """
+        """Make room for pictures, and return whether that was possible."""
         names = [name for name in signature(self._model.get_input_embeddings).parameters if name not in kwargs]
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         if any(value is not None for name, value in inputs.items() if name not in _NOT_PICTURES):

@@ -46,11 +46,7 @@ def load_vlm(
 
 
 def load_processor_of(path: Path, model: FlashVLM, **options: Any) -> Any:
-    """Return the processor of texts and pictures in a model's folder.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be loaded.
-    """
+    """Return the processor of texts and pictures in a model's folder."""
     try:
         return load_processor(path, model, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -65,12 +61,6 @@ def load_vlm_model(
 ) -> FlashVLM:
     """Load a model of mlx-vlm that streams from its first call on. No processor is needed.
 
-    Args:
-        path: the model directory.
-        config: how to stream.
-        load_model: mlx-vlm's function.
-        loading: as of ``mlx_vlm.utils.load_model``.
-
     Raises: as :func:`load_vlm`.
     """
     if not config.enabled:
@@ -80,11 +70,7 @@ def load_vlm_model(
 
 
 def prepare_vlm(path: Path | str, config: FlashConfig, **loading: Any) -> Prepared:
-    """Load a model of mlx-vlm lazily, find its units, and plan. Reads headers, no weights.
-
-    Raises:
-        CheckpointError: mlx-vlm cannot build the model, or its language model cannot be called with tokens alone.
-    """
+    """Load a model of mlx-vlm lazily, find its units, and plan. Reads headers, no weights."""
     try:
         return prepare(path, _settings_of_vlm(config), loader=load_vlm_lazily, **loading)
     except FlashError:
@@ -97,11 +83,7 @@ def prepare_vlm(path: Path | str, config: FlashConfig, **loading: Any) -> Prepar
 
 
 def _settings_of_vlm(config: FlashConfig) -> FlashConfig:
-    """Return settings with the caches that models of mlx-vlm can have: their own, unless others are asked for.
-
-    Raises:
-        ConfigError: tokens would be forgotten, or prompts remembered: the same tokens may stand for other pictures.
-    """
+    """Return settings with the caches that models of mlx-vlm can have: their own, unless others are asked for."""
     refuse_all_but(config, "for models of mlx-vlm", kv_max_tokens=None, kv_prefixes="off")
     is_open = config.kv_cache is None and config.kv_ram_gb is None
     return replace(config, kv_cache="stock" if is_open else config.kv_cache, kv_prefixes="off")

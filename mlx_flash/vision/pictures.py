@@ -57,10 +57,6 @@ _DAMAGE = (
 def open_picture(source: Path | bytes, name: str) -> Any:
     """Return a picture as mlx-vlm gives it to processors: upright, in RGB.
 
-    Args:
-        source: a file, or what is in one.
-        name: what to call it in errors.
-
     Raises:
         PictureError: it is not a picture, is broken, or is too large.
     """
@@ -74,11 +70,7 @@ def open_picture(source: Path | bytes, name: str) -> Any:
 
 
 def size_of(source: Path | bytes, name: str) -> tuple[int, int]:
-    """Return width and height, by the picture's header.
-
-    Raises:
-        PictureError: as :func:`open_picture`.
-    """
+    """Return width and height, by the picture's header."""
     with _opened(source, name) as image:
         width, height = image.size
     return width, height
@@ -86,11 +78,7 @@ def size_of(source: Path | bytes, name: str) -> tuple[int, int]:
 
 @contextmanager
 def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
-    """Yield a picture whose size is checked, before it is decoded. Only plugins of known kinds see the file.
-
-    Raises:
-        PictureError: it is not a picture, or is too large.
-    """
+    """Yield a picture whose size is checked, before it is decoded. Only plugins of known kinds see the file."""
     try:
         with _short_texts(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damage, and of sizes, which are compared with our own limit
@@ -145,11 +133,7 @@ _NAMES = {"input_ids": "input_ids", "pixel_values": "pixel_values", "attention_m
 
 @dataclass(frozen=True, slots=True)
 class PicturePrompt:
-    """A prompt as a model is called with it.
-
-    Attributes:
-        inputs: what its processor made of text and pictures.
-    """
+    """A prompt as a model is called with it."""
 
     inputs: Mapping[str, Any]
 
@@ -184,9 +168,6 @@ def make_prompt(
         pictures: in the order of their places in the conversation; those without one belong to the last message.
         is_chat: put the text into the model's chat template. If not, it has the marks of pictures itself.
         options: variables of the chat template.
-
-    Raises:
-        PictureError: the model's processor cannot use them.
     """
     text: Any = messages
     if is_chat:
@@ -205,14 +186,7 @@ def of_tokens(tokens: list[int]) -> PicturePrompt:
 
 
 def responses(model: nn.Module, processor: Any, prompt: PicturePrompt, **options: Any) -> Generator[Any, None, None]:
-    """Yield ``mlx_vlm.stream_generate``'s results, one for each token and one for the end of the text.
-
-    Args:
-        model: streamed, or mlx-vlm's own.
-        processor: its processor.
-        prompt: the prompt.
-        options: of ``mlx_vlm.stream_generate``.
-    """
+    """Yield ``mlx_vlm.stream_generate``'s results, one for each token and one for the end of the text."""
     return stream_generate(model, processor, "", **prompt.keywords, **options)
 
 

@@ -63,11 +63,6 @@ def needed_bytes(call: Callable[..., Any], inputs: dict[str, Any], rehearsal: To
     Units are computed one after another. So only the largest of them counts, what others keep of them, and what is
     computed outside of them.
 
-    Args:
-        call: called with the inputs; units that it calls are to be noted in ``rehearsal``.
-        inputs: of the model's ``get_input_embeddings``; nothing in it is changed.
-        rehearsal: for the units.
-
     Raises:
         ValueError: the model looks at the numbers of pictures, so that a rehearsal cannot run.
     """
@@ -114,10 +109,6 @@ class Towers:
     A unit gets new memory for each of its calls, and its lazily loaded arrays back afterwards. So whatever else refers
     to its weights has the right ones, and no architecture has to be known.
 
-    Args:
-        units: the layers of towers, and what is left of them.
-        life: the model that they belong to.
-
     Attributes:
         rehearsal: takes calls while it is set, in which units have no weights.
         has_room: whether room was made for the calls that come, after a rehearsal.
@@ -134,12 +125,7 @@ class Towers:
             swap_class(unit.module, TowerUnit, partial(self.call, unit))
 
     def call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Read a unit, call it, evaluate what it computed, and let go of its weights.
-
-        Raises:
-            BudgetError: the unit, and what it computes, would exceed the budget.
-            ReadError: its weights could not be read.
-        """
+        """Read a unit, call it, evaluate what it computed, and let go of its weights."""
         if self.rehearsal is not None:
             return self.rehearsal.call(unit, run, args, kwargs)
         if id(unit) in self._resident:
@@ -184,15 +170,7 @@ class Towers:
                 parameter.bind(parameter.array)
 
     def make_room(self, need: int, words: str) -> None:
-        """End loans where memory is short.
-
-        Args:
-            need: bytes that are going to be taken.
-            words: what needs them, for an error.
-
-        Raises:
-            BudgetError: there is not enough.
-        """
+        """End loans where memory is short."""
         budget = self._life.plan.budget_bytes
         missing = footprint() + need - budget
         if missing <= 0:

@@ -576,7 +576,7 @@ COMMANDS = {
         usage="install|status|logs|remove [flags of serve]",
         streams=False,
     ),
-    "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL"),
+    "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL", "bench.plan"),
     "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),
     "verify": Command("compare streamed output with mlx-lm's, bit for bit", VERIFY, "MODEL"),
     "doctor": Command(
@@ -585,14 +585,19 @@ COMMANDS = {
     "list": Command(
         "list models here: size, fit, and expected speed", LIST, place="models.list_", usage="[FOLDER ...]"
     ),
-    "models": Command("list models that people run, and how fast they would be here", (JSON,), place="known.models"),
+    "models": Command("list models that people run, and how fast they would be here", (JSON,), place="models.models"),
     "pull": Command("download a model, after showing its plan", PULL, "REPOSITORY", "models.pull"),
     "create": Command(
         "give a Modelfile a name", CREATE, place="models.create", usage="NAME [-f MODELFILE]", streams=False
     ),
     "ps": Command("list running engines", (JSON,), place="engines.ps", usage="[--json]", streams=False),
     "stop": Command("end a running engine", STOP, "PID|MODEL", "engines.stop", streams=False),
-    "monitor": Command("show running engines, live: q quits, Tab shows the next engine", MONITOR, streams=False),
+    "monitor": Command(
+        "show running engines, live: q quits, Tab shows the next engine",
+        MONITOR,
+        place="engines.monitor",
+        streams=False,
+    ),
     "exec": Command(
         "run any program that uses mlx-lm, streaming",
         EXEC,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ from mlx_lm.models import cache
 from mlx_lm.tuner import utils as tuner_utils
 
 from mlx_flash.compat.require import require
+from mlx_flash.errors import StreamedWeightsError
 
 _EVALUATE_STATE = ("mlx_lm.generate", "mlx_vlm.generate.ar")
 """The modules in which ``state`` is asked for in order to evaluate it, and for nothing else."""
@@ -66,3 +67,13 @@ def calling_modules() -> Iterator[str]:
         spec = frame.f_globals.get("__spec__")
         yield getattr(spec, "name", None) or frame.f_globals.get("__name__", "")
         frame = frame.f_back
+
+
+def refuse_writers(writers: Container[str]) -> None:
+    """Refuse callers that change or write weights."""
+    for module in calling_modules():
+        if module in writers:
+            raise StreamedWeightsError(
+                f"{module} needs the model's weights to change or write them; a streamed model has them for moments. "
+                "Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import mlx.nn as nn
 
 from mlx_flash.compat import tokenizers
 from mlx_flash.compat.batchgenerator import StockBatchGenerator
-from mlx_flash.compat.callers import calling_modules
+from mlx_flash.compat.callers import calling_modules, refuse_writers
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.compat.loaders import (
     WRITERS,
@@ -25,14 +26,13 @@ from mlx_flash.compat.loaders import (
     current_load_model,
     stock_sharded_load,
 )
-from mlx_flash.compat.weights import stop_watching, watch_weights
+from mlx_flash.compat.require import require
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import counted, load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
 from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm
-from mlx_flash.integration.writers import refuse_writers
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.logs import log
@@ -206,3 +206,23 @@ def _warn_once(module: nn.Module, nbytes: int) -> None:
             nbytes / 1e6,
             next((name for name in callers if not name.startswith(("mlx.", "mlx_lm.", "mlx_vlm."))), "?"),
         )
+
+
+_stock: Callable[..., Any] = require(nn.Module, "load_weights", "file_or_weights", "strict")
+
+
+def watch_weights(seen: Callable[[nn.Module, int], None]) -> None:
+    """Show every module, and the bytes of the arrays, that weights are loaded into. Replaces an earlier watch."""
+
+    def load_weights(self: nn.Module, file_or_weights: Any, strict: bool = True) -> nn.Module:
+        if isinstance(file_or_weights, list):
+            seen(self, sum(int(array.nbytes) for _, array in file_or_weights if isinstance(array, mx.array)))
+        loaded: nn.Module = _stock(self, file_or_weights, strict)
+        return loaded
+
+    nn.Module.load_weights = load_weights  # type: ignore[method-assign]
+
+
+def stop_watching() -> None:
+    """Put ``load_weights`` back as it was."""
+    nn.Module.load_weights = _stock  # type: ignore[method-assign]

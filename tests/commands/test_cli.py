@@ -593,7 +593,7 @@ def test_errors_are_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("mlx_flash.commands.plan.is_vision", fail)
+    monkeypatch.setattr("mlx_flash.commands.bench.is_vision", fail)
     assert cli.main(["plan", "--model", str(ROOT)]) == status
     text = capsys.readouterr().err
     assert words in text and text.count("\n") == 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlx_flash import cli
-from mlx_flash.commands import known as module
-from mlx_flash.commands.known import reckon
+from mlx_flash.commands import models as module
+from mlx_flash.commands.models import reckon
 from mlx_flash.layout.names import Known, known_models
 from mlx_flash.residency.sizes import expected_hits
 from mlx_flash.storage.probe import DiskProfile

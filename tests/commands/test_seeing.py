@@ -14,9 +14,8 @@ import pytest
 
 from mlx_flash import ConfigError, PictureError
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.bench import bench
+from mlx_flash.commands.bench import bench, plan
 from mlx_flash.commands.generate import generate
-from mlx_flash.commands.plan import plan
 from mlx_flash.commands.verify import EXIT_DIFFERS, verify
 from mlx_flash.commands.vision import is_vision
 from mlx_flash.vision import detect

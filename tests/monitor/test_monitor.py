@@ -30,7 +30,7 @@ from interrupt_points import interrupted_in, total_points
 from mlx_flash import __version__
 from mlx_flash import telemetry as facts
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.monitor import Terminal, draw, print_lines
+from mlx_flash.commands.engines import Terminal, draw, print_lines
 from mlx_flash.monitor.frames import GLYPHS, PARTS, REST, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.words import STATES, duration, printable, rate, size, speed
@@ -421,7 +421,7 @@ def test_version() -> None:
 
 
 def test_it_needs_no_mlx() -> None:
-    program = "import sys, mlx_flash.commands.monitor; print({'mlx', 'mlx.core', 'numpy', 'mlx_lm'} & set(sys.modules))"
+    program = "import sys, mlx_flash.commands.engines; print({'mlx', 'mlx.core', 'numpy', 'mlx_lm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 
@@ -571,7 +571,7 @@ def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None
 
 def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> None:
     """One in hundreds came while rich collected the frame, and then it collected what restores the terminal as well."""
-    folders = ["commands/monitor.py", str(Path(str(rich.console.__file__)))]
+    folders = ["commands/engines.py", str(Path(str(rich.console.__file__)))]
 
     def program(run: Callable[[Callable[[], object]], bool]) -> None:
         console = Console(file=io.StringIO(), force_terminal=True, width=40, height=5)

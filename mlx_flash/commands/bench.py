@@ -121,7 +121,7 @@ Memory: {memory.available:size} of {memory.total:size} free, {memory.swap_used:s
 Disk: {disk.device} at {disk.mount}, {disk.file_system}, {disk.free_bytes:size} free
 Disk speed: {profile.bytes_per_second:GB/s}, {profile.direct:direct}, {profile.queue_depth} x {profile.read_size:size}
 MLX: {versions.versions.mlx} on {device}, mlx-lm {versions.versions.mlx_lm}, Python {versions.versions.python}
-Self-test: reads are {selftest.way}, blocks lost of {selftest.num_blocks}: {lost}, {selftest.seconds:duration}
+Self-test: reads are {selftest.way}, blocks lost: {lost}
 """
 """The machine in words."""
 
@@ -205,7 +205,7 @@ def advice(found: Findings) -> Iterator[str]:
         yield f"{size(memory.swap_used)} are swapped out. Hint: close other programs, or take a smaller budget."
     if test.way != "in place":
         lost = test.lost.get("in place", 0)
-        yield f"direct reads in place lost {lost} of {test.num_blocks} blocks, so they are {test.way}."
+        yield f"direct reads in place lost {lost} blocks, so they are {test.way}."
     if found.wired_limit is not None:
         yield (
             f"Metal keeps at most {size(found.wired_limit)} wired: a larger budget is slow. mlx-lm does not warn here, "

@@ -24,10 +24,6 @@ from mlx_flash.storage.selftest import profile_for
 PACKED = """
 Packed: {target}, {num_tensors:tensor}, {nbytes:size} in {files}, in {seconds:duration}
 Resumed: after {resumed_bytes:size} of an interrupted run
-Read before: {before.nbytes:size} in {before.num_reads:run} of {before.median_bytes:size} (median), \
-{before.num_copied} of them through a bounce buffer
-Read now: {after.nbytes:size} in {after.num_reads:run} of {after.median_bytes:size} (median), \
-{after.num_copied} of them through a bounce buffer
 Checked: {is_equal:every tensor was read back and is equal}
 Compression: {verdict}
 """
@@ -35,7 +31,7 @@ Compression: {verdict}
 
 
 def pack(args: argparse.Namespace, out: TextIO) -> int:
-    """Write the packed checkpoint, and report its size and how it is read."""
+    """Write the packed checkpoint, and report its size."""
     source, target = model_of(args), Path(args.target)
     decision = _Decision(source, target, args.compress_always) if args.compress or args.compress_always else None
     with Status("Packing", args.verbose) as status:

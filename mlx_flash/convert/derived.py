@@ -320,10 +320,10 @@ class _Copying:
         missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
         other = load()
         arrays = {p.spec.name: p.array for p in derived_parameters(other) if p.spec in missing}
-        streams, sources = other.streams, other.sources
+        streams = other.streams
         del other
         gc.collect()  # the rest of that model, which is in cycles
-        with reads_explained(streams, sources, self._checkpoint):
+        with reads_explained(streams, self._checkpoint.directory):
             self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
         write_manifest(folder, {**manifest, "files": self._stamps(folder)})
         if self._folder.exists():

@@ -20,11 +20,11 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from statistics import mean, median
 from typing import NamedTuple, NoReturn
 
 from mlx_flash.errors import (
@@ -52,19 +52,17 @@ from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.standins import whole_tensors
 from mlx_flash.layout.units import make_layout
-from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.storage.blocks import (
     BLOCK_BYTES,
     CODED_DTYPES,
     LOGICAL_START,
     Encoder,
+    blocks_of,
     make_head,
     num_blocks,
     num_cores,
-    runs_of,
 )
-from mlx_flash.storage.placement import place
 from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import (
     COMPRESSED_NAME,
@@ -80,7 +78,6 @@ from mlx_flash.storage.safetensors import (
     read_shard,
     weight_files,
 )
-from mlx_flash.storage.workers import Work, Workers
 
 DATA_ALIGNMENT = 16 * 1024
 """Data sections begin at a multiple of this: the page of Apple silicon, a multiple of most other machines' page."""
@@ -420,40 +417,11 @@ class Rewrite:
             (self.target / STATE_NAME).unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class UnitTensors:
-    """Names of the tensors of a unit. Streamed ones go by size, the largest first: the plan pins small ones.
+def streaming_order(layout: ModelLayout, checkpoint: Checkpoint) -> list[list[str]]:
+    """Return every tensor's name, in units, in the order in which a pass uses these: tables, layers, rest, heads.
 
-    Every pass needs all of the streamed tensors of a unit that is read whole.
-    """
-
-    streamed: tuple[str, ...]
-    others: tuple[str, ...]
-    is_read_whole: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All of them, in streaming order."""
-        return self.streamed + self.others
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPattern:
-    """The reads of one pass over everything that is read whole: layers, heads, a table that serves as head."""
-
-    num_units: int
-    num_reads: int  # contiguous runs of bytes; a long one is then read in several steps
-    num_copied: int  # runs that go through a bounce buffer, because their tensors are not aligned
-    nbytes: int  # of all runs, in whole pages
-    median_bytes: float  # of a run
-    mean_bytes: float
-
-
-def streaming_order(layout: ModelLayout, checkpoint: Checkpoint) -> list[UnitTensors]:
-    """Every tensor of a checkpoint, in units, in the order in which a pass uses these: tables, layers, rest, heads.
-
-    A tensor that is no unit's parameter, since mlx-lm computes with it while loading, is one of the rest, each of which
-    is a unit of its own.
+    Streamed tensors of a unit come first, the largest before others: the plan pins small ones. A tensor that is no
+    unit's parameter, since mlx-lm computes with it while loading, is one of the rest, each of which is a unit.
     """
     owners: dict[str, Unit] = {}  # the first one, where several share a tensor
     for unit in layout.units:
@@ -464,39 +432,21 @@ def streaming_order(layout: ModelLayout, checkpoint: Checkpoint) -> list[UnitTen
     for name in sorted(owners, key=_natural):
         names.setdefault(id(owners[name]), []).append(name)
 
-    def tensors(unit: Unit, is_read_whole: bool) -> UnitTensors:
+    def tensors(unit: Unit) -> list[str]:
         own = names.get(id(unit), [])
-        sizes = {p.record.name: p.nbytes for p in unit.large if p.record is not None and p.record.name in own}
-        streamed = tuple(sorted(sizes, key=lambda name: sizes[name], reverse=True))
-        return UnitTensors(streamed, tuple(name for name in own if name not in sizes), is_read_whole)
+        sizes = {p.record.name: p.nbytes for p in unit.large if p.record is not None}
+        return sorted(own, key=lambda name: -sizes.get(name, 0))
 
     return [
-        *(tensors(unit, unit.name in layout.tied) for unit in layout.embeddings),
-        *(tensors(unit, True) for unit in layout.layers),
-        *(UnitTensors((), (name,)) for name in sorted(checkpoint.tensors.keys() - owners.keys(), key=_natural)),
-        *(tensors(unit, True) for unit in layout.heads),
+        *map(tensors, [*layout.embeddings, *layout.layers]),
+        *([name] for name in sorted(checkpoint.tensors.keys() - owners.keys(), key=_natural)),
+        *map(tensors, layout.heads),
     ]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts expert 10 after expert 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def read_pattern(units: Sequence[UnitTensors], checkpoint: Checkpoint) -> ReadPattern:
-    """Return how the units would be read from a checkpoint that holds their tensors."""
-    read = [unit for unit in units if unit.is_read_whole]
-    placements = [place([checkpoint.tensors[name] for name in unit.streamed], kernel_alignment()) for unit in read]
-    segments = [segment for placement in placements for segment in placement.segments]
-    sizes = [segment.nbytes for segment in segments] or [0]
-    return ReadPattern(
-        num_units=len(read),
-        num_reads=len(segments),
-        num_copied=sum(segment.buffer_offset is None for segment in segments),
-        nbytes=sum(sizes),
-        median_bytes=median(sizes),
-        mean_bytes=mean(sizes),
-    )
 
 
 TABLE_BLOCK_BYTES = 128 << 10
@@ -560,36 +510,27 @@ class CompressedPlan(ShardPlan):
 
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each block, coded on all cores, and the bytes of its contents."""
-        num_threads, local = num_cores(), _LocalEncoder()
-        under_way: deque[tuple[Work[bytes], int]] = deque()
-        coders: Workers[Work[bytes]] = Workers("coder", num_threads, self._code)
-        try:
-            coders.start()
+        num_threads, encoder = num_cores(), _LocalEncoder()
+        under_way: deque[tuple[Future[bytes], int]] = deque()
+        with ThreadPoolExecutor(num_threads) as coders:
             for block, itemsize in self._blocks(pieces):
-                under_way.append((Work(partial(local.encode, block, itemsize)), len(block)))
-                coders.queue.put(under_way[-1][0])
+                under_way.append((coders.submit(encoder.encode, block, itemsize), len(block)))
                 if len(under_way) > 2 * num_threads:
                     coded, nbytes = under_way.popleft()
                     yield coded.result(), nbytes
             for coded, nbytes in under_way:
                 yield coded.result(), nbytes
-        finally:
-            coders.end()
-
-    def _code(self, block: Work[bytes]) -> None:
-        block.run()
 
     def _blocks(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each block, and the item size of its tensor."""
         for tensor in self.tensors:
             itemsize, rest = DTYPE_SIZES[tensor.dtype], bytearray()
             source = iter(pieces(tensor))
-            for run in runs_of(0, tensor.nbytes, itemsize, *self._sizes[tensor.name]):
-                for start, end in run.blocks():
-                    while len(rest) < end - start:
-                        rest += next(source)
-                    yield bytes(rest[: end - start]), itemsize
-                    del rest[: end - start]
+            for start, end, _ in blocks_of(0, tensor.nbytes, itemsize, *self._sizes[tensor.name]):
+                while len(rest) < end - start:
+                    rest += next(source)
+                yield bytes(rest[: end - start]), itemsize
+                del rest[: end - start]
             for _ in source:  # raises ValueError at its end if there is more
                 pass
 
@@ -612,14 +553,14 @@ def worth_compressing(layout: ModelLayout, checkpoint: Checkpoint) -> dict[str, 
 
 
 def _plan_files(
-    units: Sequence[UnitTensors],
+    units: Sequence[Sequence[str]],
     checkpoint: Checkpoint,
     shard_bytes: int,
     tables: frozenset[str],
     ratios: Collection[str],
 ) -> list[ShardPlan]:
     """Divide tensors among files. In a compressed copy some have what shrinks, and the others what mlx-lm may read."""
-    records = [[checkpoint.tensors[name] for name in unit.names] for unit in units]
+    records = [[checkpoint.tensors[name] for name in unit] for unit in units]
     groups = [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
     if not ratios:
         found = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
@@ -654,8 +595,6 @@ class PackReport:
     nbytes: int  # of its tensors
     resumed_bytes: int  # those that an earlier, interrupted run had written
     seconds: float  # of this run
-    before: ReadPattern  # how the source is read
-    after: ReadPattern  # how the target is read
     ratio: float  # bytes of the files for each byte of the tensors
 
 
@@ -705,7 +644,6 @@ def pack(
         resumed = rewrite.nbytes - rewrite.missing_bytes
         _fill(rewrite, checkpoint, progress, ratio)
         rewrite.finish()
-    packed = read_checkpoint(target)
     return PackReport(
         target=target,
         num_tensors=len(checkpoint.tensors),
@@ -713,9 +651,7 @@ def pack(
         nbytes=checkpoint.nbytes,
         resumed_bytes=resumed,
         seconds=time.perf_counter() - began,
-        before=read_pattern(units, checkpoint),
-        after=read_pattern(units, packed),
-        ratio=packed.ratio,
+        ratio=read_checkpoint(target).ratio,
     )
 
 
@@ -754,38 +690,26 @@ def _check_room(folder: Path, nbytes: int) -> None:
 def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, ratio: float) -> None:
     """Write everything of the folder that an earlier run has not written."""
     folder, buffer = rewrite.partial, copy_buffer()
-    others = list(_other_files(checkpoint, checkpoint.directory))
+    source, rewritten = checkpoint.directory, {INDEX_NAME, *(shard.path.name for shard in checkpoint.shards)}
+    others = [path for path in source.rglob("*") if not path.is_dir() and path.name not in rewritten]
+    if strange := next((path for path in others if not path.is_file()), None):
+        raise CheckpointNotFoundError(
+            f"{strange} is no file that can be copied: a link to nothing, or a device. Hint: remove it."
+        )
     _check_room(folder, round(rewrite.missing_bytes * ratio) + sum(path.stat().st_size for path in others))
+
+    def left_out(at: str, names: list[str]) -> set[str]:
+        here = Path(at).resolve()
+        above = {name for name in names if here.is_relative_to((here / name).resolve())}  # links that have no end
+        return {*NOT_COPIED, *above, *(rewritten if here == source.resolve() else ())}
+
     rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), progress)
-    for path in others:
-        _copy_file(path, folder / path.relative_to(checkpoint.directory))
+    with write_errors(f"cannot copy the files of {source} to {folder}", AGAIN):
+        shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
+        os.sync()
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         with write_errors(f"cannot write {folder / INDEX_NAME}", AGAIN):
             write_atomically(folder / INDEX_NAME, _index(rewrite), mode=0o666, durable=True)
-
-
-def _other_files(checkpoint: Checkpoint, folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Every file but the weights, which are written anew. Links are followed, except to a folder that they are in."""
-    rewritten = {*(shard.path for shard in checkpoint.shards), checkpoint.directory / INDEX_NAME}
-    above |= {folder.resolve()}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            if path.name not in NOT_COPIED and path.resolve() not in above:
-                yield from _other_files(checkpoint, path, above)
-        elif path not in rewritten:
-            if not path.is_file():
-                raise CheckpointNotFoundError(
-                    f"{path} is no file that can be copied: a link to nothing, or a device. Hint: remove it."
-                )
-            yield path
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    with write_errors(f"cannot copy {source} to {target}", AGAIN):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def _index(rewrite: Rewrite) -> str:

@@ -21,7 +21,7 @@ from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
 from mlx_flash.memory.arena import Arena, kernel_alignment, views_of
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
-from mlx_flash.storage.placement import Placement, place, place_groups
+from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.streaming.layers import (
     ComputedModule,
@@ -152,7 +152,7 @@ class Engine:
         self.reader.cached.leave_out(total)
 
     def _begin_pinning(self, parameters: list[Parameter]) -> Ticket:
-        placement = place_groups([parameter.records for parameter in parameters], kernel_alignment())
+        placement = place([parameter.records for parameter in parameters], kernel_alignment())
         arena = Arena(placement.nbytes, is_read_once=True)
         self._bound += parameters
         bind_views([(parameters, placement, arena)])
@@ -181,7 +181,7 @@ class Engine:
     def _place_layer(self, unit: Unit, names: set[str]) -> tuple[int, Unit, _Placed]:
         """Add a unit to the ring. Return its number and what it reads."""
         parameters = [parameter for parameter in unit.large if parameter.name in names]
-        placement = place_groups([parameter.records for parameter in parameters], kernel_alignment())
+        placement = place([parameter.records for parameter in parameters], kernel_alignment())
         index, arena = self.stream.add(unit.name, placement)
         self.units.append(unit)
         return index, unit, (parameters, placement, arena)
@@ -203,7 +203,7 @@ class Engine:
 
     def _stream_tile(self, unit: Unit, start: int, stop: int) -> nn.Module:
         records = [parameter.record for parameter in unit.large if parameter.record is not None]
-        placement = place([record.rows(start, stop) for record in records], kernel_alignment())
+        placement = place([[record.rows(start, stop)] for record in records], kernel_alignment())
         index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
         self.units.append(unit)
         views = {

@@ -21,20 +21,12 @@ from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
 from mlx_flash.residency.kv import largest_page
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.probe import doubt_profile
 from mlx_flash.telemetry import Publisher
 
 _CACHED_SIZE, _CACHED_DEPTH = 2 << 20, 4
 """Read size and queue depth for experts that all lie in the page cache. Such reads are copies by the processor: a 4-bit
 mixture of 8.6 GB at 4 GB on an H100 with 16 cores made 14.5 and 15.1 tokens/s with these, 12.5 and 13.9 with 8 threads,
 11.5 and 12.4 with 1 MiB and 16. A disk is faster with more in flight."""
-
-MIN_READ_BYTES = 64 << 20
-"""Less that was read says little of a disk."""
-
-HALF = 0.5
-"""A disk that gives less than this share of its probed speed is probed once more. So is one that gives more than the
-inverse: other programs were busy when it was probed."""
 
 
 class Session:
@@ -66,7 +58,6 @@ class Session:
         self._prepared, self._config, self._name = prepared, config, name
         self._counters, self._kv, self._governor = counters, kv, governor
         self.chain = prepared.chain
-        self._has_started = False
         self._publisher: Publisher | None = None
         self.prefixes: PrefixCache | None = None
         self._reader = _reader(prepared, config)
@@ -79,25 +70,23 @@ class Session:
         Args:
             progress: called with (bytes read, bytes to read) while pinned weights are loaded.
         """
-        prepared, config, name, reader = self._prepared, self._config, self._name, self._reader
+        prepared, config, name = self._prepared, self._config, self._name
         plan, governor = prepared.plan, self._governor
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
         if prepared.layout.head is not None and plan.read_bytes and not plan.mtp_bytes:
             log.info("the head of %s for multi-token prediction is not used: weights use its memory better", name)
         log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
-        with reads_explained(prepared.loaded.streams, prepared.loaded.sources, prepared.checkpoint):
+        with reads_explained(prepared.loaded.streams, prepared.checkpoint.directory):
             fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
             self.engine.start(progress)
         with ExitStack() as stack:
             stack.callback(self.engine.close)
-            self._read_at_start = reader.stats
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, governor)
             limit_buffers(self, plan.cache_limit)
             if config.telemetry:
                 self._publish()
-            self._has_started = True
             stack.pop_all()
 
     def _publish(self) -> None:
@@ -120,18 +109,8 @@ class Session:
             self._publisher.close()
         if self.prefixes is not None:
             self.prefixes.close()
-        if self._has_started and self._is_unlike_probe():
-            doubt_profile(self._prepared.checkpoint.shards[0].path)
         self._reader.close()
         end_limit(self)
-
-    def _is_unlike_probe(self) -> bool:
-        """Return whether the disk gave half of its probed speed, or twice, if enough came from it to tell."""
-        plan, before, now = self._prepared.plan, self._read_at_start, self._reader.stats
-        nbytes, seconds = now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds
-        if plan.pool is not None or nbytes < MIN_READ_BYTES or now.cached_bytes > before.cached_bytes:
-            return False  # experts come as fast as calls need them
-        return not HALF < nbytes / (seconds * plan.disk_bytes_per_second) < 1 / HALF
 
 
 def _running() -> list[Running]:

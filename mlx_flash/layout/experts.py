@@ -12,7 +12,7 @@ from mlx_flash.compat.expertstacks import computes_as_expert_stack
 from mlx_flash.layout.parts import CallTrace, ExpertPlacement, ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place_groups, place_rows
+from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place, place_rows
 from mlx_flash.storage.safetensors import TensorRecord
 
 
@@ -104,7 +104,7 @@ def matrices_of(stack: ExpertStack) -> list[list[int]]:
 
 def place_matrix(stack: ExpertStack, columns: Iterable[int]) -> Placement:
     """Lays one of :func:`matrices_of` out in a buffer, with all experts."""
-    return place_groups([stack.unit.large[i].records for i in columns], kernel_alignment())
+    return place([stack.unit.large[i].records for i in columns], kernel_alignment())
 
 
 def trunk_of(layout: ModelLayout) -> ModelLayout:

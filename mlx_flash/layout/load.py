@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,8 +34,6 @@ from mlx_flash.errors import (
 )
 from mlx_flash.files import check_regular
 from mlx_flash.layout.standins import stock_folder
-from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
-from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord, absent_shards
 
 _watching = threading.RLock()
@@ -146,9 +143,6 @@ METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer"}
 """Keys of ``config.json`` that count layers."""
-
-_READ_BYTES = 1 << 20
-"""Bytes of a read that looks for a tensor that cannot be read."""
 
 UNCLEAR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 """Errors of mlx-lm's code that say nothing of the ``config.json`` or the shards that it did not expect."""
@@ -353,39 +347,31 @@ def failure_explained(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def reads_explained(
-    streams: LoadingStreams, sources: Mapping[int, tuple[TensorRecord, ...]], checkpoint: Checkpoint
-) -> Iterator[None]:
-    """Raise a ReadError that names the tensor, where MLX cannot read a file that it computes a parameter from.
+def reads_explained(streams: LoadingStreams, directory: Path) -> Iterator[None]:
+    """Raise a ReadError with a hint where MLX cannot read a file that it computes a parameter from.
 
-    MLX's error names nothing: all tensors that it may have needed are read once more until one fails. After such an
-    error nothing of the model can be evaluated.
+    After such an error nothing of the model can be evaluated.
 
     Args:
-        streams, sources: of the model.
-        checkpoint: its tensors.
+        streams: of the model.
+        directory: the model.
 
     Raises:
         ReadError: also if MLX failed in an earlier block.
     """
-    folder, again = checkpoint.directory, "Hint: check the disk, and load the model again."
+    again = "Hint: check the disk, and load the model again."
     if streams.has_failed:
-        raise ReadError(f"parameters of the model in {folder} could not be computed before, and are lost. {again}")
+        raise ReadError(f"parameters of the model in {directory} could not be computed before, and are lost. {again}")
     try:
         yield
     except RuntimeError as error:
         if "Unable to read" not in str(error):
             raise
         streams.fail()
-        direct = {record.name for records in sources.values() for record in records}
-        buffer = memoryview(bytearray(_READ_BYTES))
-        for record in checkpoint.tensors.values():
-            if record.name not in direct and record.extent.path.suffix != COMPRESSED_SUFFIX:
-                try:
-                    deque(read_pieces(record, buffer), maxlen=0)
-                except ReadError as found:
-                    raise type(found)(f"{str(found).partition('. Hint:')[0]}. {again}") from error
-        raise ReadError(f"MLX cannot read a file of {folder}, or of an adapter: {error}. {again}") from error
+        raise ReadError(
+            f"MLX cannot read a file of {directory}, or of an adapter: {error}. Hint: check the disk; "
+            "`mlx-flash verify` reads every tensor, and names the one that cannot be read."
+        ) from error
 
 
 def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.Module]:

@@ -57,32 +57,11 @@ _MOST_BYTES = 1 << 30
 _AGAIN = "Hint: copy it again, or pack the model again."
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Some bytes of a tensor that begin a block.
-
-    Attributes:
-        start, end: logical offsets.
-        block_bytes: size of each block but the last.
-        itemsize: of the tensor.
-    """
-
-    start: int
-    end: int
-    block_bytes: int
-    itemsize: int
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each block."""
-        for start in range(self.start, self.end, self.block_bytes):
-            yield start, min(start + self.block_bytes, self.end)
-
-
 class BlockTable:
     """The places of all blocks of a file.
 
     Args:
-        runs: in the order of their offsets.
+        blocks: start, end and item size of each, by logical offset.
         sizes: bytes of each coded block.
         data_start: first byte of the file that belongs to a block.
 
@@ -91,13 +70,12 @@ class BlockTable:
         offsets: of the coded blocks in the file, and the end of the last.
     """
 
-    def __init__(self, runs: Iterable[Run], sizes: Iterable[int], data_start: int) -> None:
+    def __init__(self, blocks: Iterable[tuple[int, int, int]], sizes: Iterable[int], data_start: int) -> None:
         self.starts, self.ends, self._itemsizes = array("q"), array("q"), array("B")
-        for run in runs:
-            for start, end in run.blocks():
-                self.starts.append(start)
-                self.ends.append(end)
-                self._itemsizes.append(run.itemsize)
+        for start, end, itemsize in blocks:
+            self.starts.append(start)
+            self.ends.append(end)
+            self._itemsizes.append(itemsize)
         self.offsets = array("q", accumulate(sizes, initial=data_start))
 
     def __len__(self) -> int:
@@ -137,10 +115,13 @@ def num_blocks(nbytes: int, block_bytes: int, run_bytes: int) -> int:
     return num_runs * -(-run_bytes // block_bytes) + -(-rest // block_bytes)
 
 
-def runs_of(start: int, nbytes: int, itemsize: int, block_bytes: int, run_bytes: int) -> Iterator[Run]:
-    """Yield the runs of a tensor at a logical offset."""
-    for at in range(start, start + nbytes, run_bytes):
-        yield Run(at, min(at + run_bytes, start + nbytes), block_bytes, itemsize)
+def blocks_of(
+    start: int, nbytes: int, itemsize: int, block_bytes: int, run_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield start, end and item size of each block of a tensor at a logical offset. They begin anew with each run."""
+    for run in range(start, start + nbytes, run_bytes):
+        stop = min(run + run_bytes, start + nbytes)
+        yield from ((at, min(at + block_bytes, stop), itemsize) for at in range(run, stop, block_bytes))
 
 
 def make_head(header: dict[str, Any], sizes: array[int]) -> bytes:
@@ -452,13 +433,8 @@ class BlockReader:
             self._last = None
             self._decoder.decode(coded, self._block[: sizes[0]], itemsize)
         except CodecError as error:
-            if len(blocks) > 1:
-                for number in blocks:  # one of them has the error
-                    at, end = (table.offsets[i] - table.offsets[blocks.start] for i in (number, number + 1))
-                    place = landing[table.starts[number] - low : table.ends[number] - low]
-                    self._decode(path, table, name, range(number, number + 1), coded[at:end], low, place)
             raise ReadError(
-                f"cannot read '{name}' in {path}: the block of {len(coded)} bytes at offset "
+                f"cannot read '{name}' in {path}: a block of the {len(coded)} bytes at offset "
                 f"{table.offsets[blocks.start]} is damaged: {error}. Hint: check the disk, and pack the model again."
             ) from error
         self._last = table, blocks.start

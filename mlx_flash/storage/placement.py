@@ -120,32 +120,22 @@ def padded_bytes(nbytes: int) -> int:
     return round_up(nbytes, DIRECT_ALIGNMENT) + 2 * DIRECT_ALIGNMENT
 
 
-def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
-    """Lay tensors out in one buffer.
-
-    Args:
-        records: the tensors; the same one may appear twice.
-        alignment: the address alignment that the back end's kernels need, a power of two up to a page. Addresses are
-            multiples of the item size in any case.
-    """
-    return place_rows([records], alignment)[0]
-
-
-def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Placement:
+def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Placement:
     """Lay parameters out in one buffer. Each is made of one tensor, or of several, one after another.
 
     Parts that do not follow each other in a file as they do in the buffer are read through the bounce buffer.
 
     Args:
-        groups: the tensors of each parameter.
-        alignment: as in :func:`place`.
+        groups: the tensors of each parameter; the same one may appear twice.
+        alignment: the address alignment that the back end's kernels need, a power of two up to a page. Addresses are
+            multiples of the item size in any case.
 
     Returns:
         A placement with an offset for each group.
     """
     joined = [_joined(group) for group in groups]
     whole = [i for i, record in enumerate(joined) if record is not None]
-    placed = place([record for record in joined if record is not None], alignment)
+    placed = place_rows([[record for record in joined if record is not None]], alignment)[0]
     offsets = dict(zip(whole, placed.offsets, strict=True))
     cursor = placed.nbytes
     parts: list[tuple[TensorRecord, int]] = []
@@ -160,7 +150,7 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
 
 
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
-    """Return whether :func:`place_groups` would read any of some parameters through a bounce buffer."""
+    """Return whether :func:`place` would read any of some parameters through a bounce buffer."""
     for group in groups:
         joined = _joined(group)
         if (joined is None or not is_aligned(joined, alignment)) and any(record.nbytes for record in group):

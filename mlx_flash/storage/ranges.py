@@ -158,35 +158,14 @@ class Part(NamedTuple):
     stop: int
     places: tuple[Place, ...]
 
-
-class _Range(NamedTuple):
-    """A part of a segment, and how it is read.
-
-    Attributes:
-        file, segment, start, stop, places: as in :class:`Part`.
-        fd: descriptor past the page cache; None to read through it.
-        buffer: the buffer of the segment's offsets.
-        keep_cached: leave the pages in the page cache.
-    """
-
-    file: SourceFile
-    segment: Segment
-    start: int
-    stop: int
-    places: tuple[Place, ...]
-    fd: int | None
-    buffer: Buffer
-    keep_cached: bool
-
-    def parts(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield the file offset and the place in the buffer of each piece of the range."""
+    def pieces(self, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:
+        """Yield the file offset and the place in a buffer of each piece of what is wanted."""
         for offset, at, nbytes in self.places:
-            yield offset, self.buffer[at : at + nbytes]
+            yield offset, buffer[at : at + nbytes]
 
     def drop_cached(self) -> None:
-        """Let the page cache forget it, unless it is to be kept."""
-        if not self.keep_cached:
-            drop_cached(self.file.buffered_fd, self.start, min(self.stop, self.segment.wanted_end) - self.start)
+        """Let the page cache forget it."""
+        drop_cached(self.file.buffered_fd, self.start, min(self.stop, self.segment.wanted_end) - self.start)
 
 
 class RangeReader:
@@ -231,20 +210,22 @@ class RangeReader:
         """
         file, segment, start, stop, _ = part
         fd = None if keep_cached else file.direct_fd
-        wanted = _Range(*part, fd, buffer, keep_cached)
         if file.table is not None:
-            self._read_blocks(wanted, file.table)
+            self._read_blocks(part, fd, buffer, keep_cached, file.table)
         elif self._driver is not None:
-            self._read_for_driver(wanted)
+            self._read_for_driver(part, fd, buffer)
         elif fd is None:
-            self._read_buffered(wanted)
+            for offset, piece in part.pieces(buffer):
+                self._fill(part, fd, offset, piece, len(piece))
         elif segment.buffer_offset is not None and self.in_place:
             at = segment.buffer_offset + start - segment.offset
-            self._read_direct(wanted, buffer[at : at + stop - start])
+            self._read_direct(part, fd, buffer[at : at + stop - start])
         elif segment.is_scattered and self.in_place:
-            self._read_scattered(wanted, fd)
+            self._read_scattered(part, fd, buffer)
         else:
-            self._read_bounced(wanted)
+            self._read_bounced(part, fd, buffer)
+        if fd is None and not keep_cached and file.table is None:
+            part.drop_cached()
 
     def finish(self) -> None:
         """Wait until everything that this thread has read is in the caller's memory.
@@ -270,48 +251,48 @@ class RangeReader:
         if self._driver is not None:
             self._driver.close()
 
-    def _read_for_driver(self, wanted: _Range) -> None:
+    def _read_for_driver(self, part: Part, fd: int | None, buffer: Buffer) -> None:
         """Read to this thread's bounce buffer, which :meth:`finish` copies."""
-        segment, start = wanted.segment, wanted.start
-        if wanted.fd is not None:
-            bounce = self._room(wanted.stop - start)
-            self._read_direct(wanted, bounce)
-            for offset, part in wanted.parts():
-                self._local.copies.append((segment, offset, bounce[offset - start :][: len(part)], part))
+        segment, start = part.segment, part.start
+        if fd is not None:
+            bounce = self._room(part.stop - start)
+            self._read_direct(part, fd, bounce)
+            for offset, piece in part.pieces(buffer):
+                self._local.copies.append((segment, offset, bounce[offset - start :][: len(piece)], piece))
             return
-        for offset, part in wanted.parts():
-            for at in range(0, len(part), self._read_size):  # what stays cached may be longer than other reads
-                target = part[at : at + self._read_size]
+        for offset, piece in part.pieces(buffer):
+            for at in range(0, len(piece), self._read_size):  # what stays cached may be longer than other reads
+                target = piece[at : at + self._read_size]
                 bounce = self._room(len(target))
-                self._fill(wanted, offset + at, bounce, len(target))
+                self._fill(part, fd, offset + at, bounce, len(target))
                 self._local.copies.append((segment, offset + at, bounce, target))
-        wanted.drop_cached()
 
-    def _read_blocks(self, wanted: _Range, table: BlockTable) -> None:
+    def _read_blocks(self, part: Part, fd: int | None, buffer: Buffer, keep_cached: bool, table: BlockTable) -> None:
         """Read compressed blocks, and decode them to the caller's memory, or to where the driver copies from."""
         reader: BlockReader | None = getattr(self._local, "blocks", None)
         if reader is None:
             reader = self._local.blocks = BlockReader(self._read_size)
-        path, segment = wanted.file.path, wanted.segment
+        path, segment = part.file.path, part.segment
 
         def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
             pages = read_pages(path, [Piece(name, offset, nbytes, 0)])
-            stored = wanted._replace(segment=pages, start=offset, stop=offset + nbytes, places=())
-            if wanted.fd is not None:
-                self._read_direct(stored, coded[: pages.nbytes])
+            stored = part._replace(segment=pages, start=offset, stop=offset + nbytes, places=())
+            if fd is not None:
+                self._read_direct(stored, fd, coded[: pages.nbytes])
                 return
-            self._fill(stored, offset, coded[:nbytes], nbytes)
-            stored.drop_cached()
+            self._fill(stored, fd, offset, coded[:nbytes], nbytes)
+            if not keep_cached:
+                stored.drop_cached()
 
-        def land(part: memoryview) -> memoryview:
+        def land(piece: memoryview) -> memoryview:
             if self._driver is None:
-                return part
-            bounce = self._room(len(part))
-            self._local.copies.append((segment, wanted.start, bounce, part))
+                return piece
+            bounce = self._room(len(piece))
+            self._local.copies.append((segment, part.start, bounce, piece))
             return bounce
 
-        for offset, part in wanted.parts():
-            reader.read(path, table, segment.piece_at(offset).name, offset, part, fetch, land)
+        for offset, piece in part.pieces(buffer):
+            reader.read(path, table, segment.piece_at(offset).name, offset, piece, fetch, land)
 
     def _room(self, nbytes: int) -> memoryview:
         """Return a free part of this thread's bounce buffer, on whole pages."""
@@ -322,32 +303,29 @@ class RangeReader:
         self._local.num_used = round_up(start + nbytes, DIRECT_ALIGNMENT)
         return self._driver.bounce_buffer[start : start + nbytes]
 
-    def _read_direct(self, wanted: _Range, target: memoryview) -> None:
-        self._fill(wanted, wanted.start, target, min(len(target), wanted.segment.wanted_end - wanted.start))
+    def _read_direct(self, part: Part, fd: int, target: memoryview) -> None:
+        self._fill(part, fd, part.start, target, min(len(target), part.segment.wanted_end - part.start))
 
-    def _read_scattered(self, wanted: _Range, fd: int) -> None:
-        parts = list(wanted.parts())
+    def _read_scattered(self, part: Part, fd: int, buffer: Buffer) -> None:
+        pieces = list(part.pieces(buffer))
         with suppress(OSError):
-            if os.preadv(fd, [part for _, part in parts], wanted.start) == wanted.stop - wanted.start:
+            if os.preadv(fd, [piece for _, piece in pieces], part.start) == part.stop - part.start:
                 return
-        for offset, part in parts:  # one by one, with retries
-            self._fill(wanted, offset, part, len(part))
+        for offset, piece in pieces:  # one by one, with retries
+            self._fill(part, fd, offset, piece, len(piece))
 
-    def _read_bounced(self, wanted: _Range) -> None:
-        bounce = self._bounce_buffer()[: wanted.stop - wanted.start]
-        self._read_direct(wanted, bounce)
-        for offset, part in wanted.parts():
-            source = bounce[offset - wanted.start :][: len(part)]
-            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
+    def _read_bounced(self, part: Part, fd: int, buffer: Buffer) -> None:
+        bounce: memoryview | None = getattr(self._local, "bounce", None)
+        if bounce is None:
+            bounce = self._local.bounce = memoryview(mmap.mmap(-1, self._read_size))
+        self._read_direct(part, fd, bounce[: part.stop - part.start])
+        for offset, piece in part.pieces(buffer):
+            source = bounce[offset - part.start :][: len(piece)]
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
 
-    def _read_buffered(self, wanted: _Range) -> None:
-        for offset, part in wanted.parts():
-            self._fill(wanted, offset, part, len(part))
-        wanted.drop_cached()
-
-    def _fill(self, wanted: _Range, offset: int, target: memoryview, needed: int) -> None:
+    def _fill(self, part: Part, fd: int | None, offset: int, target: memoryview, needed: int) -> None:
         """Read until ``needed`` bytes are in ``target``. More may come, up to the whole target."""
-        fd, alignment = (wanted.file.buffered_fd, 1) if wanted.fd is None else (wanted.fd, DIRECT_ALIGNMENT)
+        fd, alignment = (part.file.buffered_fd, 1) if fd is None else (fd, DIRECT_ALIGNMENT)
         got = retries = 0
         while got < needed:
             try:
@@ -356,21 +334,15 @@ class RangeReader:
                     raise OSError(errno.EIO, "too few bytes came")  # a direct read cannot go on from there
             except OSError as error:
                 if error.errno != errno.EIO or retries == RETRIES:
-                    raise _read_error(wanted.segment, offset + got, f"{error.strerror} at") from error
+                    raise _read_error(part.segment, offset + got, f"{error.strerror} at") from error
                 retries += 1
                 with self._lock:
                     self.num_retries += 1
                 time.sleep(RETRY_SECONDS * retries)
                 continue
             if count < min(alignment, needed - got):
-                raise _truncated_error(wanted, offset, got + count, needed)
+                raise _truncated_error(part, offset, got + count, needed)
             got = got + count if got + count >= needed else (got + count) // alignment * alignment
-
-    def _bounce_buffer(self) -> memoryview:
-        buffer: memoryview | None = getattr(self._local, "bounce", None)
-        if buffer is None:
-            buffer = self._local.bounce = memoryview(mmap.mmap(-1, self._read_size))
-        return buffer
 
 
 def _read_error(segment: Segment, offset: int, reason: str) -> ReadError:
@@ -381,11 +353,11 @@ def _read_error(segment: Segment, offset: int, reason: str) -> ReadError:
     )
 
 
-def _truncated_error(wanted: _Range, offset: int, got: int, needed: int) -> TruncatedFileError:
-    piece = wanted.segment.piece_at(offset + got)
+def _truncated_error(part: Part, offset: int, got: int, needed: int) -> TruncatedFileError:
+    piece = part.segment.piece_at(offset + got)
     return TruncatedFileError(
         f"read {got} of {needed} bytes at offset {offset}, of '{piece.name}' ({piece.nbytes} bytes at offset "
-        f"{piece.offset}) in {wanted.file.path}: the file is truncated. Hint: {wanted.file.hint}."
+        f"{piece.offset}) in {part.file.path}: the file is truncated. Hint: {part.file.hint}."
     )
 
 

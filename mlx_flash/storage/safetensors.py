@@ -25,9 +25,9 @@ from mlx_flash.storage.blocks import (
     LOGICAL_START,
     BlockTable,
     block_sizes,
+    blocks_of,
     num_blocks,
     read_head,
-    runs_of,
 )
 
 # fmt: off
@@ -269,8 +269,8 @@ def _read_compressed(path: Path) -> Shard:
     needed = sum(num_blocks(record.nbytes, *sizes_) for record, *sizes_ in divided)
     if needed != len(sizes):
         raise HeaderError(f"{path}: its tensors have {needed} blocks, its table has {len(sizes)}. {_AGAIN}")
-    runs = [run for r, *sizes_ in divided for run in runs_of(r.extent.offset, r.nbytes, r.itemsize, *sizes_)]
-    return Shard(path, identity, data_start, records, metadata, BlockTable(runs, sizes, data_start))
+    blocks = (block for r, *sizes_ in divided for block in blocks_of(r.extent.offset, r.nbytes, r.itemsize, *sizes_))
+    return Shard(path, identity, data_start, records, metadata, BlockTable(blocks, sizes, data_start))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

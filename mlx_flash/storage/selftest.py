@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import platform
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -81,16 +80,12 @@ class SelfTest:
 
     Attributes:
         way: how bytes are to reach MLX's memory.
-        num_blocks: blocks that a way reads if none is lost.
         lost: blocks that did not arrive, by way. A way ends with the first round that loses some. Slower ways than the
             chosen one, and those that cannot be tested, are missing.
-        seconds: its duration.
     """
 
     way: Arrival
-    num_blocks: int
     lost: dict[str, int]
-    seconds: float
 
 
 def needs_test() -> bool:
@@ -132,60 +127,38 @@ def test_now() -> SelfTest:
 @cache
 def _remembered_or_run(key: str) -> SelfTest:
     match RESULTS.load().get(key):
-        case {
-            "way": "in place" | "copied by the driver" | "bounced" | "buffered" as way,
-            "num_blocks": int(num_blocks),
-            "lost": dict(lost),
-            "seconds": float(seconds),
-        }:
-            return SelfTest(way, num_blocks, lost, seconds)
+        case {"way": "in place" | "copied by the driver" | "bounced" | "buffered" as way, "lost": dict(lost)}:
+            return SelfTest(way, lost)
     result = enginethread.run(run_selftest)
     RESULTS.save(key, asdict(result))
     return result
 
 
 def run_selftest() -> SelfTest:
-    """Test the default device, and choose.
-
-    Raises:
-        SelfTestError: no way works.
-        WriteError: there is no room for its file.
-    """
-    began = time.perf_counter()
-    with _file_of_words() as file:
-        lost = _lost_by_way(file)
-    free_unused()
-    num_blocks = sum(ROUNDS * (case.num_blocks // 2) for case in CASES)
-    found: dict[str, int] = {way: number for way, number in lost.items() if number is not None}
-    return SelfTest(_chosen(lost), num_blocks, found, time.perf_counter() - began)
-
-
-def _lost_by_way(file: Path) -> dict[Arrival, int | None]:
-    """Return the blocks that each way lost, up to the first that lost none; None for what cannot be tested.
+    """Test the default device, and choose the fastest way that loses nothing.
 
     Raises:
         SelfTestError: reads through the page cache are lost. Rows of embeddings are always read so.
+        WriteError: there is no room for its file.
     """
-    lost: dict[Arrival, int | None] = {"buffered": _count_lost(file, "buffered")}
-    if lost["buffered"]:
-        raise SelfTestError(
-            f"the self-test of {_device()} with MLX {version('mlx')} lost bytes that threads wrote to MLX's memory: "
-            f"{lost['buffered']} blocks through the page cache. A model would compute with wrong weights. Hint: update "
-            "MLX, or compute on the processor with mx.set_default_device(mx.cpu)."
-        )
-    for way in _FASTEST_FIRST:
-        lost[way] = _count_lost_by_driver(file) if way == "copied by the driver" else _count_lost(file, way)
-        if lost[way] == 0:
-            break
-    return lost
-
-
-def _chosen(lost: dict[Arrival, int | None]) -> Arrival:
-    """Return the fastest way that lost nothing."""
-    for way in _FASTEST_FIRST:
-        if lost.get(way) == 0:
-            return way
-    return "buffered" if lost["bounced"] else "bounced"  # not tested: its disk has no direct reads
+    with _file_of_words() as file:
+        lost: dict[str, int] = {"buffered": _count_lost(file, "buffered") or 0}
+        if lost["buffered"]:
+            raise SelfTestError(
+                f"the self-test of {_device()} with MLX {version('mlx')} lost bytes that threads wrote to MLX's "
+                f"memory: {lost['buffered']} blocks through the page cache. A model would compute with wrong weights. "
+                "Hint: update MLX, or compute on the processor with mx.set_default_device(mx.cpu)."
+            )
+        chosen: Arrival | None = None
+        for way in _FASTEST_FIRST:
+            found = _count_lost_by_driver(file) if way == "copied by the driver" else _count_lost(file, way)
+            lost |= {} if found is None else {way: found}
+            if found == 0:
+                chosen = way
+                break
+    free_unused()
+    # Bounced reads that were not tested, since the disk has no direct ones, are taken for good.
+    return SelfTest(chosen or ("buffered" if lost.get("bounced") else "bounced"), lost)
 
 
 def _count_lost_by_driver(file: Path) -> int | None:

@@ -25,7 +25,7 @@ from mlx_flash.layout.trace import zeros_like
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.residency.plan import in_gb
-from mlx_flash.storage.placement import Segment, place_groups
+from mlx_flash.storage.placement import Segment, place
 from mlx_flash.streaming.layers import compute
 
 MARGIN = 1.25
@@ -155,7 +155,7 @@ class Towers:
         if not self.has_room:
             size = "" if given is None else f" for an input of {tuple(given.shape)}"
             self.make_room(unit.nbytes + _activation_bytes(unit, given), f"{unit.name}{size}")
-        placement = place_groups([parameter.records for parameter in unit.large], kernel_alignment())
+        placement = place([parameter.records for parameter in unit.large], kernel_alignment())
         arena = Arena(placement.nbytes)
         engine.reader.submit(placement.segments, arena.memory, caching="found", urgent=True).wait()
         self._resident.add(id(unit))

@@ -257,10 +257,9 @@ def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "PackReport" not in text
     assert f"Packed:{tmp_path / 'a'},30tensors,299kBin1safetensorsfile,in" in "".join(text.split())  # lines are wrapped
     text = " ".join(text.split())
-    assert "Read before: " in text and "every tensor was read back and is equal" in text
+    assert "every tensor was read back and is equal" in text
     report = run_json("pack", model, tmp_path / "b")
     assert report["target"] == str(tmp_path / "b") and report["num_tensors"] == 30
-    assert report["before"]["num_reads"] > report["after"]["num_reads"]
 
 
 def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:

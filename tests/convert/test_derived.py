@@ -28,9 +28,8 @@ from mlx_flash.convert import derived as copies
 from mlx_flash.convert.derived import adopt_derived, derived_directory, derived_parameters, list_copies, make_room
 from mlx_flash.convert.pack import TensorSpec
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError, WriteError
+from mlx_flash.errors import FileChangedError, FlashError, ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX
-from mlx_flash.layout import load as load_module
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -395,58 +394,31 @@ def test_a_source_that_changes_meanwhile_is_an_error(directory: Path, monkeypatc
     assert not list(derived_directory().glob("*/*.safetensors*"))
 
 
-UNREADABLE = r"'model.layers.\d.(self_attn.kv|mlp.fused).weight' \(\d+ bytes at offset \d+\) in .*/model.saf\w+: "
-
-
 @pytest.mark.parametrize("limit_gb", [None, 0])
-@pytest.mark.parametrize("fault", ["EIO", "truncated"])
-def test_an_error_of_mlx_while_it_computes_parameters_names_the_tensor(
-    fault: str, limit_gb: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_mlx_while_it_computes_parameters_names_the_folder(limit_gb: int | None, directory: Path) -> None:
     """MLX reads past the end of a file that was cut after its headers were read; its error names nothing."""
     path = directory / "model.safetensors"
     first = min(r.extent.offset for name, r in load(directory)[1].tensors.items() if ".self_attn." in name)
     config = FlashConfig(ram_budget_gb="min", context_length=64, telemetry=False, derived_cache_gb=limit_gb)
-    expected, words = TruncatedFileError, "the file is truncated"
+    words = f"MLX cannot read a file of {re.escape(str(directory))}.*Hint: check the disk; `mlx-flash verify`"
 
     def cut(*_: object) -> None:
         os.truncate(path, first + 10)
 
-    if fault == "EIO":
-        expected, words = ReadError, r"Input/output error at offset \d+"  # type: ignore[assignment]
-        monkeypatch.setattr(load_module, "read_pieces", failing_from(first))
     if limit_gb is None:
         loaded, checkpoint = load(directory)
-        arrays = derived_parameters(loaded)
-        assert arrays
-        with pytest.raises(expected, match=UNREADABLE + words):
+        assert derived_parameters(loaded)
+        with pytest.raises(ReadError, match=words):
             adopt_derived(loaded, lambda: (load(directory)[0], cut())[0], checkpoint, directory)
     else:
         prepared = prepare(directory, config)
         cut()
         with FlashLLM(prepared, config) as model:
-            with pytest.raises(expected, match=UNREADABLE + words):
+            with pytest.raises(ReadError, match=words):
                 model.start()
             with pytest.raises(ReadError, match=r"are lost. Hint: check the disk, and load the model again"):
                 model.start()  # MLX takes what it could not read for evaluated
     mx.clear_cache()  # no error of MLX is left for a later call
-
-
-def failing_from(first: int) -> Any:
-    """Return ``read_pieces`` with a disk that fails from an offset on."""
-    preadv, read_pieces = os.preadv, load_module.read_pieces
-
-    def failing(fd: int, buffers: Any, offset: int) -> int:
-        if offset >= first:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(fd, buffers, offset)
-
-    def read(*args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "preadv", failing)
-            yield from read_pieces(*args)
-
-    return read
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(directory: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Load:
 
     def __init__(self, records: Sequence[TensorRecord], alignment: int = 16) -> None:
         self.records = records
-        self.placement: Placement = place(records, alignment)
+        self.placement: Placement = place([[record] for record in records], alignment)
         self.buffer = memoryview(mmap.mmap(-1, max(1, self.placement.nbytes)))
         self.expected = [
             made.extent.path.read_bytes()[made.extent.offset : made.extent.end] if made.nbytes else b""

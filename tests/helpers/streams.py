@@ -66,7 +66,7 @@ class FakeReader:
 
 def placement_of(unit: int) -> Placement:
     extent = Extent(Path("file"), unit * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT)
-    return place([TensorRecord(str(unit), "U8", (DIRECT_ALIGNMENT,), extent)])
+    return place([[TensorRecord(str(unit), "U8", (DIRECT_ALIGNMENT,), extent)]])
 
 
 def make_stream(num_units: int, num_slots: int) -> tuple[WeightStream, FakeReader, list[Arena]]:

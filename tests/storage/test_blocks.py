@@ -23,9 +23,9 @@ from mlx_flash.storage.blocks import (
     Compression,
     Decoder,
     Encoder,
+    blocks_of,
     make_head,
     read_head,
-    runs_of,
 )
 from mlx_flash.storage.placement import place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
@@ -85,12 +85,11 @@ _TENSORS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 60), st.intege
 
 def make_table(tensors: list[tuple[int, int, int]]) -> tuple[BlockTable, int]:
     """Return the table of tensors of (bytes, block, run), from offset 100 on, and their end."""
-    start, runs = 100, []
+    start, blocks = 100, []
     for nbytes, block, run in tensors:
-        runs += runs_of(start, nbytes, 1, block, run)
+        blocks += blocks_of(start, nbytes, 1, block, run)
         start += nbytes
-    num_blocks = sum(len(list(run.blocks())) for run in runs)
-    return BlockTable(runs, range(1, num_blocks + 1), 4096), start
+    return BlockTable(blocks, range(1, len(blocks) + 1), 4096), start
 
 
 @given(_TENSORS, st.data())
@@ -152,7 +151,7 @@ def read(
 ) -> list[bytes]:
     """Read some records with the reader's threads."""
     assert shard.blocks is not None
-    placement = place(list(records), 16)
+    placement = place([[record] for record in records], 16)
     buffer = memoryview(mmap.mmap(-1, placement.nbytes))
     reader = BackgroundPrefetcher([shard.path], tables={shard.path: shard.blocks}, **options)  # type: ignore[arg-type]
     try:
@@ -214,7 +213,7 @@ def test_a_damaged_block_is_named(shard: Shard, contents: dict[str, bytes]) -> N
     for at in (table.offsets[number], table.offsets[number] + 20, table.offsets[number + 1] - 1):
         shard.path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
         with pytest.raises(
-            ReadError, match=rf"'matrix' in .*{shard.path.name}: the block .* at offset {table.offsets[number]} is"
+            ReadError, match=rf"'matrix' in .*{shard.path.name}: a block .* at offset {table.offsets[number]} is"
         ):
             read(shard, [matrix])
         assert read(shard, [experts]) == [contents["experts"]]

@@ -17,7 +17,6 @@ from mlx_flash.storage.placement import (
     must_copy,
     padded_bytes,
     place,
-    place_groups,
     place_rows,
     without,
 )
@@ -59,7 +58,6 @@ def read_bytes(placement: Placement) -> int:
 
 def check(records: list[TensorRecord], alignment: int) -> Placement:
     (placement,) = check_rows([records], alignment)
-    assert placement == place(records, alignment)
     assert sum(padded_bytes(made.nbytes) for made in records) >= placement.nbytes
     assert placement.copies == must_copy([[made] for made in records], alignment)
     return placement
@@ -83,7 +81,7 @@ def check_rows(rows: Rows, alignment: int) -> list[Placement]:
 @settings(deadline=None, max_examples=150)
 @given(records=tensor_records(), alignment=st.sampled_from(ALIGNMENTS), data=st.data())
 def test_reads_leave_out_ranges_of_the_buffer(records: list[TensorRecord], alignment: int, data: st.DataObject) -> None:
-    placement = place(records, alignment)
+    placement = place([[record] for record in records], alignment)
     kept = data.draw(st.lists(st.booleans(), min_size=len(records), max_size=len(records)))
     places = list(zip(records, placement.offsets, strict=True))
     left_out = [range(at, at + made.nbytes) for (made, at), is_kept in zip(places, kept, strict=True) if not is_kept]
@@ -155,7 +153,7 @@ def test_place_lays_out_any_records(records: list[TensorRecord], alignment: int)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(tensor_records().filter(bool), max_size=4), st.sampled_from(ALIGNMENTS))
 def test_parameters_that_must_be_copied_are_known_beforehand(groups: list[list[TensorRecord]], alignment: int) -> None:
-    assert must_copy(groups, alignment) == place_groups(groups, alignment).copies
+    assert must_copy(groups, alignment) == place(groups, alignment).copies
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ def lose(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[memoryview
 
     def wrong(self: RangeReader, *args: Any) -> None:
         read(self, *args)
-        targets = (getattr(argument, "buffer", argument) for argument in reversed(args))
-        target = next(target for target in targets if isinstance(target, memoryview))
+        target = next(argument for argument in reversed(args) if isinstance(argument, memoryview))
         is_bounce_buffer = name == "_read_direct" and isinstance(target.obj, mmap.mmap)  # no memory of MLX
         if not is_bounce_buffer and next(count) % every == 0:
             spoil(target)
@@ -65,7 +64,6 @@ def flip(target: memoryview) -> None:
 def test_ordinary_memory_passes() -> None:
     found = run_selftest()
     assert (found.way, found.lost) == ("in place", {"buffered": 0, "in place": 0})
-    assert found.num_blocks == 6 * 4
 
 
 LOST = {"buffered": 0, "in place": 1}  # of two blocks in the first round
@@ -142,7 +140,7 @@ def test_device_that_sees_old_bytes_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPatch, as_on_gpu: None) -> None:
     runs = []
-    monkeypatch.setattr(selftest, "run_selftest", lambda: runs.append(1) or selftest.SelfTest("bounced", 24, {}, 0.1))
+    monkeypatch.setattr(selftest, "run_selftest", lambda: runs.append(1) or selftest.SelfTest("bounced", {}))
     assert way_of_reading() == "bounced"
     assert len(runs) == len(RESULTS.load()) == 1
     selftest._remembered_or_run.cache_clear()  # as in another process

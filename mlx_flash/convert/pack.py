@@ -477,13 +477,9 @@ def sampled_ratio(record: TensorRecord) -> float:
 
 @dataclass(frozen=True)
 class CompressedPlan(ShardPlan):
-    """A file of compressed tensors to be written; ``nbytes`` are those of the tensors, and the file takes less.
+    """A file of compressed tensors to be written; ``nbytes`` are those of the tensors, and the file takes less."""
 
-    Attributes:
-        tables: names of embedding tables.
-    """
-
-    tables: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()  # names of embedding tables
 
     @cached_property
     def _sizes(self) -> dict[str, tuple[int, int]]:

@@ -45,17 +45,11 @@ class _Routed(SwappedClass):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A computation with the experts in memory that started before the indices were known.
+    """A computation with the experts in memory that started before the indices were known."""
 
-    Attributes:
-        rows: ``(pairs, width)``; those of experts that were missing are of no use.
-        pairs: numbers of the (token, expert) pairs of the rows; None for all.
-        ready: for each expert whether it was in its slot.
-    """
-
-    rows: mx.array
-    pairs: mx.array | None
-    ready: Mask
+    rows: mx.array  # ``(pairs, width)``; those of experts that were missing are of no use
+    pairs: mx.array | None  # numbers of the (token, expert) pairs of the rows; None for all
+    ready: Mask  # for each expert whether it was in its slot
 
 
 class Experts:

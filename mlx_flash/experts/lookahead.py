@@ -50,15 +50,10 @@ class GuessedError(GuessEndedError):
 
 @dataclass(frozen=True)
 class Guess:
-    """The experts that a router would choose now, not evaluated.
+    """The experts that a router would choose now, not evaluated."""
 
-    Attributes:
-        indices: ``(..., top_k)``.
-        scores: the router's scores of them, ``(tokens, top_k)``; None when they cannot be observed.
-    """
-
-    indices: mx.array
-    scores: mx.array | None
+    indices: mx.array  # ``(..., top_k)``
+    scores: mx.array | None  # the router's scores of them, ``(tokens, top_k)``; None when they cannot be observed
 
     def ranks(self) -> dict[int, int]:
         """Return for each expert the best rank that a token gave it, best first. Unknown ranks are 0."""

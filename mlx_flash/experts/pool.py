@@ -30,29 +30,17 @@ ABSENT = -1
 
 @dataclass(slots=True)
 class ExpertStats:
-    """Counters of the experts.
+    """Counters of the experts."""
 
-    Attributes:
-        num_calls: calls of layers of experts.
-        num_full: those that ran at the full number of experts.
-        num_routed: experts that calls needed, each once a call.
-        num_hits: those of them that were in the pool, or in flight, when the call came.
-        num_predicted: experts that were read because a router was expected to choose them.
-        num_predicted_right: those of them that the next call of their layer needed.
-        num_evicted: experts that lost their slots to others.
-        read_bytes: bytes of experts that were read.
-        wait_seconds: time that calls waited for experts.
-    """
-
-    num_calls: int = 0
-    num_full: int = 0
-    num_routed: int = 0
-    num_hits: int = 0
-    num_predicted: int = 0
-    num_predicted_right: int = 0
-    num_evicted: int = 0
-    read_bytes: int = 0
-    wait_seconds: float = 0.0
+    num_calls: int = 0  # calls of layers of experts
+    num_full: int = 0  # those that ran at the full number of experts
+    num_routed: int = 0  # experts that calls needed, each once a call
+    num_hits: int = 0  # those of them that were in the pool, or in flight, when the call came
+    num_predicted: int = 0  # experts that were read because a router was expected to choose them
+    num_predicted_right: int = 0  # those of them that the next call of their layer needed
+    num_evicted: int = 0  # experts that lost their slots to others
+    read_bytes: int = 0  # bytes of experts that were read
+    wait_seconds: float = 0.0  # time that calls waited for experts
 
 
 @dataclass(frozen=True)

@@ -31,42 +31,25 @@ from mlx_flash.streaming.stream import POISON
 
 @dataclass(slots=True, eq=False)
 class _Matrix:
-    """One module of a stack that holds weights of all experts.
+    """One module of a stack that holds weights of all experts."""
 
-    Attributes:
-        module: the module in the full-shape copy of the stack.
-        parameters: its streamed parameters.
-        columns: numbers of these tensors in an expert.
-        rows: for each parameter the records of all experts.
-        placement: of the whole parameters.
-        views: the parameters in each region of the stage.
-    """
-
-    module: nn.Module
-    parameters: list[Parameter]
-    columns: list[int]
-    rows: list[tuple[TensorRecord, ...]]
-    placement: Placement
-    views: dict[int, list[mx.array]]
+    module: nn.Module  # the module in the full-shape copy of the stack
+    parameters: list[Parameter]  # its streamed parameters
+    columns: list[int]  # numbers of these tensors in an expert
+    rows: list[tuple[TensorRecord, ...]]  # for each parameter the records of all experts
+    placement: Placement  # of the whole parameters
+    views: dict[int, list[mx.array]]  # the parameters in each region of the stage
 
 
 @dataclass(slots=True)
 class _Call:
-    """The state of one call.
+    """The state of one call."""
 
-    Attributes:
-        layer: number of the stack.
-        waiting: matrices that are not in the stage yet.
-        experts: the needed experts, ascending.
-        present: those of them that are in the pool.
-        adopted: slots of those that enter the pool while their matrices pass.
-    """
-
-    layer: int
-    waiting: list[_Matrix]
-    experts: list[int]
-    present: set[int]
-    adopted: dict[int, int] = field(default_factory=dict)
+    layer: int  # number of the stack
+    waiting: list[_Matrix]  # matrices that are not in the stage yet
+    experts: list[int]  # the needed experts, ascending
+    present: set[int]  # those of them that are in the pool
+    adopted: dict[int, int] = field(default_factory=dict)  # slots of those that enter the pool meanwhile
 
 
 class _Staged(SwappedClass):

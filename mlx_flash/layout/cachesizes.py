@@ -87,15 +87,10 @@ def add_sizes(sizes: Sequence[CacheSizes]) -> CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """An entry of a prompt cache.
+    """An entry of a prompt cache."""
 
-    Attributes:
-        sizes: its own.
-        users: the ``id`` of every module that is given it, or a part of it, in a call.
-    """
-
-    sizes: CacheSizes
-    users: frozenset[int]
+    sizes: CacheSizes  # its own
+    users: frozenset[int]  # the ``id`` of every module that is given it, or a part of it, in a call
 
 
 class CacheMeter:

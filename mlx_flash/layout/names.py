@@ -14,25 +14,15 @@ from mlx_flash.config import own_names
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model of the table ``models.toml``, which says where its numbers are from.
+    """A model of the table ``models.toml``, which says where its numbers are from."""
 
-    Attributes:
-        repository: on Hugging Face.
-        bytes: of its weights.
-        token: bytes of the weights that compute one token.
-        licence: of the model.
-        source: of the numbers.
-        experts: bytes of all experts; 0 for a dense model.
-        chosen: experts of a layer that compute a token, and all experts of a layer.
-    """
-
-    repository: str
-    bytes: int
-    token: int
-    licence: str
-    source: str
-    experts: int = 0
-    chosen: tuple[int, int] = (0, 1)
+    repository: str  # on Hugging Face
+    bytes: int  # of its weights
+    token: int  # bytes of the weights that compute one token
+    licence: str  # of the model
+    source: str  # of the numbers
+    experts: int = 0  # bytes of all experts; 0 for a dense model
+    chosen: tuple[int, int] = (0, 1)  # experts of a layer that compute a token, and all experts of a layer
 
     @property
     def chosen_bytes(self) -> int:

@@ -112,19 +112,12 @@ def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> No
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A module whose large parameters are made resident together.
+    """A module whose large parameters are made resident together."""
 
-    Attributes:
-        name: the module's path in the model.
-        module: the module.
-        large: the parameters worth streaming: direct and not small.
-        small: the rest, always resident.
-    """
-
-    name: str
-    module: nn.Module
-    large: list[Parameter] = field(default_factory=list)
-    small: list[Parameter] = field(default_factory=list)
+    name: str  # the module's path in the model
+    module: nn.Module  # the module
+    large: list[Parameter] = field(default_factory=list)  # the parameters worth streaming: direct and not small
+    small: list[Parameter] = field(default_factory=list)  # the rest, always resident
 
     @property
     def nbytes(self) -> int:
@@ -163,44 +156,26 @@ def _computes_as(kind: Any, *others: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Places of an expert's arrays in a slot, the same for all experts of a stack.
+    """Places of an expert's arrays in a slot, the same for all experts of a stack."""
 
-    Attributes:
-        read: the tensors that are read, and the reads.
-        kept: where the rows go of arrays that are in memory always.
-        nbytes: size of the slot; one page of it is room for alignment.
-    """
-
-    read: PlacedRows
-    kept: tuple[int, ...]
-    nbytes: int
+    read: PlacedRows  # the tensors that are read, and the reads
+    kept: tuple[int, ...]  # where the rows go of arrays that are in memory always
+    nbytes: int  # size of the slot; one page of it is room for alignment
 
 
 @dataclass(slots=True, eq=False)
 class ExpertStack:
-    """A module that computes each token with the experts that its caller chose.
+    """A module that computes each token with the experts that its caller chose."""
 
-    Attributes:
-        unit: the module; every array below it has one row an expert.
-        num_experts: how many experts there are.
-        top_k: how many of them compute each token.
-        block: the module that calls it and whose router chooses, if it is called with nothing but the tokens.
-        norm: the module that makes the input of ``block``.
-        router: what ``block`` uses before it calls the experts.
-        gate: the module in ``block`` that returns the scores of the experts, if one does.
-        is_widened: whether MLX copies their weights in a wider type in each call.
-        placement: of its experts, once it was found.
-    """
-
-    unit: Unit
-    num_experts: int
-    top_k: int
-    block: nn.Module | None
-    norm: nn.Module | None
-    router: list[Parameter]
-    gate: nn.Module | None
-    is_widened: bool = False
-    placement: ExpertPlacement | None = None
+    unit: Unit  # the module; every array below it has one row an expert
+    num_experts: int  # how many experts there are
+    top_k: int  # how many of them compute each token
+    block: nn.Module | None  # calls it, and its router chooses, if it is given nothing but tokens
+    norm: nn.Module | None  # the module that makes the input of ``block``
+    router: list[Parameter]  # what ``block`` uses before it calls the experts
+    gate: nn.Module | None  # the module in ``block`` that returns the scores, if one does
+    is_widened: bool = False  # whether MLX copies their weights in a wider type in each call
+    placement: ExpertPlacement | None = None  # of its experts, once it was found
 
     @property
     def expert_bytes(self) -> int:
@@ -228,21 +203,13 @@ Place = tuple[int, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The origin of a call of experts.
+    """The origin of a call of experts."""
 
-    Attributes:
-        top_k: experts of each token.
-        block: the module that calls them, given one array, and whose router chooses; None when it is not so.
-        norm: the module that makes the block's input, if there is one.
-        router: the arrays that the block uses before it calls the experts.
-        gate: the module that the block calls before them and that returns their scores, if there is one.
-    """
-
-    top_k: int
-    block: nn.Module | None = None
-    norm: nn.Module | None = None
-    router: frozenset[Place] = frozenset()
-    gate: nn.Module | None = None
+    top_k: int  # experts of each token
+    block: nn.Module | None = None  # calls them, given one array, and its router chooses; else None
+    norm: nn.Module | None = None  # the module that makes the block's input, if there is one
+    router: frozenset[Place] = frozenset()  # the arrays that the block uses before it calls the experts
+    gate: nn.Module | None = None  # the module in the block that returns their scores, if there is one
 
 
 @dataclass(slots=True)

@@ -51,21 +51,13 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Call:
-    """A call under way.
+    """A call under way."""
 
-    Attributes:
-        module: the module that is called.
-        arguments: its arguments.
-        inside: the ``id`` of this module, and of all modules whose calls this one is a part of.
-        used: the arrays used so far; those of an inner call are added when that call ends.
-        returned: what modules returned to it.
-    """
-
-    module: nn.Module
-    arguments: tuple[Any, ...]
-    inside: frozenset[int]
-    used: set[Place] = field(default_factory=set)
-    returned: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    module: nn.Module  # the module that is called
+    arguments: tuple[Any, ...]  # its arguments
+    inside: frozenset[int]  # ids of this module, and of those whose calls this one is a part of
+    used: set[Place] = field(default_factory=set)  # so far, also in inner calls that have ended
+    returned: list[tuple[nn.Module, Any]] = field(default_factory=list)  # what modules returned to it
 
 
 class _Watched(SwappedClass):

@@ -214,17 +214,11 @@ _DARWIN_FREE = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageab
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """One look at the memory of the machine.
+    """One look at the memory of the machine."""
 
-    Attributes:
-        total: bytes of memory.
-        available: bytes that can be taken now without swapping.
-        pressure: share of the last ten seconds in which tasks waited for memory.
-    """
-
-    total: int
-    available: int
-    pressure: float = 0.0
+    total: int  # bytes of memory
+    available: int  # bytes that can be taken now without swapping
+    pressure: float = 0.0  # share of the last ten seconds in which tasks waited for memory
 
     def room(self, held: int) -> int:
         """Return the bytes that a process may have which holds some already."""

@@ -69,15 +69,10 @@ def worth_guessing(
 
 @dataclass(slots=True)
 class Times:
-    """Measured times of a model's passes.
+    """Measured times of a model's passes."""
 
-    Attributes:
-        pass_seconds: time to read the weights once.
-        row_seconds: time to compute a row of one token.
-    """
-
-    pass_seconds: float
-    row_seconds: float
+    pass_seconds: float  # time to read the weights once
+    row_seconds: float  # time to compute a row of one token
 
     def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
         """Note a pass with rows of one token.

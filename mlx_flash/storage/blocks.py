@@ -197,21 +197,13 @@ _PROBE_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A compressed checkpoint in numbers.
+    """A compressed checkpoint in numbers."""
 
-    Attributes:
-        ratio: bytes that are read for each byte of weights.
-        decode_bytes_per_second: bytes of weights that one core decodes.
-        disk_bytes_per_second: bytes that the disk delivers.
-        compute_bytes_per_second: bytes of weights that MLX computes with.
-        shares_cores: whether MLX computes on the cores that decode.
-    """
-
-    ratio: float
-    decode_bytes_per_second: float
-    disk_bytes_per_second: float
-    compute_bytes_per_second: float
-    shares_cores: bool
+    ratio: float  # bytes that are read for each byte of weights
+    decode_bytes_per_second: float  # bytes of weights that one core decodes
+    disk_bytes_per_second: float  # bytes that the disk delivers
+    compute_bytes_per_second: float  # bytes of weights that MLX computes with
+    shares_cores: bool  # whether MLX computes on the cores that decode
 
     @property
     def weight_bytes_per_second(self) -> float:

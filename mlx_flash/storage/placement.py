@@ -94,17 +94,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A buffer's contents.
+    """A buffer's contents."""
 
-    Attributes:
-        nbytes: size of the buffer.
-        segments: the reads that fill it.
-        offsets: for each tensor, in the order given, where it starts in the buffer.
-    """
-
-    nbytes: int
-    segments: tuple[Segment, ...]
-    offsets: tuple[int, ...]
+    nbytes: int  # size of the buffer
+    segments: tuple[Segment, ...]  # the reads that fill it
+    offsets: tuple[int, ...]  # for each tensor, in the order given, where it starts in the buffer
 
     @property
     def copies(self) -> bool:

@@ -125,19 +125,12 @@ _Task = Sequence[Part]
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Reads that fill one buffer. Made by :meth:`BackgroundPrefetcher.prepare`, and started any number of times.
+    """Reads that fill one buffer. Made by :meth:`BackgroundPrefetcher.prepare`, and started any number of times."""
 
-    Attributes:
-        segments: what is read.
-        tasks: its parts, as threads read them.
-        files: with the name of a tensor of each.
-        buffer_end: first byte of the buffer after all that is written.
-    """
-
-    segments: Sequence[Segment]
-    tasks: Sequence[_Task]
-    files: Sequence[tuple[SourceFile, str]]
-    buffer_end: int
+    segments: Sequence[Segment]  # what is read
+    tasks: Sequence[_Task]  # its parts, as threads read them
+    files: Sequence[tuple[SourceFile, str]]  # with the name of a tensor of each
+    buffer_end: int  # first byte of the buffer after all that is written
 
 
 class Ticket:

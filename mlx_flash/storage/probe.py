@@ -139,19 +139,12 @@ WORTH_IT = 1.05
 
 @dataclass(frozen=True, slots=True)
 class DiskProfile:
-    """The best way to read a disk, and its bandwidth.
+    """The best way to read a disk, and its bandwidth."""
 
-    Attributes:
-        bytes_per_second: bandwidth of cold reads.
-        read_size: bytes of one read.
-        queue_depth: reads in flight at once.
-        direct: whether reads bypass the page cache: the file system can, and they are not slower.
-    """
-
-    bytes_per_second: float
-    read_size: int
-    queue_depth: int
-    direct: bool
+    bytes_per_second: float  # bandwidth of cold reads
+    read_size: int  # bytes of one read
+    queue_depth: int  # reads in flight at once
+    direct: bool  # whether reads bypass the page cache: the file system can, and they are not slower
 
 
 def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:

@@ -56,17 +56,11 @@ _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes in a file.
+    """A run of bytes in a file."""
 
-    Attributes:
-        path: the file.
-        offset: first byte, counted from the start of the file.
-        nbytes: length in bytes.
-    """
-
-    path: Path
-    offset: int
-    nbytes: int
+    path: Path  # the file
+    offset: int  # first byte, counted from the start of the file
+    nbytes: int  # length in bytes
 
     @property
     def end(self) -> int:
@@ -76,19 +70,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor, or a range of its rows: what it is and where its bytes are.
+    """One tensor, or a range of its rows: what it is and where its bytes are."""
 
-    Attributes:
-        name: the tensor's name in the checkpoint.
-        dtype: the format's name of the dtype, a key of `DTYPE_SIZES`.
-        shape: dimensions, row-major; ``()`` for a scalar.
-        extent: the tensor's bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    extent: Extent
+    name: str  # the tensor's name in the checkpoint
+    dtype: str  # the format's name of the dtype, a key of `DTYPE_SIZES`
+    shape: tuple[int, ...]  # dimensions, row-major; ``()`` for a scalar
+    extent: Extent  # the tensor's bytes
 
     @property
     def nbytes(self) -> int:
@@ -160,23 +147,14 @@ def identity_of(path: Path | str | int) -> FileIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file, or one of compressed tensors.
+    """One safetensors file, or one of compressed tensors."""
 
-    Attributes:
-        path: the file.
-        identity: the file as its header was read.
-        data_offset: first byte of the data section, ``8 +`` the header's length.
-        tensors: the file's tensors by ascending offset.
-        metadata: the header's ``__metadata__``, empty when there is none.
-        blocks: the places of compressed blocks; None for a safetensors file.
-    """
-
-    path: Path
-    identity: FileIdentity
-    data_offset: int
-    tensors: tuple[TensorRecord, ...]
-    metadata: Mapping[str, str]
-    blocks: BlockTable | None = None
+    path: Path  # the file
+    identity: FileIdentity  # the file as its header was read
+    data_offset: int  # first byte of the data section, ``8 +`` the header's length
+    tensors: tuple[TensorRecord, ...]  # the file's tensors by ascending offset
+    metadata: Mapping[str, str]  # the header's ``__metadata__``, empty when there is none
+    blocks: BlockTable | None = None  # the places of compressed blocks; None for a safetensors file
 
     @property
     def nbytes(self) -> int:
@@ -186,17 +164,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The safetensors files of a model folder.
+    """The safetensors files of a model folder."""
 
-    Attributes:
-        directory: the folder, as an absolute path like those of its files.
-        shards: its files in the order in which mlx-lm loads them.
-        tensors: the tensors that mlx-lm ends up with, by name.
-    """
-
-    directory: Path
-    shards: tuple[Shard, ...]
-    tensors: Mapping[str, TensorRecord]
+    directory: Path  # the folder, as an absolute path like those of its files
+    shards: tuple[Shard, ...]  # its files in the order in which mlx-lm loads them
+    tensors: Mapping[str, TensorRecord]  # the tensors that mlx-lm ends up with, by name
 
     @property
     def nbytes(self) -> int:

@@ -48,17 +48,11 @@ _Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Memory that is filled and computed from at the same time.
+    """Memory that is filled and computed from at the same time."""
 
-    Attributes:
-        block_bytes: bytes of one read.
-        num_blocks: places for blocks.
-        is_shared: the places are slots of one array; otherwise each is an array of its own.
-    """
-
-    block_bytes: int
-    num_blocks: int
-    is_shared: bool
+    block_bytes: int  # bytes of one read
+    num_blocks: int  # places for blocks
+    is_shared: bool  # the places are slots of one array; otherwise each is an array of its own
 
     def places(self) -> tuple[list[memoryview], mx.array | list[mx.array], object]:
         """Return the memory of each place, MLX's views of them, and their owner: with it the memory would go."""

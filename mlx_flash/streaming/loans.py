@@ -24,21 +24,13 @@ from mlx_flash.streaming.stream import WeightStream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lendable:
-    """One array of a unit that may stay in memory.
+    """One array of a unit that may stay in memory."""
 
-    Attributes:
-        unit: number of the unit in the stream.
-        start: first byte of the array in the unit's slot.
-        view: the array in the slot.
-        bind: makes the unit's module use another array of the same shape and dtype.
-        nbytes: memory of a loan in bytes: the array, and the pages around it.
-    """
-
-    unit: int
-    start: int
-    view: mx.array
-    bind: Callable[[mx.array], None]
-    nbytes: int = field(init=False)
+    unit: int  # number of the unit in the stream
+    start: int  # first byte of the array in the unit's slot
+    view: mx.array  # the array in the slot
+    bind: Callable[[mx.array], None]  # makes the unit's module use another array of the same shape and dtype
+    nbytes: int = field(init=False)  # memory of a loan in bytes: the array, and the pages around it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", round_up(self.view.nbytes, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT)

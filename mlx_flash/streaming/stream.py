@@ -41,17 +41,11 @@ class GuessEndedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StreamedUnit:
-    """A unit of the ring.
+    """A unit of the ring."""
 
-    Attributes:
-        name: for people.
-        reads: fill a slot with the unit's weights.
-        slot: index of the slot it lives in.
-    """
-
-    name: str
-    reads: Reads
-    slot: int
+    name: str  # for people
+    reads: Reads  # fill a slot with the unit's weights
+    slot: int  # index of the slot it lives in
 
 
 @dataclass(slots=True)

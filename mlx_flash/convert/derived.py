@@ -178,14 +178,8 @@ def hold(folder: Path) -> HeldLock | None:
 def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, removes: bool = True) -> bool:
     """Remove other copies until there is room for more bytes of a copy; none when that would not be enough.
 
-    Those of the same source, which are of no use any more, go first, then those used longest ago.
-
-    Args:
-        needed: bytes that are still to be written.
-        source: of the copy.
-        fingerprint: of the copy; neither it nor its beginning is removed for itself.
-        limit: bytes of all copies together; None leaves a tenth of the disk free.
-        removes: False removes nothing.
+    Those of the same source, which are of no use any more, go first, then those used longest ago. The copy itself and
+    its beginning stay. ``limit`` is that of all copies together; None leaves a tenth of the disk free.
 
     Returns:
         True if there is room, or would be.

@@ -29,10 +29,6 @@ class Uses:
     """The uses of each expert, and the least used expert among those in slots.
 
     Sums are kept as logarithms of their value at the start, so that time passing does not change them.
-
-    Args:
-        sizes: number of experts of each layer.
-        num_slots: slots that hold experts.
     """
 
     def __init__(self, sizes: Sequence[int], num_slots: int) -> None:
@@ -45,14 +41,10 @@ class Uses:
         self._last = -1
 
     def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Numbers) -> None:
-        """Count a call of a layer. Tokens of one call count as if they were spread evenly over as many passes.
+        """Count a call of a layer: distinct experts, and how many tokens each computes.
 
-        Args:
-            layer: number of the layer.
-            experts: distinct.
-            counts: for each of them the number of tokens that it computes.
-            num_tokens: of the call.
-            slots: of the experts; negative for those without one.
+        Tokens of one call count as if they were spread evenly over as many passes. Slots are negative for experts
+        without one.
         """
         if layer <= self._last:
             self._now += 1 / HALF_LIFE
@@ -74,14 +66,10 @@ class Uses:
         self._in_slots[slot] = np.inf
 
     def least(self, spared: Collection[int], number: int) -> list[Expert]:
-        """Return the experts in slots that were used least, or fewer where others are spared.
+        """Return some of the experts in slots that were used least, or fewer where slots are spared.
 
         Slots are put in order once a pass: numpy lets go of Python's lock for so many, and threads that read would take
         it each time. What has been used or has entered since stays.
-
-        Args:
-            spared: slots whose experts must stay.
-            number: how many are wanted.
         """
         found, seen, is_new = list[int](), list[int](), False
         while len(found) < number:

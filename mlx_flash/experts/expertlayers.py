@@ -100,12 +100,7 @@ class Experts:
         )
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
-        """Compute tokens with a stack.
-
-        Args:
-            layer: number of the stack.
-            x: the tokens, ``(..., width)``.
-            indices: their experts, ``(..., top_k)``.
+        """Compute tokens ``(..., width)`` with the stack of a layer, and experts ``(..., top_k)``.
 
         Raises:
             ReadError: experts could not be read.
@@ -158,13 +153,8 @@ class Experts:
         """Start to compute a small call before its indices are known, so that the processor need not wait for Python.
 
         It computes as many rows as experts are expected to be in memory. A row of a missing expert costs as much, and
-        is of no use. Where rows depend on each other's number, it computes all of them or none.
-
-        Args:
-            layer: number of the stack.
-            x: the tokens.
-            known: the indices first, and what is to be evaluated with them; the pairs of the rows are added.
-            guess: of the indices.
+        is of no use. Where rows depend on each other's number, it computes all of them or none. ``known`` begins with
+        the indices, goes on with what is evaluated with them, and gets the pairs of the rows.
         """
         indices, num_slots = known[0], self.pool.slots.num_slots
         if not self._pooled.takes_slots[layer] or indices.size > num_slots or not is_whole(x, indices):
@@ -223,16 +213,7 @@ class Experts:
         experts: Numbers,
         late: Sequence[int],
     ) -> mx.array:
-        """Compute a call from the slots.
-
-        Args:
-            layer: number of the stack.
-            x: the tokens.
-            routing: their experts.
-            begun: rows that were started before.
-            experts: those that are needed, each once.
-            late: those of them in flight.
-        """
+        """Compute a call from the slots: rows that have begun, the needed experts, and those of them in flight."""
         is_small = routing.size < SORTED_SIZE
         rows: mx.array | None = None
         if begun is not None and not self._exact_rows and begun.ready[experts].all():
@@ -257,12 +238,7 @@ class Experts:
     def _compute_parts(
         self, layer: int, x: mx.array, routing: Routing, begun: _Begun | None, late: Sequence[int], most_left: int
     ) -> tuple[list[tuple[mx.array, Sequence[int]]], Sequence[int]]:
-        """Compute (token, expert) pairs as their experts come.
-
-        Args:
-            layer, x, routing, begun: as in :meth:`_compute`.
-            late: experts in flight.
-            most_left: number of experts in flight from which on no more are waited for.
+        """Compute (token, expert) pairs as their experts come, until at most so many are in flight.
 
         Returns:
             Rows with the numbers of their pairs, and the experts to wait for before they are evaluated.

@@ -71,11 +71,8 @@ class Guess:
 class Odds:
     """The share of right choices by rank. A choice is never worse than one of a later rank.
 
-    Args:
-        least: share of right choices from which on a rank is worth reading.
-
     Attributes:
-        num_good: number of ranks that are worth reading.
+        num_good: number of ranks that are right often enough to be read.
     """
 
     def __init__(self, least: float) -> None:
@@ -153,15 +150,7 @@ class _Gate(SwappedClass):
 
 
 class Lookahead:
-    """Guesses which experts stacks will need, and starts to read them.
-
-    Args:
-        stacks: in the order of calls.
-        pool: reads experts.
-        stream: notified during speculative calls.
-        least_odds: share of right choices from which on a rank is read.
-        enabled: whether to guess at all.
-    """
+    """Guesses which experts stacks will need, and starts to read them."""
 
     def __init__(
         self,

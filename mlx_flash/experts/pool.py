@@ -188,13 +188,9 @@ class ExpertPool:
         return mask
 
     def request(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Start to read the missing ones of some experts, in the order of their files. All of them stay from now on.
+        """Start to read the missing ones of distinct experts, in the order of their files.
 
-        They stay until the next request, or :meth:`clear_head`.
-
-        Args:
-            layer: number of the layer.
-            experts: distinct; at most ``num_usable``.
+        All of them stay until the next request, or :meth:`clear_head`. At most ``num_usable`` fit.
 
         Returns:
             The experts in flight, in the order in which their reads started.
@@ -222,13 +218,9 @@ class ExpertPool:
         return late
 
     def read_ahead(self, layer: int, experts: Sequence[int], most: int, *, urgent: bool = False) -> None:
-        """Start to read experts that the next call of a layer may need.
+        """Start to read experts that the next call of a layer may need, the likeliest first.
 
-        Args:
-            layer: number of the layer.
-            experts: the likeliest first.
-            most: number of predicted experts that may have slots at once, over all layers.
-            urgent: the call comes soon.
+        Over all layers, at most ``most`` predicted experts have slots. Urgent reads are for a call that comes soon.
         """
         table, num_left = self.slot_of[layer], most - sum(map(len, self._predicted))
         missing = [expert for expert in experts if table[expert] == ABSENT][: max(0, num_left)]
@@ -277,14 +269,7 @@ class ExpertPool:
         return missing
 
     def use(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
-        """Count the uses of one call. The experts used most stay longest.
-
-        Args:
-            layer: number of the layer.
-            experts: distinct.
-            counts: for each of them the number of tokens that it computes.
-            num_tokens: tokens of the call.
-        """
+        """Count the uses of one call, as :meth:`Uses.add` does. The experts used most stay longest."""
         slots = self.slot_of[layer][experts]
         self._uses.add(layer, experts, counts, num_tokens, slots)
 
@@ -333,11 +318,7 @@ class ExpertPool:
         return reads
 
     def _enter(self, key: Expert) -> int:
-        """Give an expert a free slot, and copy into it the arrays that are always in memory. The caller fills the rest.
-
-        Returns:
-            The slot.
-        """
+        """Give an expert a free slot, and copy into it the arrays that are always in memory. Return the slot."""
         layer, expert = key
         slot = self._free.pop()
         self.slots.touch(slot)
@@ -402,10 +383,7 @@ class ExpertPool:
     def adopt(self, layer: int, experts: Iterable[int], spared: set[int]) -> dict[int, int]:
         """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.
 
-        Args:
-            layer: number of the layer.
-            experts: experts without slots, the most important first.
-            spared: slots whose experts must stay. The new ones are added.
+        The most important experts come first. Spared slots keep theirs, and the new ones become spared.
 
         Returns:
             The slot of each expert that got one.

@@ -68,14 +68,9 @@ class PooledStacks:
 
     A *pair* is a (token, expert) pair of a call, by its number in the order of the routing.
 
-    Args:
-        stacks: in the pool's order.
-        pool: the experts in memory.
-        takes_slots: whether the back end computes with slots, if that is known for each stack.
-
     Attributes:
-        pool: as given.
-        takes_slots: for each stack whether the back end computes with slots.
+        pool: the experts in memory.
+        takes_slots: for each stack whether the back end computes with slots; tried if it is not given.
     """
 
     def __init__(
@@ -143,10 +138,6 @@ def try_slots(module: nn.Module, first: Any) -> bool:
     """Return whether the back end computes with experts in slots, with gaps between them, without copying all of them.
 
     CUDA's kernels for quantized experts do not. The function tries one token with experts of zeros.
-
-    Args:
-        module: a stack whose arrays are views of empty slots.
-        first: the first ``SwitchLinear`` of the stack.
     """
     dtype = first["scales" if "scales" in first else "weight"].dtype
     x = mx.zeros((1, first.input_dims), dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
@@ -170,12 +161,7 @@ def is_whole(x: mx.array, indices: mx.array | Routing) -> bool:
 
 
 def join_rows(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[int]) -> mx.array:
-    """Return all rows in the order of their pairs, ``(*shape, width)``. Where several parts have a row, the last one's.
-
-    Args:
-        parts: rows ``(pairs, width)`` and the numbers of their pairs.
-        shape: of the routing.
-    """
+    """Return all rows in the order of their pairs, ``(*shape, width)``. The last part that has a row counts."""
     if len(parts) == 1:
         return parts[0][0].reshape(*shape, -1)
     rows, numbers = zip(*parts, strict=True)

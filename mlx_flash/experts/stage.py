@@ -65,12 +65,7 @@ class _Staged(SwappedClass):
 
 
 class Stage:
-    """Computes stacks of experts at their full shape.
-
-    Args:
-        pool: lends its first slots while a stack is computed.
-        stacks: the stacks, in the pool's order.
-    """
+    """Computes stacks of experts at their full shape, in the first slots of the pool."""
 
     def __init__(self, pool: ExpertPool, stacks: Sequence[ExpertStack]) -> None:
         self._pool = pool
@@ -112,12 +107,7 @@ class Stage:
     def run(self, layer: int, x: mx.array, indices: mx.array, hottest: Sequence[int], quota: int) -> mx.array:
         """Compute tokens with a stack, and evaluate the result.
 
-        Args:
-            layer: number of the stack.
-            x: the tokens.
-            indices: their experts.
-            hottest: the needed experts, those of most tokens first.
-            quota: number of them that should be in the pool afterwards.
+        Of the needed experts, those of most tokens first, a quota is to be in the pool afterwards.
 
         Raises:
             ReadError: weights could not be read.
@@ -220,13 +210,7 @@ def _matrix(stack: ExpertStack, columns: list[int]) -> _Matrix:
 def rows_in_place(
     placement: Placement, rows: Sequence[Sequence[TensorRecord]], wanted: Collection[int]
 ) -> list[Segment]:
-    """Return the reads that put some rows of stacks where the whole stacks would have them.
-
-    Args:
-        placement: of the whole stacks.
-        rows: for each stack the records of its rows.
-        wanted: numbers of rows, ascending.
-    """
+    """Return the reads that put some rows of stacks, ascending, where the whole stacks would have them."""
     in_place = [
         range(s.buffer_offset, s.buffer_offset + s.nbytes) for s in placement.segments if s.buffer_offset is not None
     ]

@@ -33,12 +33,7 @@ def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Mod
 
 
 def adapted_bytes(modules: Sequence[nn.Module], parameters: Sequence[Parameter]) -> int:
-    """Return the most bytes of the results of one adapter. Nothing is computed.
-
-    Args:
-        modules: the adapters.
-        parameters: every array of the model.
-    """
+    """Return the most bytes of the results of one adapter. Nothing is computed."""
     if not modules:
         return 0
     found: dict[object, int] = {}

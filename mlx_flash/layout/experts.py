@@ -21,11 +21,6 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
 
     A stack is a ``SwitchGLU`` or ``SwitchMLP`` whose arrays, those of adapters included, all have one row an
     expert. Anything else stays part of its layer, which is read whole.
-
-    Args:
-        layers: the model's layers.
-        parameters: every array of the model.
-        trace: of a rehearsal.
     """
     if not trace.routes:
         return []

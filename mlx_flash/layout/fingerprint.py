@@ -55,12 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint_of(loaded: LoadedModel, state: State) -> str:
-    """A digest of all that decides what is computed; a name for files.
-
-    Args:
-        loaded: the model; its configuration holds what the caller replaced in it.
-        state: of its checkpoint.
-    """
+    """A digest of all that decides what is computed, what the caller replaced in its configuration included."""
     machine = [platform.machine(), str(mx.default_device())]
     parts = [FORMAT, state, loaded.config, versions(), machine, _code_digest(loaded.model)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -80,11 +75,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class ModelIdentity:
-    """The modules and arrays of a model at one moment.
-
-    Args:
-        model: mlx-lm's, lazily loaded.
-    """
+    """The modules and arrays of a model at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

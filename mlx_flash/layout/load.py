@@ -45,9 +45,6 @@ class Sources:
     mlx-lm's ``sanitize`` puts the tensors of experts, one by one in original checkpoints, into stacks. Along the first
     axis a stack's bytes are those of its parts, one after another, and the rows of a tensor are a run of its bytes. So
     while ``sanitize`` runs, the functions of MLX that stack, concatenate, split and reshape are watched.
-
-    Args:
-        checkpoint: where the tensors lie.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -350,14 +347,7 @@ def failure_explained(directory: Path) -> Iterator[None]:
 def reads_explained(streams: LoadingStreams, directory: Path) -> Iterator[None]:
     """Raise a ReadError with a hint where MLX cannot read a file that it computes a parameter from.
 
-    After such an error nothing of the model can be evaluated.
-
-    Args:
-        streams: of the model.
-        directory: the model.
-
-    Raises:
-        ReadError: also if MLX failed in an earlier block.
+    After such an error nothing of the model can be evaluated: later blocks raise it, too.
     """
     again = "Hint: check the disk, and load the model again."
     if streams.has_failed:

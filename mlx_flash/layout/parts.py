@@ -258,15 +258,10 @@ class CallTrace:
 
 
 class OwnHead:
-    """A model's own head for guesses. Its arrays are in memory where a plan says so.
-
-    Args:
-        model: mlx-lm's model of one layer.
-        body: the part of it with the layer.
-        parameters: the arrays that no other part of the model has.
+    """A model's own head for guesses, as mlx-lm's model of one layer. Its arrays are in memory where a plan says so.
 
     Attributes:
-        parameters: as given.
+        parameters: the arrays that no other part of the model has.
         nbytes: memory for them.
         row_bytes: keys and values of a token.
         logits: returns the logits of hidden states.
@@ -288,13 +283,7 @@ class OwnHead:
         return cache
 
     def states(self, tokens: mx.array, before: mx.array, cache: list[Any]) -> mx.array:
-        """Return its hidden states.
-
-        Args:
-            tokens: ``(1, length)``.
-            before: the hidden states of the token before each of them.
-            cache: gets their keys and values.
-        """
+        """Return its hidden states of tokens ``(1, length)``, given those of the tokens before each of them."""
         return cast(mx.array, cast(Any, self._body)((tokens, before), cache=cache))
 
 

@@ -52,13 +52,9 @@ def write_stand_in(
     metadata: Mapping[str, str] | None,
     nbytes: int = 0,
 ) -> None:
-    """Write a safetensors file with a hole in place of the tensors.
+    """Write a safetensors file with a hole in place of tensors: dtype, shape and data offsets by name.
 
-    Args:
-        path: the file.
-        tensors: dtype, shape and data offsets by name.
-        metadata: those of the header.
-        nbytes: least size of the file. Blanks in the header move the tensors to its end.
+    The file has at least so many bytes. Blanks in the header move the tensors to its end.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     for name, (dtype, shape, offsets) in tensors.items():
@@ -83,12 +79,7 @@ def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> se
 
 
 def check_direct(directory: Path, checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> None:
-    """Check that every compressed tensor is read as it is, since mlx-lm cannot read it.
-
-    Args:
-        directory: the model.
-        checkpoint: its tensors.
-        records: where the bytes of parameters lie that are read by this program.
+    """Check that every compressed tensor is in the records that this program reads, since mlx-lm cannot read it.
 
     Raises:
         CheckpointError: mlx-lm would compute with one.

@@ -97,11 +97,9 @@ def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
 
 
 def clone_tree(module: nn.Module, arrays: Mapping[tuple[int, Any], mx.array]) -> nn.Module:
-    """A copy of a module and those below it that holds other arrays.
+    """A copy of a module and those below it that holds other arrays, by ``id`` of their module, and key.
 
-    Args:
-        module: what to copy; settings and other arrays are shared.
-        arrays: by ``id`` of the module they are for, and key.
+    Settings and other arrays are shared.
     """
     clone = clone_with(module, {key: array for (owner, key), array in arrays.items() if owner == id(module)})
     dict.update(clone, {key: _copied(value, arrays) for key, value in clone.items()})

@@ -150,12 +150,7 @@ def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.arra
 
 
 def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array | None:
-    """Return a router's scores of the experts it has chosen, if a module returned them; not evaluated.
-
-    Args:
-        returned: scores of all experts, or the chosen ones and theirs.
-        indices: the chosen ones, ``(..., top_k)``.
-        num_experts: there are.
+    """Return a router's scores of the experts ``(..., top_k)`` it has chosen, if a module returned them; not evaluated.
 
     Returns:
         fp32, ``(tokens, top_k)``; None when these are no scores.
@@ -179,11 +174,6 @@ def rehearse(
 
     A module that is not called again for the same kind of input is called from a compiled function: there it cannot
     wait for its weights, and does not count as called.
-
-    Args:
-        model: mlx-lm's, lazily loaded.
-        parameters: every array in it.
-        make_cache: returns an empty prompt cache for it.
     """
     watch = _Watch(CallTrace({}, {}))
     called = watch.trace.called
@@ -360,11 +350,6 @@ def measure_held(loaded: LoadedModel, layout: ModelLayout, parameters: Sequence[
     It is measured once for each kind of model. The model is called with zeros for weights, and each of the smallest
     units returns zeros instead of a product. So everything between units is computed, for a few tokens, and MLX's own
     count says what a call holds when it comes to a unit.
-
-    Args:
-        loaded: the model, lazily loaded.
-        layout: its units.
-        parameters: every array in it.
     """
     key = _key(loaded, layout)
     match RESULTS.load().get(key):

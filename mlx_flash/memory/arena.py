@@ -144,10 +144,6 @@ def untouched(num_rows: int, width: int) -> mx.array:
 
     MLX's own zeros are written page by page, which takes as long as reading them from a fast disk. So the array is one
     that MLX loads from a file, and this file writes nothing.
-
-    Args:
-        num_rows: number of rows.
-        width: bytes of a row.
     """
     file = cast(Any, _Nothing(num_rows, width))
     array = cast(dict[str, mx.array], mx.load(file, format="safetensors", stream=mx.cpu))["rows"]
@@ -208,10 +204,6 @@ class LazyRows:
 
     MLX does not count this memory: see :func:`active_memory`. It goes back to the system with this object. Arrays that
     share it read zeros from then on.
-
-    Args:
-        num_rows: number of rows.
-        width: bytes of a row.
 
     Attributes:
         array: the rows.
@@ -561,13 +553,7 @@ class StackArena:
         return self._arena.memory[self._starts[part] + slot * self._widths[part] + within :][:nbytes]
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """Return a stack as an evaluated array ``(slots, *shape)``.
-
-        Args:
-            offset: of the part.
-            shape: of a row.
-            dtype: of the array.
-        """
+        """Return the stack of the part at an offset as an evaluated array ``(slots, *shape)``."""
         return self._arena.view(self._starts[offset // _DISTANCE], (self.num_slots, *shape), dtype)
 
     def num_head(self, nbytes: int) -> int:

@@ -94,12 +94,9 @@ _managed_seen = (0, 0)
 
 
 def _managed_in_host(shared: int) -> int:
-    """Return the bytes of managed memory that lie in the host now, where MLX counts them as arrays.
+    """Return the bytes of managed memory in the host, where MLX counts them as arrays.
 
-    Counting takes milliseconds, and a count holds until the resident shared pages, to which these belong, have changed.
-
-    Args:
-        shared: the resident shared pages now, in bytes.
+    Counting takes milliseconds, and holds until the resident shared pages, to which these belong, have changed.
     """
     global _managed_seen
     counted_at, managed = _managed_seen
@@ -133,8 +130,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 def group_folders(controller: str = "") -> list[Path]:
     """Return the folders of this process's control group and of its parents.
 
-    Args:
-        controller: of a hierarchy of version 1; version 2 has one hierarchy, without a name.
+    Hierarchies of version 1 have the name of a controller; version 2 has one, without a name.
     """
     try:
         entries = [line.split(":", 2) for line in (_PROC / "cgroup").read_text().splitlines()]
@@ -234,11 +230,7 @@ def read_memory() -> MemoryReading:
 
 
 def darwin_reading(sysctl: Callable[[str], int]) -> MemoryReading:
-    """Return the memory of a Mac.
-
-    Args:
-        sysctl: returns the value of a name.
-    """
+    """Return the memory of a Mac, as ``sysctl`` tells it."""
     available = sum(map(sysctl, _DARWIN_FREE)) * sysctl("hw.pagesize")
     return MemoryReading(sysctl("hw.memsize"), available, DARWIN_LEVELS.get(sysctl(DARWIN_LEVEL), 1.0))
 
@@ -251,11 +243,7 @@ _before = 0
 def limit_buffers(owner: object, nbytes: int) -> None:
     """Have MLX keep at most so many bytes of freed buffers for later arrays, or as many as another owner allows.
 
-    Free what is above. Every back end has a default, the CPU one 32 MiB.
-
-    Args:
-        owner: what the limit is for. It is told apart by identity and not kept alive.
-        nbytes: the limit.
+    Free what is above. Every back end has a default, the CPU one 32 MiB. Owners are not kept alive.
     """
     global _before
     with _lock:

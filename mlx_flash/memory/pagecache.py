@@ -100,11 +100,6 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
     This asks ``cachestat`` of Linux 6.5. ``mincore`` needs a mapping, and making one waits for page faults of other
     threads. On macOS reads with ``F_NOCACHE`` use cached pages by themselves.
-
-    Args:
-        fd: descriptor of a file.
-        offset: first byte of the range.
-        nbytes: length of the range, which lies within the file.
     """
     if sys.platform != "linux" or nbytes <= 0:
         return False

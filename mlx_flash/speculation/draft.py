@@ -19,11 +19,7 @@ from mlx_flash.speculation.guesses import Source
 class Draft(Source):
     """A draft model, which guesses its likeliest tokens. It draws no random numbers, since plain decoding draws none.
 
-    Args:
-        model: the draft model.
-        cache: its prompt cache.
-        tokens: the prompt.
-        step: how many tokens it computes at a time.
+    Of the prompt it computes ``step`` tokens at a time.
     """
 
     expected: Mapping[int, float] = {}

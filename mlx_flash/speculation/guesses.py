@@ -181,11 +181,7 @@ class Guesses:
                 each.check(token)
 
     def look(self, limit: int) -> bool:
-        """Return whether there is a guess.
-
-        Args:
-            limit: the most tokens to guess.
-        """
+        """Return whether there is a guess, if at most so many tokens may be guessed."""
         has_room = min(limit, self._most) > 0
         for each in self._sources:
             each.quality = each.source.look() if has_room else 0
@@ -194,10 +190,7 @@ class Guesses:
     def take(self, times: Times, limit: int, num_others: int = 0) -> Sequence[int]:
         """Return tokens that are worth computing, after :meth:`look`. Of others note the first one, if that is free.
 
-        Args:
-            times: of the model's passes.
-            limit: the most tokens to guess.
-            num_others: calls of other sequences in the same pass.
+        ``num_others`` are calls of other sequences in the same pass.
         """
         limit = min(limit, self._most)
         able = [each for each in self._sources if each.quality]
@@ -250,11 +243,7 @@ _EXPECTED = {1: 0.1, 2: 0.3, 3: 0.5, 4: 0.8}
 
 
 class Lookup(Source):
-    """Prompt lookup. Tokens are stored as bytes, so that a search is one call of ``rfind``.
-
-    Args:
-        tokens: the prompt.
-    """
+    """Prompt lookup. Tokens are stored as bytes, so that a search is one call of ``rfind``."""
 
     guess_seconds = 0.0
     expected: Mapping[int, float] = _EXPECTED

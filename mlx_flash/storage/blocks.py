@@ -290,13 +290,7 @@ class Decoder:
         """Write the contents of blocks to memory of their size. Releases the GIL most of the time.
 
         Threads that decode hand the GIL to each other, which takes longer than what they do with it. So several blocks
-        are decoded at once.
-
-        Args:
-            stored: the coded blocks, one after another.
-            target: the memory.
-            itemsize: of the tensor.
-            sizes: bytes of the contents of each block; none for a single one.
+        are decoded at once, one after another. ``sizes`` are those of their contents; none for a single block.
 
         Raises:
             CodecError: a block is damaged, or the contents have another size.
@@ -385,16 +379,9 @@ class BlockReader:
         fetch: Fetch,
         land: Callable[[memoryview], memoryview] = lambda part: part,
     ) -> None:
-        """Fill memory with the logical bytes of a tensor from ``start`` on.
+        """Fill memory with the logical bytes of a tensor from ``start`` on, by a function that reads coded bytes.
 
-        Args:
-            path: the file, for errors.
-            table: its blocks.
-            name: of the tensor.
-            start: logical offset.
-            target: the memory.
-            fetch: reads coded bytes.
-            land: returns the memory to decode a part of the target into.
+        ``land`` returns the memory to decode a part of the target into.
 
         Raises:
             ReadError: a block is damaged.

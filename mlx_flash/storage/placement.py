@@ -153,12 +153,7 @@ def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> b
 
 
 def without(placement: Placement, ranges: Sequence[range]) -> Placement:
-    """Return a placement whose reads leave out what lies in some ranges of the buffer. Offsets stay.
-
-    Args:
-        placement: the reads of all tensors.
-        ranges: bytes of the buffer, each the place of one parameter.
-    """
+    """Return a placement whose reads leave out the parameters at some ranges of the buffer. Offsets stay."""
     segments: list[Segment] = []
     for segment in placement.segments:
         kept = [piece for piece in segment.pieces if not any(piece.buffer_offset in at for at in ranges)]
@@ -237,15 +232,7 @@ def is_aligned(record: TensorRecord, alignment: int) -> bool:
 
 
 class PlacedRows:
-    """The placements of some rows, with the same places in the buffer. The reads of a row are found once asked for.
-
-    Args:
-        rows: the tensors of each row.
-        nbytes: size of the buffer.
-        offsets: for each tensor where it starts in the buffer.
-        in_place: numbers of the tensors of each block that is read in place, and its read for the first row.
-        copied: numbers of the tensors that are copied, and their places.
-    """
+    """The placements of some rows, with the same places in the buffer. The reads of a row are found once asked for."""
 
     def __init__(
         self,

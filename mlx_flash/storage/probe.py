@@ -34,11 +34,7 @@ _MOST_BYTES = 16 << 20  # of a file; an entry has some hundred
 
 
 class Measurements:
-    """One of the files. A fault of it costs a new measurement, never a run.
-
-    Args:
-        name: of the file.
-    """
+    """One of the files. A fault of it costs a new measurement, never a run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -166,13 +162,9 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
 
 
 def folder_profile(folder: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
-    """Return the profile of the disk that holds a folder, which need not exist yet.
+    """Return the profile of the disk that holds a folder, which need not exist yet, as :func:`disk_profile` does.
 
     A disk without a profile is probed with a temporary file in the folder.
-
-    Args:
-        folder: the folder.
-        direct, may_buffer: as in :func:`disk_profile`.
 
     Raises:
         WriteError: the file cannot be written.

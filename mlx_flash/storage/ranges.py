@@ -200,10 +200,7 @@ class RangeReader:
     def read(self, part: Part, buffer: Buffer, keep_cached: bool) -> None:
         """Read what is wanted of a part of a segment. It has arrived after :meth:`finish`.
 
-        Args:
-            part: what to read.
-            buffer: the buffer of the segment's offsets.
-            keep_cached: read through the page cache and leave the pages there.
+        ``keep_cached`` reads through the page cache and leaves the pages there.
 
         Raises:
             ReadError: bytes could not be read.

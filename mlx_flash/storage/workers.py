@@ -14,14 +14,7 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """Work for a thread. An interrupt of those who wait leaves no lock of it held, as it can one of a ``Future``.
-
-    Args:
-        work: what is to be done.
-
-    Attributes:
-        is_done: it has ended.
-    """
+    """Work for a thread. An interrupt of those who wait leaves no lock of it held, as it can one of a ``Future``."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.is_done = False

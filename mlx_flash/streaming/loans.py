@@ -44,11 +44,7 @@ class _Unit:
 
 
 class Loans:
-    """The weights of one model that are in memory for as long as nothing else needs it.
-
-    Args:
-        stream: the stream of the units.
-    """
+    """The weights of one model that are in memory for as long as nothing else needs it."""
 
     def __init__(self, stream: WeightStream) -> None:
         self._stream = stream
@@ -68,13 +64,7 @@ class Loans:
         return sum([array.view.nbytes for array in self._lent])
 
     def add(self, module: nn.Module, placement: Placement, arrays: Sequence[Lendable]) -> None:
-        """Add the arrays of a unit.
-
-        Args:
-            module: what computes with the arrays.
-            placement: the reads of all weights of the unit.
-            arrays: those that may be lent.
-        """
+        """Add the arrays of a unit that may be lent, what computes with them, and the reads of all its weights."""
         self._units.update((array.unit, _Unit(module, holdings(module), placement)) for array in arrays[:1])
         self._order += arrays
 

@@ -96,21 +96,15 @@ class Odds:
 
 @dataclass(slots=True)
 class _Stack:
-    """The state of a stack, and of the modules around it.
+    """The state of a stack, and of the modules around it."""
 
-    Attributes:
-        before, after: the residual before its experts and after them, if it is that of few tokens.
-        route: the norm before its router, and the block with the router; None where it cannot be guessed.
-        is_asked: whether its router is called speculatively.
-        said: what the router's module returned then.
-        unsettled: guesses that its next call will settle: the odds they count for, and the ranks of missing experts.
-    """
-
-    before: mx.array | None = None
+    before: mx.array | None = None  # the residual before its experts and after them, if it is that of few tokens
     after: mx.array | None = None
+    # the norm before its router, and the block with the router; None where it cannot be guessed
     route: tuple[Callable[..., mx.array], Callable[..., object]] | None = None
-    is_asked: bool = False
-    said: Any = None
+    is_asked: bool = False  # whether its router is called speculatively
+    said: Any = None  # what the router's module returned then
+    # guesses that its next call will settle: the odds they count for, and the ranks of missing experts
     unsettled: list[tuple[Odds, dict[int, int]]] = field(default_factory=list)
 
 

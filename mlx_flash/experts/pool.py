@@ -45,19 +45,14 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class PoolLayer:
-    """The experts of one layer, as the pool sees them.
+    """The experts of one layer, as the pool sees them."""
 
-    Attributes:
-        placements: where the tensors of each expert lie, in its file and in a slot: there all in the same places.
-        kept: arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot.
-        expert_bytes: bytes of one expert that are read from disk.
-        stacks: the offset of each tensor that is read, if slots are parts of stacks. ``kept`` has such offsets then,
-            too.
-    """
-
+    # where the tensors of each expert lie, in its file and in a slot: there all in the same places
     placements: PlacedRows
+    # arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot
     kept: Sequence[tuple[int, Bytes]]
-    expert_bytes: int
+    expert_bytes: int  # bytes of one expert that are read from disk
+    # the offset of each tensor that is read, if slots are parts of stacks. ``kept`` has such offsets then, too.
     stacks: tuple[int, ...] | None = None
 
     @cached_property

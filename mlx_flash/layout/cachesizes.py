@@ -25,28 +25,21 @@ _DONATED_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of the cache of one sequence, in bytes.
+    """Sizes of the cache of one sequence, in bytes."""
 
-    Attributes:
-        constant_bytes: of recurrent states, however long the context is, with what their memory may have beyond them.
-        token_bytes: growth by each token. Sliding windows count as if they grew for good.
-        largest_row: the most that a token adds to the cache of a layer.
-        rows: of each plain ``KVCache``, growth by each token; part of ``token_bytes``.
-        windows: of each sliding window, growth by each token, and its length; part of ``token_bytes``.
-        call_bytes: memory that states keep for each token of the last call: a state that is a slice of an array with
-            all tokens of the call holds that array.
-        largest_scan: the most in one layer, for each token of a call, of arrays with the states after every token.
-        largest_state: bytes of the largest state.
-    """
-
+    # of recurrent states, however long the context is, with what their memory may have beyond them
     constant_bytes: int = 0
-    token_bytes: int = 0
-    largest_row: int = 0
-    rows: tuple[int, ...] = ()
+    token_bytes: int = 0  # growth by each token. Sliding windows count as if they grew for good.
+    largest_row: int = 0  # the most that a token adds to the cache of a layer
+    rows: tuple[int, ...] = ()  # of each plain ``KVCache``, growth by each token; part of ``token_bytes``
+    # of each sliding window, growth by each token, and its length; part of ``token_bytes``
     windows: tuple[tuple[int, int], ...] = ()
+    # memory that states keep for each token of the last call: a state that is a slice of an array with all tokens of
+    # the call holds that array
     call_bytes: int = 0
+    # the most in one layer, for each token of a call, of arrays with the states after every token
     largest_scan: int = 0
-    largest_state: int = 0
+    largest_state: int = 0  # bytes of the largest state
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the size of all caches with so many tokens."""

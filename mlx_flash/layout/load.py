@@ -147,25 +147,18 @@ UNCLEAR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Result of :func:`load_lazily`.
+    """Result of :func:`load_lazily`."""
 
-    Attributes:
-        model: mlx-lm's model, every weight a lazily loaded array.
-        config: its configuration, as mlx-lm returns it.
-        sources: where the bytes of each direct parameter lie, by the ``id`` of its array: the tensors, or rows of them,
-            that it is made of, one after another.
-        keep_alive: those arrays, so that no ``id`` is used twice.
-        streams: the streams of its lazily loaded arrays, which any thread may evaluate.
-        language: the part that is called with tokens, of a model that has others; None is the model itself.
-        make_cache: makes an empty prompt cache for the part that is called.
-    """
-
-    model: nn.Module
-    config: dict[str, Any]
+    model: nn.Module  # mlx-lm's model, every weight a lazily loaded array
+    config: dict[str, Any]  # its configuration, as mlx-lm returns it
+    # where the bytes of each direct parameter lie, by the ``id`` of its array: the tensors, or rows of them, that it is
+    # made of, one after another
     sources: dict[int, tuple[TensorRecord, ...]]
-    keep_alive: list[mx.array]
-    streams: LoadingStreams
+    keep_alive: list[mx.array]  # those arrays, so that no ``id`` is used twice
+    streams: LoadingStreams  # the streams of its lazily loaded arrays, which any thread may evaluate
+    # the part that is called with tokens, of a model that has others; None is the model itself
     language: nn.Module | None = None
+    # makes an empty prompt cache for the part that is called
     make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache
 
     @property

@@ -33,24 +33,17 @@ _MIMO = {"final_layernorm": "norm", "token_layernorm": "enorm", "hidden_layernor
 
 
 class _Family(NamedTuple):
-    """The way some models store their head.
+    """The way some models store their head."""
 
-    Attributes:
-        prefix: of the names of its tensors, a pattern; ``{n}`` is the number of layers.
-        names: modules beside the layer, each with ours: the norms of the output, of the embedding and of the hidden
-            state, and the projection of both.
-        layer: begins the names of the layer's tensors, after the prefix.
-        promise: the entry of ``config.json`` with the number of layers in the head.
-        config: entries of ``config.json`` that make the layer of the right kind the only one.
-        hidden_first: whether the hidden state comes before the embedding in the input of the projection.
-    """
-
-    prefix: str
+    prefix: str  # of the names of its tensors, a pattern; ``{n}`` is the number of layers
+    # modules beside the layer, each with ours: the norms of the output, of the embedding and of the hidden state, and
+    # the projection of both
     names: Mapping[str, str]
-    layer: str = ""
-    promise: str = "num_nextn_predict_layers"
+    layer: str = ""  # begins the names of the layer's tensors, after the prefix
+    promise: str = "num_nextn_predict_layers"  # the entry of ``config.json`` with the number of layers in the head
+    # entries of ``config.json`` that make the layer of the right kind the only one
     config: Mapping[str, Any] = {"first_k_dense_replace": 0}
-    hidden_first: bool = False
+    hidden_first: bool = False  # whether the hidden state comes before the embedding in the input of the projection
 
 
 _ATTENTION = {"full_attention_interval": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -71,23 +71,15 @@ def head_of(model: Any, body: nn.Module) -> Callable[[mx.array], Any]:
 
 @dataclass(slots=True, eq=False)
 class Parameter:
-    """One array of the module tree.
+    """One array of the module tree."""
 
-    Attributes:
-        name: its path in the model, such as ``model.layers.3.mlp.down_proj.weight``.
-        container: the module, dict or list that holds the array.
-        key: under which key or index.
-        array: the lazily loaded array; never evaluated while its bytes are streamed.
-        records: where its bytes lie, one after another: several for a stack, none when mlx-lm computed it.
-        nbytes: of the array.
-    """
-
-    name: str
-    container: dict[str, Any] | list[Any]
-    key: Any
-    array: mx.array
+    name: str  # its path in the model, such as ``model.layers.3.mlp.down_proj.weight``
+    container: dict[str, Any] | list[Any]  # the module, dict or list that holds the array
+    key: Any  # under which key or index
+    array: mx.array  # the lazily loaded array; never evaluated while its bytes are streamed
+    # where its bytes lie, one after another: several for a stack, none when mlx-lm computed it
     records: tuple[TensorRecord, ...] = ()
-    nbytes: int = field(init=False)
+    nbytes: int = field(init=False)  # of the array
 
     def __post_init__(self) -> None:
         self.nbytes = int(self.array.nbytes)
@@ -185,15 +177,12 @@ class ExpertStack:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The memory that a call holds while it waits for a unit.
+    """The memory that a call holds while it waits for a unit."""
 
-    Attributes:
-        per_token: bytes for each of its tokens, of whole layers and of each finer cut. Empty where that is unknown.
-        has_keys: whether it holds keys and values between layers, since later ones use those of others. Then MLX copies
-            them for the next part of a prompt, instead of writing in place.
-    """
-
+    # bytes for each of its tokens, of whole layers and of each finer cut. Empty where that is unknown.
     per_token: tuple[int, ...] = ()
+    # whether it holds keys and values between layers, since later ones use those of others. Then MLX copies them for
+    # the next part of a prompt, instead of writing in place.
     has_keys: bool = False
 
 
@@ -214,34 +203,25 @@ class Route:
 
 @dataclass(slots=True)
 class CallTrace:
-    """The traces that a model's calls left on its modules.
+    """The traces that a model's calls left on its modules."""
 
-    Attributes:
-        called: the modules that were called, each once, in the order of their first calls.
-        users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
-        cache_entries: entries of the model's cache, and the modules that were given each of them.
-        routes: of each module that was called with tokens and the experts for them, what came before.
-        attention: the calls of MLX's attention for two tokens.
-        has_own_attention: whether layers compute scores themselves: there are fewer calls than growing caches, or masks
-            that differ by head.
-        nodes_per_token: operations that a call records for each token before any is computed: those of a loop over
-            tokens, in recurrent layers.
-        num_operations: operations of a call for one token; 0 where the time to start them does not matter.
-        logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
-        heads: the ``id`` of each embedding that was called as the output head.
-        widened: bytes of the copy of a weight that MLX makes in the wider type of its input, by the module's ``id``.
-    """
-
-    called: dict[int, nn.Module]
+    called: dict[int, nn.Module]  # the modules that were called, each once, in the order of their first calls
+    # of each array that was used, the ``id`` of every module that was being called at all of its uses
     users: dict[Place, frozenset[int]]
+    # entries of the model's cache, and the modules that were given each of them
     cache_entries: list[CacheEntry] = field(default_factory=list)
+    # of each module that was called with tokens and the experts for them, what came before
     routes: dict[int, Route] = field(default_factory=dict)
-    attention: tuple[AttentionCall, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()  # the calls of MLX's attention for two tokens
+    # whether layers compute scores themselves: there are fewer calls than growing caches, or masks that differ by head
     has_own_attention: bool = False
+    # operations that a call records for each token before any is computed: those of a loop over tokens, in recurrent
+    # layers
     nodes_per_token: int = 0
-    num_operations: int = 0
-    logits_bytes: int = 0
-    heads: set[int] = field(default_factory=set)
+    num_operations: int = 0  # operations of a call for one token; 0 where the time to start them does not matter
+    logits_bytes: int = 0  # the logits of a token, as the model returns them; 0 if it returns something else
+    heads: set[int] = field(default_factory=set)  # the ``id`` of each embedding that was called as the output head
+    # bytes of the copy of a weight that MLX makes in the wider type of its input, by the module's ``id``
     widened: dict[int, int] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
@@ -289,44 +269,30 @@ class OwnHead:
 
 @dataclass(slots=True, eq=False)
 class ModelLayout:
-    """A model, split into what can be streamed and how.
+    """A model, split into what can be streamed and how."""
 
-    Attributes:
-        layers: one unit a layer, in the order of ``model.layers``; called whole.
-        heads: linear layers outside of them, such as ``lm_head``; can be computed row tile by row tile.
-        embeddings: tables outside of them; a lookup needs a few rows.
-        resident: every other array of the model, constants such as RoPE tables included.
-        tied: names of the embeddings that serve as the head too.
-        finer: ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their
-            parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
-        trace: what its calls do.
-        cache: sizes of its cache.
-        experts: the stacks of experts in the layers, in calling order.
-        held: the memory that a call holds while it waits for a unit.
-        adapted: the adapters that make whole matrices in each call. They are computed one after another.
-        made_bytes: the memory of matrices that a call makes: of one adapter, and copies of the weights of one layer in
-            the type of their input.
-        towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
-            compute, one after another.
-        head: guesses tokens, if the checkpoint has a head for that.
-        lacks_head: whether ``config.json`` promises one that the checkpoint does not have.
-    """
-
-    layers: list[Unit]
-    heads: list[Unit]
-    embeddings: list[Unit]
-    resident: list[Parameter]
-    tied: set[str]
-    trace: CallTrace
+    layers: list[Unit]  # one unit a layer, in the order of ``model.layers``; called whole
+    heads: list[Unit]  # linear layers outside of them, such as ``lm_head``; can be computed row tile by row tile
+    embeddings: list[Unit]  # tables outside of them; a lookup needs a few rows
+    resident: list[Parameter]  # every other array of the model, constants such as RoPE tables included
+    tied: set[str]  # names of the embeddings that serve as the head too
+    trace: CallTrace  # what its calls do
+    # ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their parts.
+    # What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
     finer: list[list[Unit]] = field(default_factory=list)
-    cache: CacheSizes = field(default_factory=CacheSizes)
-    experts: list[ExpertStack] = field(default_factory=list)
-    held: Held = field(default_factory=Held)
+    cache: CacheSizes = field(default_factory=CacheSizes)  # sizes of its cache
+    experts: list[ExpertStack] = field(default_factory=list)  # the stacks of experts in the layers, in calling order
+    held: Held = field(default_factory=Held)  # the memory that a call holds while it waits for a unit
+    # the adapters that make whole matrices in each call. They are computed one after another.
     adapted: tuple[nn.Module, ...] = ()
+    # the memory of matrices that a call makes: of one adapter, and copies of the weights of one layer in the type of
+    # their input
     made_bytes: int = 0
+    # units beside the language model, such as the layers of a vision tower. They are in memory while they compute, one
+    # after another.
     towers: list[Unit] = field(default_factory=list)
-    head: OwnHead | None = None
-    lacks_head: bool = False
+    head: OwnHead | None = None  # guesses tokens, if the checkpoint has a head for that
+    lacks_head: bool = False  # whether ``config.json`` promises one that the checkpoint does not have
 
     @property
     def tower_bytes(self) -> int:

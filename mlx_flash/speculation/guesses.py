@@ -95,12 +95,9 @@ class Times:
 
 @dataclass(slots=True)
 class Acceptance:
-    """The share of right guesses, by their quality.
+    """The share of right guesses, by their quality."""
 
-    Attributes:
-        expected: the shares before any guess is known; one half where there is none.
-    """
-
+    # the shares before any guess is known; one half where there is none
     expected: Mapping[int, float] = field(default_factory=dict)
     _right: dict[int, float] = field(default_factory=dict)
     _tried: dict[int, float] = field(default_factory=dict)

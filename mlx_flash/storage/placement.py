@@ -47,23 +47,16 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One contiguous range of a file, read by one or more positional reads.
+    """One contiguous range of a file, read by one or more positional reads."""
 
-    Attributes:
-        path: the file.
-        offset: first byte of the range, a multiple of ``DIRECT_ALIGNMENT``.
-        nbytes: length of the range, a multiple of ``DIRECT_ALIGNMENT``; it may reach past the end of the file.
-        buffer_offset: where the range lands when it is read in place; None when its pieces go to places of their own.
-        pieces: the tensors in the range, in file order.
-        is_scattered: the pieces fill the range, and each is whole pages in the file and the buffer: one read puts all
-            of them in their places. Otherwise they are copied.
-    """
-
-    path: Path
-    offset: int
-    nbytes: int
+    path: Path  # the file
+    offset: int  # first byte of the range, a multiple of ``DIRECT_ALIGNMENT``
+    nbytes: int  # length of the range, a multiple of ``DIRECT_ALIGNMENT``; it may reach past the end of the file
+    # where the range lands when it is read in place; None when its pieces go to places of their own
     buffer_offset: int | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # the tensors in the range, in file order
+    # the pieces fill the range, and each is whole pages in the file and the buffer: one read puts all of them in their
+    # places. Otherwise they are copied.
     is_scattered: bool = False
 
     @property

@@ -101,21 +101,14 @@ _CLOSED = "the reader was closed. Hint: load the model again."
 
 @dataclass(slots=True)
 class ReadStats:
-    """Counters of a prefetcher.
+    """Counters of a prefetcher."""
 
-    Attributes:
-        nbytes: bytes of tensors that were read; the rest of their pages is not counted.
-        busy_seconds: time during which at least one read was in flight.
-        num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
-        num_retries: reads that were repeated after an I/O error.
-        cached_bytes: those of ``nbytes`` that came through the page cache, because memory has room for them or because
-            they were there when the model was loaded.
-    """
-
-    nbytes: int = 0
-    busy_seconds: float = 0.0
-    num_reads: int = 0
-    num_retries: int = 0
+    nbytes: int = 0  # bytes of tensors that were read; the rest of their pages is not counted
+    busy_seconds: float = 0.0  # time during which at least one read was in flight
+    num_reads: int = 0  # ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted
+    num_retries: int = 0  # reads that were repeated after an I/O error
+    # those of ``nbytes`` that came through the page cache, because memory has room for them or because they were there
+    # when the model was loaded
     cached_bytes: int = 0
 
 

@@ -74,19 +74,12 @@ def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A disk.
+    """A disk."""
 
-    Attributes:
-        device: name of the device, as the system mounts it.
-        mount: where it is mounted.
-        file_system: kind of file system.
-        total_bytes, free_bytes: its room.
-    """
-
-    device: str
-    mount: str
-    file_system: str
-    total_bytes: int
+    device: str  # name of the device, as the system mounts it
+    mount: str  # where it is mounted
+    file_system: str  # kind of file system
+    total_bytes: int  # of its room
     free_bytes: int
 
 

@@ -143,20 +143,13 @@ class SourceFile:
 
 
 class Part(NamedTuple):
-    """A part of a segment that is read at once.
+    """A part of a segment that is read at once."""
 
-    Attributes:
-        file: the segment's file.
-        segment: the segment.
-        start, stop: first byte of the file, and the first one after the part.
-        places: of what is wanted of it.
-    """
-
-    file: SourceFile
-    segment: Segment
-    start: int
+    file: SourceFile  # the segment's file
+    segment: Segment  # the segment
+    start: int  # first byte of the file, and the first one after the part
     stop: int
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # of what is wanted of it
 
     def pieces(self, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:
         """Yield the file offset and the place in a buffer of each piece of what is wanted."""

@@ -70,15 +70,11 @@ CASES = (_Case(3 << 20, 8, True), _Case(64 << 10, 16, True), _Case(64 << 10, 16,
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """The result of a test.
+    """The result of a test."""
 
-    Attributes:
-        way: how bytes are to reach MLX's memory.
-        lost: blocks that did not arrive, by way. A way ends with the first round that loses some. Slower ways than the
-            chosen one, and those that cannot be tested, are missing.
-    """
-
-    way: Arrival
+    way: Arrival  # how bytes are to reach MLX's memory
+    # blocks that did not arrive, by way. A way ends with the first round that loses some. Slower ways than the chosen
+    # one, and those that cannot be tested, are missing.
     lost: dict[str, int]
 
 

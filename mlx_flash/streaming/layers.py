@@ -141,17 +141,12 @@ class ComputedModule(SwappedClass):
 
 @dataclass(slots=True)
 class HeadState:
-    """A head that is computed tile by tile.
+    """A head that is computed tile by tile."""
 
-    Attributes:
-        tiles: modules that have some of its rows, each a :class:`StreamedLayer`.
-        whole: the module with its lazily loaded arrays.
-        is_dropped: whether the outputs of the calls to come are not looked at. Then they are not computed: what is
-            returned could be, by MLX alone, reading the whole head.
-    """
-
-    tiles: Sequence[nn.Module]
-    whole: nn.Module
+    tiles: Sequence[nn.Module]  # modules that have some of its rows, each a :class:`StreamedLayer`
+    whole: nn.Module  # the module with its lazily loaded arrays
+    # whether the outputs of the calls to come are not looked at. Then they are not computed: what is returned could be,
+    # by MLX alone, reading the whole head.
     is_dropped: bool = False
 
     def apply(self, method: Callable[[nn.Module, mx.array], mx.array], x: mx.array) -> mx.array:

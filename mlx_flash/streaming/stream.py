@@ -50,19 +50,13 @@ class StreamedUnit:
 
 @dataclass(slots=True)
 class StreamStats:
-    """Counters of the ring.
+    """Counters of the ring."""
 
-    Attributes:
-        num_acquired: units that were waited for.
-        num_unpredicted: those whose read had not been started ahead.
-        wait_seconds: time spent waiting for their bytes, with reads in flight.
-        held_seconds: time from there to their release, in which the model computes with them. Time in which two units
-            are held counts once.
-    """
-
-    num_acquired: int = 0
-    num_unpredicted: int = 0
-    wait_seconds: float = 0.0
+    num_acquired: int = 0  # units that were waited for
+    num_unpredicted: int = 0  # those whose read had not been started ahead
+    wait_seconds: float = 0.0  # time spent waiting for their bytes, with reads in flight
+    # time from there to their release, in which the model computes with them. Time in which two units are held counts
+    # once.
     held_seconds: float = 0.0
 
 

@@ -50,12 +50,10 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     if len(models) == 1 and modelfiles:
         (only,) = modelfiles.values()
         config = replace(config, ram_budget_gb=make_config(args, only.flash).ram_budget_gb)
-    folder = _checked_folder(args.image_folder, args.vision)
-    if args.vision or folder is not None:
-        check_installed("--vision" if args.vision else "--image-folder")
-    vision = args.vision if folder is None else True
+    if args.vision:
+        check_installed("--vision")
 
-    other = Source(config=config, vision=vision, tokenizer_settings=settings, defaults=defaults)
+    other = Source(config=config, vision=args.vision, tokenizer_settings=settings, defaults=defaults)
     describe = _describing(args, other)
     sources = [
         describe(name, base) if base in modelfiles else replace(other, name=name, base=base) for name, base in models
@@ -63,21 +61,13 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     if sources:
         draft = None if args.draft_model is None else find_modelfile(args.draft_model).base
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=draft)
-    catalog = Catalog(sources, other, image_folder=folder, describe=describe, any_name=args.any_model_name)
-    return serve_catalog(catalog, _batch_options(args), args, args.allowed_origins, is_strict=args.strict)
+    catalog = Catalog(sources, other, describe=describe, any_name=args.any_model_name)
+    return serve_catalog(catalog, _batch_options(args), args, args.allowed_origins)
 
 
 def _batch_options(args: argparse.Namespace) -> BatchOptions:
     given = {field.name: getattr(args, field.name) for field in fields(BatchOptions)}
     return BatchOptions(**{**given, "prefill_step_size": args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE})
-
-
-def _checked_folder(folder: Path | None, vision: bool | None) -> Path | None:
-    if folder is not None and vision is False:
-        raise ConfigError("--image-folder needs mlx-vlm, and --no-vision forbids it. Hint: leave one out.")
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--image-folder {folder} is no folder. Hint: name the one whose pictures requests may use.")
-    return folder
 
 
 def _is_modelfile(base: str) -> bool:
@@ -110,8 +100,6 @@ def serve_catalog(
     options: BatchOptions,
     args: argparse.Namespace,
     origins: Sequence[str] = (),
-    *,
-    is_strict: bool = False,
 ) -> int:
     """Serve models until a signal ends it."""
     if catalog.default is not None and not catalog.default.config.enabled:
@@ -126,7 +114,7 @@ def serve_catalog(
         plan = room.start()
         if plan is not None and catalog.default is not None:
             _note_plan(plan, catalog.default.config, options)
-        return Server(room, access, is_strict=is_strict).answer(listener)
+        return Server(room, access).answer(listener)
 
 
 def _note_plan(plan: ResidencyPlan, config: FlashConfig, options: BatchOptions) -> None:

@@ -1,16 +1,9 @@
-"""Models of Hugging Face: their names, downloads into its cache folder, and its errors. Complete files are kept.
-
-``python -m mlx_flash.layout.hub NAME`` prints the progress of a download as lines of JSON. Its end ends the download.
-"""
+"""Models of Hugging Face: their names, downloads into its cache folder, and its errors. Complete files are kept."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
@@ -22,11 +15,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils.tqdm import tqdm
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_flash.config import did_you_mean
-from mlx_flash.errors import CheckpointNotFoundError, ConfigError, FlashError, ReadError
+from mlx_flash.errors import CheckpointNotFoundError, ConfigError, ReadError
 from mlx_flash.files import free_bytes
 from mlx_flash.layout.names import known_models
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -116,52 +108,21 @@ def missing_bytes(name: str, revision: str | None = None) -> int:
     return nbytes
 
 
-def download(name: str, revision: str | None = None, bar: type[tqdm] | None = None) -> Path:
+def download(name: str, revision: str | None = None) -> Path:
     """Download a model, and return its folder.
 
     Args:
         name: the repository.
         revision: of it; None for the newest.
-        bar: class of the progress bars; None takes Hugging Face's own.
 
     Raises:
         ReadError: the download broke off.
     """
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=bar)
+        folder = snapshot_download(name, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS)
     except DOWNLOAD_ERRORS as error:
         raise ReadError(
             f"the download of {name} broke off: {' '.join(str(error).split())}. Hint: the same command goes on, "
             "and keeps every file that is complete."
         ) from error
     return Path(folder)
-
-
-def main(name: str) -> None:
-    """Download a model. Print ``completed`` and ``total`` bytes at times, and ``error`` with a ``status`` of HTTP."""
-    most, lock = 0, threading.Lock()
-
-    class Bar(tqdm):
-        def __init__(self, *args: Any, unit: str = "it", **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
-            self.counts_bytes = unit == "B"
-
-        def update(self, n: float | None = 1) -> bool | None:
-            nonlocal most  # of bytes received, and of those written
-            with lock:  # several files are downloaded at the same time
-                self.n += n or 0
-                if self.counts_bytes and self.n > most:
-                    most = min(int(self.n), total)
-                    print(json.dumps({"completed": most, "total": total}), flush=True)
-            return None
-
-    try:
-        total = missing_bytes(name)
-        download(name, bar=Bar)
-    except FlashError as error:
-        status = 404 if isinstance(error, CheckpointNotFoundError) else 500
-        print(json.dumps({"error": str(error), "status": status}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

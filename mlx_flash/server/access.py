@@ -70,13 +70,11 @@ class Access:
     Attributes:
         keys: each request must bring one of them; none asks for none.
         origins: origins of web pages that may ask, as browsers name them; ``*`` is any.
-        is_open: other machines may ask without a key. They may not change which models this machine has.
         num_requests: requests so far, by names of keys.
     """
 
     keys: Sequence[Key] = ()
     origins: Sequence[str] = ()
-    is_open: bool = False
     num_requests: Counter[str] = field(default_factory=Counter)
 
     def check(self, path: str, method: str, headers: Headers) -> Key | None:
@@ -184,7 +182,7 @@ def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_ope
             f"--host {host}: other machines could use this server without a key. Hint: put a key in a file and name it "
             f"with --api-key-file, or set {API_KEY_VARIABLE}, or say --no-auth."
         )
-    return Access(keys, tuple(origins), is_open=not keys and is_open and not _is_loopback(host))
+    return Access(keys, tuple(origins))
 
 
 def _keys_in(path: Path) -> list[Key]:

@@ -28,10 +28,10 @@ from mlx_flash.server.request import (
     tool_fields,
 )
 from mlx_flash.server.requestpictures import data_url, picture_part
-from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed, Service
+from mlx_flash.server.service import Asking, Body, Many, Needed, Service
 
 
-class Source(Lenient):
+class Source(Body):
     """A picture: its data, or an URL. A document: text, or blocks; other forms are not supported."""
 
     needed: ClassVar[Needed] = {"base64": ("data",), "url": ("url",), "text": ("data",), "content": ("content",)}
@@ -42,14 +42,13 @@ class Source(Lenient):
     content: str | Many[Block] | None = None
 
 
-class Block(Lenient):
+class Block(Body):
     """A part of a message: of a type that is listed here, or what only Anthropic's servers make or read."""
 
     needed: ClassVar[Needed] = {
         "text": ("text",),
         "image": ("source",),
         "document": ("source",),
-        "search_result": ("content",),
         "tool_reference": ("tool_name",),  # that a search found: this server shows all tools to the model
         "thinking": ("thinking",),
         "tool_use": ("id", "name", "input"),
@@ -58,7 +57,7 @@ class Block(Lenient):
 
     type: str
     text: str | None = None
-    source: Source | str | None = None
+    source: Source | None = None
     title: str | None = None
     context: str | None = None
     content: str | Many[Block] | None = None
@@ -70,14 +69,14 @@ class Block(Lenient):
     tool_name: str | None = None
 
 
-class Message(Lenient):
+class Message(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
 
-class Tool(Lenient):
+class Tool(Body):
     """A function that the model may call, or a tool that this server does not know."""
 
     needed: ClassVar[Needed] = {None: ("input_schema",), "custom": ("input_schema",)}
@@ -141,7 +140,7 @@ def generation_request(body: Conversation) -> GenerationRequest:
     tools = tool_fields(
         [] if choice.type == "none" else _tools(body),
         must_call=choice.type in ("any", "tool"),
-        allowed=[str(choice.name)] if choice.type == "tool" else None,
+        name=choice.name if choice.type == "tool" else None,
     )
     return GenerationRequest(
         model=body.model,
@@ -213,16 +212,13 @@ def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[di
     found: list[dict[str, str]] = []
     for i, block in enumerate(blocks, first):
         place, source = f"{field}.{i}", block.source
-        kind = source.type if isinstance(source, Source) else None
-        if block.type == "image" and isinstance(source, Source) and kind in ("base64", "url"):
+        kind = None if source is None else source.type
+        if block.type == "image" and source is not None and kind in ("base64", "url"):
             url = source.url or "" if kind == "url" else data_url(source.data or "")
             found.append(picture_part(url, f"{place}.source"))
-        elif block.type == "document" and isinstance(source, Source) and kind in ("text", "content"):
+        elif block.type == "document" and source is not None and kind in ("text", "content"):
             content = source.data if kind == "text" else source.content
             found += _plain(block.title, block.context) + _parts(content or "", f"{place}.source")
-        elif block.type == "search_result":
-            found += _plain(block.title, source if isinstance(source, str) else None)
-            found += _parts(block.content or "", f"{place}.content")
         elif block.type in ("text", "tool_reference"):
             found.append({"type": "text", "text": block.text or block.tool_name or ""})
         else:

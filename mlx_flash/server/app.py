@@ -26,7 +26,7 @@ from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.access import Access, AccessMiddleware
 from mlx_flash.server.anthropic import Conversation, MessagesRequest, answer_messages, count_tokens
-from mlx_flash.server.embeddings import EmbeddingRequest, RerankRequest, embed, rerank
+from mlx_flash.server.embeddings import EmbeddingRequest, embed
 from mlx_flash.server.ollama import ollama_routes
 from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete
 from mlx_flash.server.replies import error_reply
@@ -86,17 +86,14 @@ def _engines() -> list[dict[str, Any]]:
     ]
 
 
-def _families(num_requests: int, ignored: Mapping[str, int], keys: Mapping[str, int]) -> Iterator[Metric]:
+def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
     """Yield the metrics that have a value, as :func:`metrics` does."""
     yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", num_requests)
-    words = "Requests with a field that had no effect"
-    counted = [("ignored_fields", words, "field", ignored), ("key_requests", "Requests with a key", "key", keys)]
-    for name, words, label, numbers in counted:
-        counts = CounterMetricFamily(f"mlx_flash_{name}", words, labels=[label])
-        for each, number in numbers.items():
-            counts.add_metric([each], number)
-        if numbers:
-            yield counts
+    counts = CounterMetricFamily("mlx_flash_key_requests", "Requests with a key", labels=["key"])
+    for each, number in keys.items():
+        counts.add_metric([each], number)
+    if keys:
+        yield counts
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for engine in find():
         for fact, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
@@ -107,15 +104,14 @@ def _families(num_requests: int, ignored: Mapping[str, int], keys: Mapping[str, 
     yield from families.values()
 
 
-def metrics(num_requests: int, ignored: Mapping[str, int], keys: Mapping[str, int]) -> bytes:
+def metrics(num_requests: int, keys: Mapping[str, int]) -> bytes:
     """Return the metrics of this process.
 
     Args:
         num_requests: requests that run or wait.
-        ignored: requests by names of fields that had no effect.
         keys: requests by names of keys.
     """
-    registry: Any = SimpleNamespace(collect=partial(_families, num_requests, ignored, keys))
+    registry: Any = SimpleNamespace(collect=partial(_families, num_requests, keys))
     return generate_latest(registry)
 
 
@@ -140,7 +136,6 @@ def openai_routes(service: Service) -> list[BaseRoute]:
 
     return [
         *(service.generates(path, ChatRequest, chat) for path in ("/v1/chat/completions", "/chat/completions")),
-        *(service.post(path, RerankRequest, rerank) for path in ("/v1/rerank", "/rerank")),
         service.generates("/v1/completions", CompletionRequest, complete),
         service.generates("/v1/responses", ResponseRequest, partial(respond, KeptResponses())),
         service.post("/v1/embeddings", EmbeddingRequest, embed),
@@ -166,8 +161,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def show_metrics(request: Request) -> Response:
-        counts = dict(service.ignored), dict(access.num_requests)
-        text = await asyncio.to_thread(metrics, service.num_requests, *counts)
+        text = await asyncio.to_thread(metrics, service.num_requests, dict(access.num_requests))
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     middleware = [Middleware(AccessMiddleware, access=access)]
@@ -176,7 +170,7 @@ def make_app(service: Service, access: Access) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(access.origins),
-                allow_methods=["GET", "POST", "DELETE"],
+                allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             )
         )
@@ -186,7 +180,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         Route("/metrics", show_metrics),
         *page_routes(service),
         *openai_routes(service),
-        *ollama_routes(service, may_manage=not access.is_open),
+        *ollama_routes(service),
         service.generates("/v1/messages", MessagesRequest, answer_messages),
         service.post("/v1/messages/count_tokens", Conversation, count_tokens),
     ]

@@ -65,12 +65,8 @@ class Catalog:
     Args:
         sources: those with names; the first one is the default.
         other: settings of models that a request names by folder or repository.
-        image_folder: the only folder whose files requests may name as pictures; None for none.
         describe: returns the model of a Modelfile with a name; None leaves these out.
         any_name: the default model answers requests for unknown names; None where it is the only one.
-
-    Attributes:
-        image_folder: as given.
     """
 
     def __init__(
@@ -78,14 +74,13 @@ class Catalog:
         sources: Sequence[Source],
         other: Source,
         *,
-        image_folder: Path | None = None,
         describe: Callable[[str, Path], Source] | None = None,
         any_name: bool | None = None,
     ) -> None:
         self._named = {source.name: source for source in sources}
         if len(self._named) < len(sources):
             raise ConfigError("two models have the same name. Hint: name them with --model NAME=DIR.")
-        self._other, self.image_folder, self._describe = other, image_folder, describe
+        self._other, self._describe = other, describe
         self._any_name = len(sources) == 1 if any_name is None else any_name
 
     def is_given(self, name: str) -> bool:
@@ -107,32 +102,12 @@ class Catalog:
             return self.default.name if error.status == 404 else name
         return name
 
-    def find(self, name: str, adapter: str | None = None) -> Source:
+    def find(self, name: str) -> Source:
         """Return the model of a name, which may end with ``:latest``: nothing is downloaded.
-
-        Args:
-            name: of the model.
-            adapter: path, or last part of the path, of the adapter that the model has to have; None for any.
 
         Raises:
             RefusedError: there is none on this machine, or its Modelfile cannot be used.
         """
-        found = self._find(name)
-        if adapter is None:
-            return found
-        alike = [each for each in (found, *self._named.values()) if each.base == found.base and each.adapter]
-        for each in alike:
-            if adapter in (each.adapter, Path(str(each.adapter)).name):
-                return each
-        names = ", ".join(dict.fromkeys(repr(each.adapter) for each in alike)) or "none"
-        raise RefusedError(
-            f"{found.name} was not started with the adapter {adapter!r}, but with {names}. "
-            "Hint: start the server with --adapter-path, or with a Modelfile that has ADAPTER.",
-            404,
-            "adapters",
-        )
-
-    def _find(self, name: str) -> Source:
         if name == DEFAULT_NAME and self.default is not None:
             return self.default
         if name in self._named:
@@ -154,7 +129,7 @@ class Catalog:
         if base != name and _is_model(base):
             return replace(self._other, name=name, base=base)
         if name.endswith(LATEST):
-            return self._find(name.removesuffix(LATEST))
+            return self.find(name.removesuffix(LATEST))
         names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
         raise RefusedError(f"there is no model {name!r} here. Hint: this server has {names or 'none'}.", 404, "model")
 

@@ -1,8 +1,7 @@
-"""Texts as vectors, and sorted by them: ``/v1/embeddings`` and ``/v1/rerank``."""
+"""Texts as vectors: ``/v1/embeddings``."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.openai import Count, Name, Token, head, prompts_in
+from mlx_flash.server.openai import Count, Name, Token, prompts_in
 from mlx_flash.server.replies import Whole, collect
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.service import Asking, Lenient, Many, Service
+from mlx_flash.server.service import Asking, Many, Service
 
 _NUM_TOGETHER = 64
 """Texts of a request that are sent to the generation thread at a time."""
@@ -25,15 +24,6 @@ _NUM_TOGETHER = 64
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[Many[Token], Field(min_length=1)]
 Vector = np.ndarray[Any, np.dtype[np.float32]]
-
-_JUDGE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {}\n'
-    "<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-)
-"""The prompt of Qwen3-Reranker, after which it says yes or no."""
-
-_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class EmbeddingRequest(Asking):
@@ -50,26 +40,11 @@ class EmbeddingRequest(Asking):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-class Document(Lenient):
-    """A text to compare with a query."""
-
-    text: Text
-
-
-class RerankRequest(Asking):
-    """A request to sort texts by their relevance to a query, as Cohere and Jina have it."""
-
-    model: Name = "default_model"
-    query: Text
-    documents: Annotated[Many[Text | Document], Field(min_length=1, max_length=2048)]
-    top_n: Count | None = None
-    return_documents: bool | None = None
-    instruction: str | None = None
-
-
 async def embed(service: Service, request: Request, body: EmbeddingRequest) -> Response:
     """Answer a request of OpenAI's for the vectors of texts."""
-    wholes = await read_texts(service, request, body.model, prompts_in(body.input))
+    wholes = await read_texts(
+        service, request, GenerationRequest(model=body.model, work="embed"), prompts_in(body.input)
+    )
     data: list[Any] = []
     for i, vector in enumerate(normalized(whole, body.dimensions) for whole in wholes):
         is_text = body.encoding_format == "base64"
@@ -78,31 +53,10 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
     return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": _usage(wholes)})
 
 
-async def rerank(service: Service, request: Request, body: RerankRequest) -> Response:
-    """Answer a request to sort texts. A model for that says yes or no; of others, the vectors are compared."""
-    source = await asyncio.to_thread(service.catalog.find, body.model)
-    texts = [each if isinstance(each, str) else each.text for each in body.documents]
-    if "rerank" in f"{source.name} {source.base}".lower():
-        prompts = [_JUDGE.format(body.instruction or _INSTRUCTION, body.query, text) for text in texts]
-        wholes = await read_texts(service, request, body.model, prompts, choices=("no", "yes"))
-        scores = [whole.end.vector[1] for whole in wholes]
-    else:
-        wholes = await read_texts(service, request, body.model, [body.query, *texts])
-        query, *vectors = map(normalized, wholes)
-        scores = [float(query @ vector) for vector in vectors]
-    results: list[dict[str, Any]] = [{"index": i, "relevance_score": score} for i, score in enumerate(scores)]
-    if body.return_documents:
-        results = [{**result, "document": {"text": text}} for result, text in zip(results, texts, strict=True)]
-    results.sort(key=lambda result: -result["relevance_score"])
-    reply = head("rerank", "list", body.model)
-    return JSONResponse({**reply, "results": results[: body.top_n], "usage": _usage(wholes)})
-
-
 async def read_texts(
-    service: Service, request: Request, model: str, texts: Sequence[str | Sequence[int]], **fields: Any
+    service: Service, request: Request, plain: GenerationRequest, texts: Sequence[str | Sequence[int]]
 ) -> list[Whole]:
-    """Return the answers to requests for the vectors of texts."""
-    plain = GenerationRequest(model=model, work="embed", **fields)
+    """Return the answers to a request for the vectors of several texts."""
     works = [replace(plain, prompt=text) if isinstance(text, str) else replace(plain, tokens=text) for text in texts]
     wholes: list[Whole] = []
     for start in range(0, len(works), _NUM_TOGETHER):

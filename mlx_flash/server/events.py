@@ -130,8 +130,7 @@ class End:
         num_prompt: as of `Begun`.
         num_cached: as of `Begun`, and tokens of the prompt that were restored from disk.
         num_tokens: tokens of the answer, with those that end it.
-        tokens: the prompt and the answer, if the request asks for them.
-        vector: the hidden state of the last token of a text after the final norm, or probabilities, if they are wanted.
+        vector: the hidden state of the last token of a text after the final norm, if it is wanted.
         load_seconds, prompt_seconds, answer_seconds: times of loading, the prompt, and the tokens after the first one.
     """
 
@@ -140,7 +139,6 @@ class End:
     num_prompt: int
     num_cached: int
     num_tokens: int
-    tokens: tuple[int, ...] = ()
     vector: Sequence[float] = ()
     load_seconds: float = 0.0
     prompt_seconds: float = 0.0

@@ -97,14 +97,13 @@ class Job:
 
     def end(self, reason: Reason = "stop", vector: Sequence[float] = ()) -> None:
         """Send the end of a complete answer, or of a request that asks for none."""
-        now, prompt = time.perf_counter(), self.prompt.tokens
-        began, stop = self._began or now, None
+        now, stop = time.perf_counter(), None
+        began = self._began or now
         first = self._first or now
         if self.text is not None:
             stop, reason = self.text.stop, "tool_calls" if reason == "stop" and self.text.num_calls else reason
-        tokens = (*prompt, *self.tokens) if self.request.tells_tokens else ()
-        counts = len(prompt), self.num_cached, len(self.tokens)
-        self.send(End(reason, stop, *counts, tokens, vector, self.load_seconds, first - began, now - first))
+        counts = len(self.prompt.tokens), self.num_cached, len(self.tokens)
+        self.send(End(reason, stop, *counts, vector, self.load_seconds, first - began, now - first))
         self.is_over = True
 
     def fail(self, error: RefusedError) -> None:

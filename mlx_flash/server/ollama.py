@@ -1,7 +1,6 @@
-"""Ollama's dialect: answers, vectors, and models by name, as on the command line.
+"""Ollama's dialect: answers, vectors, and facts about models. Requests neither download nor change models.
 
-A field that would change the answer unseen, and is not supported, is an error. Requests write and delete Modelfiles in
-the folder of models with names, and download into Hugging Face's cache folder. No weights are deleted.
+A field that would change the answer unseen, and is not supported, is an error.
 """
 
 from __future__ import annotations
@@ -10,53 +9,41 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import math
-import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from mlx_flash import __version__
-from mlx_flash.errors import ConfigError, FlashError, RefusedError
-from mlx_flash.layout.hub import is_downloaded
-from mlx_flash.layout.names import repository_of
+from mlx_flash.errors import RefusedError
 from mlx_flash.modelfile.parse import (
     Modelfile,
-    create_model,
     lines_of,
-    named_models,
-    parse_modelfile,
-    quoted,
     recent_tokens,
 )
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server import openai
-from mlx_flash.server.catalog import LATEST, Catalog, Source
+from mlx_flash.server.catalog import LATEST, Source
 from mlx_flash.server.embeddings import Text, normalized, read_texts
 from mlx_flash.server.events import End, Event, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.replies import (
     Asked,
-    Stream,
     Whole,
     Writer,
     collect,
     error_body,
     error_reply,
     line,
-    while_connected,
 )
 from mlx_flash.server.request import (
     GenerationRequest,
@@ -69,9 +56,7 @@ from mlx_flash.server.request import (
     tool_fields,
 )
 from mlx_flash.server.requestpictures import data_url, picture_part
-from mlx_flash.server.room import EngineRoom
-from mlx_flash.server.service import Answerer, Asking, Checked, Lenient, Many, Service
-from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.server.service import Asking, Body, Many, Service
 from mlx_flash.vision.detect import is_installed, loads_with_vlm
 
 
@@ -85,7 +70,7 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-class Options(openai.SamplingOptions, Lenient):
+class Options(openai.SamplingOptions):
     """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
 
     repetition_penalty: openai.Divisor | None = Field(default=None, alias="repeat_penalty")
@@ -145,15 +130,12 @@ class GenerateRequest(TextRequest):
     raw: bool | None = None
     template: Literal[""] | None = None
     suffix: str | None = None
-    context: Many[int] | None = None
     images: Many[str] | None = None
 
     @model_validator(mode="after")
     def _has_places(self) -> GenerateRequest:
         if self.images and (self.raw or not self.prompt):
             raise ValueError("images belong to a prompt that is not raw")
-        if self.context and (self.raw or self.images):
-            raise ValueError("context belongs to a prompt that is not raw, without images")
         return self
 
 
@@ -186,9 +168,7 @@ def generate(body: GenerateRequest) -> Asked:
         system = [{"role": "system", "content": body.system}] if body.system else []
         content = content_of(_parts(body.prompt, body.images, ""))
         messages: list[dict[str, Any]] = [*system, {"role": "user", "content": content}]
-        asked = GenerationRequest(
-            model=body.model, messages=messages, context=body.context or (), tells_tokens=not body.images
-        )
+        asked = GenerationRequest(model=body.model, messages=messages)
     return _asked(body, asked)
 
 
@@ -249,12 +229,10 @@ class _Lines(Writer):
         if self._work != "answer":
             return {"done": True, "done_reason": self._work}
         reason = "length" if end.reason == "length" else "stop"
-        context = {"context": end.tokens} if end.tokens else {}
         seconds = {"load": end.load_seconds, "prompt_eval": end.prompt_seconds, "eval": end.answer_seconds}
         return {
             "done": True,
             "done_reason": reason,
-            **context,
             "total_duration": time.perf_counter_ns() - self._began,
             **{f"{name}_duration": round(each * 1e9) for name, each in seconds.items()},
             "prompt_eval_count": end.num_prompt,
@@ -342,7 +320,8 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
     if not given:
         await collect(request, service.submit(load_request(body.model, body.keep_alive)))
         texts = []
-    wholes = await read_texts(service, request, body.model, texts, keep_alive=body.keep_alive)
+    plain = GenerationRequest(model=body.model, work="embed", keep_alive=body.keep_alive)
+    wholes = await read_texts(service, request, plain, texts)
     if request.url.path.endswith("/embeddings"):  # of the length that the model gives it, as in Ollama
         return JSONResponse({"embedding": [*wholes[0].end.vector] if wholes else []})
     vectors = [normalized(whole, body.dimensions).tolist() for whole in wholes]
@@ -376,68 +355,26 @@ def listed(source: Source) -> dict[str, Any]:
     folder = folder_of(source)
     states = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
     modified = max((state.st_mtime for _, state in states), default=float(source.created))
-    digest = hashlib.sha256(repr([(name, s.st_size, s.st_mtime_ns) for name, s in states]).encode()).hexdigest()
-    name = tagged(source.name)
+    config, name = _json(folder / "config.json"), tagged(source.name)
+    family = str(config.get("model_type", ""))
+    quantization = config.get("quantization") or config.get("quantization_config")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    dtype = config.get("dtype") or config.get("torch_dtype") or ""
     return {
         "name": name,
         "model": name,
         "modified_at": time_text(datetime.fromtimestamp(modified, UTC)),
         "size": sum(state.st_size for _, state in states),
-        "digest": digest,
-        "details": _details_of(folder, digest),
+        "digest": hashlib.sha256(repr([(name, s.st_size, s.st_mtime_ns) for name, s in states]).encode()).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": family,
+            "families": [family] if family else [],
+            "parameter_size": "",
+            "quantization_level": f"{bits}-bit" if bits else str(dtype),
+        },
     }
-
-
-def _details_of(folder: Path, digest: str) -> dict[str, Any]:
-    """Return the family and the size of a model, and how its weights are quantized."""
-    config, num_parameters = _json(folder / "config.json"), _num_parameters(folder, digest)
-    family = str(config.get("model_type", ""))
-    bits = _quantization_of(config).get("bits")
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    level = f"{bits}-bit" if bits else str(dtype or "")
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": _short(num_parameters) if num_parameters else "",
-        "quantization_level": level,
-    }
-
-
-@lru_cache(maxsize=256)
-def _num_parameters(folder: Path, digest: str) -> int:
-    """Return the number of a model's weights; 0 if its files cannot be read.
-
-    Args:
-        folder: of the model.
-        digest: changes with its files.
-    """
-    quantization = _quantization_of(_json(folder / "config.json"))
-    try:
-        tensors = read_checkpoint(folder).tensors
-    except (FlashError, OSError):
-        return 0
-    total = 0
-    for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        own = quantization.get(module)
-        bits = own.get("bits") if isinstance(own, dict) else quantization.get("bits")
-        if bits and tensor.dtype == "U32":
-            total += math.prod(tensor.shape) * 32 // int(bits)
-        elif not bits or kind not in ("scales", "biases"):
-            total += math.prod(tensor.shape)
-    return total
-
-
-def _quantization_of(config: dict[str, Any]) -> dict[str, Any]:
-    found = config.get("quantization") or config.get("quantization_config")
-    return found if isinstance(found, dict) else {}
-
-
-def _short(number: int) -> str:
-    """Return a number in the form of Ollama: ``1.5B`` or ``268.10M``."""
-    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def shown(source: Source) -> dict[str, Any]:
@@ -451,8 +388,6 @@ def shown(source: Source) -> dict[str, Any]:
     family = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": family, "general.basename": source.name}
     text = {**config, **(config["text_config"] if isinstance(config.get("text_config"), dict) else {})}
-    if num_parameters := _num_parameters(folder, entry["digest"]):
-        info["general.parameter_count"] = num_parameters
     for name, key in _SIZES.items():
         if isinstance(text.get(key), int):
             info[f"{family}.{name}"] = text[key]
@@ -505,20 +440,11 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_SUCCESS = {"status": "success"}
-
-Status = Mapping[str, Any]
-"""A line of progress."""
-
-LongText = Annotated[str, Field(max_length=1 << 20)]
-
-
-class NamedRequest(Lenient):
-    """A request about a model. Older clients say ``name`` for ``model``; Ollama's own command sends all fields."""
+class NamedRequest(Body):
+    """A request about a model. Older clients say ``name`` for ``model``; Ollama's own command sends both."""
 
     model: openai.Name | Literal[""] = ""
     name: openai.Name | Literal[""] = ""
-    stream: bool | None = None
 
     @model_validator(mode="after")
     def _has_name(self) -> NamedRequest:
@@ -532,151 +458,6 @@ class NamedRequest(Lenient):
         return self.model or self.name
 
 
-class CreateRequest(NamedRequest):
-    """A request to give a name to a model with settings."""
-
-    base: openai.Name | None = Field(None, alias="from")
-    modelfile: LongText | None = None
-    system: LongText | None = None
-    template: LongText | None = None
-    license: LongText | Many[LongText] | None = None
-    parameters: dict[str, Any] | None = None
-    messages: Annotated[Many[Message], Field(max_length=1000)] | None = None
-    files: dict[str, Any] | None = None
-    adapters: dict[str, Any] | None = None
-    quantize: str | None = None
-
-    @field_validator("files", "adapters", "quantize")
-    @classmethod
-    def _is_empty(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("weights are neither uploaded nor changed here. Hint: name a model with `from`")
-        return value
-
-
-class CopyRequest(Lenient):
-    """A request to give a model a second name."""
-
-    source: openai.Name
-    destination: openai.Name
-
-
-async def pull(service: Service, request: Request, body: NamedRequest) -> Response:
-    """Download a model that is not on this machine."""
-    modelfile = await asyncio.to_thread(_settings_of, service.catalog, body.asked)
-    return await _reply(request, body, _downloaded(modelfile.base, service))
-
-
-async def create(service: Service, request: Request, body: CreateRequest) -> Response:
-    """Write a Modelfile with a name. Its model is downloaded first where it is missing."""
-    name = _free_name(body.asked, service.catalog)
-    modelfile = await asyncio.to_thread(_wished, service.catalog, body)
-
-    async def progress() -> AsyncIterator[Status]:
-        async for status in _downloaded(modelfile.base, service):
-            yield status
-        yield {"status": "writing manifest"}
-        create_model(name, modelfile)
-        for note in modelfile.notes:
-            yield {"status": f"line {note.line}: {note.text}"}
-
-    return await _reply(request, body, progress())
-
-
-async def copy(service: Service, request: Request, body: CopyRequest) -> Response:
-    """Write a Modelfile with the settings of a model."""
-    name = _free_name(body.destination, service.catalog)
-    source = await asyncio.to_thread(service.catalog.find, body.source)
-    create_model(name, _settings_of(service.catalog, source.name))
-    return Response()
-
-
-async def delete(service: Service, request: Request, body: NamedRequest) -> Response:
-    """Delete the Modelfile of a name."""
-    created, name = named_models(), _free_name(body.asked, service.catalog)
-    if name not in created:
-        await asyncio.to_thread(service.catalog.find, name)
-        raise RefusedError(f"create did not give the name {name}, and weights stay. Hint: mlx-flash rm", 403, "model")
-    with contextlib.suppress(RefusedError):  # the Modelfile has an error
-        await collect(request, service.submit(GenerationRequest(model=name, work="unload")))
-    created[name].unlink(missing_ok=True)
-    return Response()
-
-
-def _free_name(name: str, catalog: Catalog) -> str:
-    """Return a name without its tag ``latest`` if requests may change what it means.
-
-    Raises:
-        RefusedError: the server was started with it.
-    """
-    name = name.removesuffix(LATEST)
-    if catalog.is_given(name):
-        raise RefusedError(f"{name} is a name of the server's command line. Hint: take another one.", 403, "model")
-    return name
-
-
-async def _downloaded(repository: str, service: Service) -> AsyncIterator[Status]:
-    """Download a model in a process of its own, which ends when the client leaves. Yield nothing if it is here.
-
-    Raises:
-        RefusedError: it cannot be downloaded.
-    """
-    if Path(repository).is_dir() or await asyncio.to_thread(is_downloaded, repository):
-        return
-    yield {"status": "pulling manifest"}
-    async with service.downloads:
-        async for status in _told_by_download(repository, service.room):
-            yield status
-    yield {"status": "verifying sha256 digest"}
-
-
-async def _told_by_download(repository: str, room: EngineRoom) -> AsyncIterator[Status]:
-    digest = hashlib.sha256(repository.encode()).hexdigest()
-    status: Status = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
-    words = ("-m", "mlx_flash.layout.hub", repository)
-    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=DEVNULL, stdout=PIPE)
-    assert process.stdout is not None
-    try:
-        async for text in process.stdout:
-            told = json.loads(text)
-            if "error" in told:
-                raise RefusedError(told["error"], told["status"])
-            if not room.is_alive:
-                raise RefusedError("the server stops.", 503)
-            yield {**status, **told}
-        if code := await process.wait():
-            raise RefusedError(f"the process that downloads {repository} ended with status {code}.", 500)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def _reply(request: Request, body: NamedRequest, progress: AsyncIterator[Status]) -> Response:
-    """Return a reply with all lines, or with the last one, which is ``success``."""
-
-    last: list[Status] = [{"status": "waiting"}]
-
-    async def lines() -> AsyncIterator[bytes]:
-        try:
-            async for status in progress:
-                last[0] = status
-                yield line(status)
-            yield line(_SUCCESS)
-        except FlashError as error:
-            yield line({"error": str(error)})
-
-    if body.stream is not False:
-        return Stream(lines(), [], "application/x-ndjson", lambda: line(last[0]), time.monotonic())
-
-    async def wait() -> None:
-        async for _ in progress:
-            pass
-
-    await while_connected(request.receive, wait())
-    return JSONResponse(_SUCCESS)
-
-
 def _modelfile_of(source: Source) -> Modelfile:
     """Return the settings of a model, with absolute folders."""
     folder = Path(source.base)
@@ -685,57 +466,15 @@ def _modelfile_of(source: Source) -> Modelfile:
     return replace(source.modelfile or Modelfile(path=folder, base=base), base=base, adapter=adapter)
 
 
-def _settings_of(catalog: Catalog, name: str) -> Modelfile:
-    """Return the settings of a model. One that is not on this machine has its repository alone.
-
-    Raises:
-        RefusedError: its Modelfile has an error.
-    """
-    try:
-        return _modelfile_of(catalog.find(name))
-    except RefusedError as error:
-        if error.status != 404:
-            raise
-        return Modelfile(path=Path(), base=repository_of(name.removesuffix(LATEST)))
-
-
-def _wished(catalog: Catalog, body: CreateRequest) -> Modelfile:
-    """Return what a request asks for: its settings over those of its model.
-
-    Raises:
-        ConfigError, RefusedError: it has no model, or a wrong setting.
-    """
-    given = {key: each if isinstance(each, list) else [each] for key, each in (body.parameters or {}).items()}
-    licenses = body.license if isinstance(body.license, list) else [body.license]
-    texts = [(f"PARAMETER {key}", str(each)) for key, several in given.items() for each in several]
-    texts += [(f"MESSAGE {each.role}", each.content or "") for each in body.messages or ()]
-    texts += [("SYSTEM", body.system or ""), ("TEMPLATE", body.template or "")]
-    texts += [("LICENSE", text or "") for text in licenses]
-    if not all(map(str.isidentifier, given)):
-        raise ConfigError("parameters: a name has other characters than letters, digits and _")
-    lines = [body.modelfile or f"FROM {body.base or ''}", *(f"{key} {quoted(text)}" for key, text in texts if text)]
-    found = parse_modelfile("\n".join(lines), "request", lambda value, folder: body.base or value)
-    if found.flash.keys() - {"context_length"}:
-        raise ConfigError("FLASH instructions are not taken from requests. Hint: mlx-flash create")
-    base = _settings_of(catalog, found.base)
-    names = ("adapter", "stop", "system", "template", "messages", "licenses")
-    changes = {key: value for key in names if (value := getattr(found, key))}
-    numbers: dict[str, Any] = found.parameters.given()
-    flash = {**base.flash, **found.flash}
-    return replace(base, parameters=replace(base.parameters, **numbers), flash=flash, notes=found.notes, **changes)
-
-
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
 
 
-def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
-    """Return the paths of Ollama's dialect.
+_MISSING = ("pull", "create", "copy", "delete", "push", "blobs/{digest:path}")
 
-    Args:
-        service: the server.
-        may_manage: requests may change which models this machine has.
-    """
+
+def ollama_routes(service: Service) -> list[BaseRoute]:
+    """Return the paths of Ollama's dialect."""
 
     async def tags(request: Request) -> Response:
         def found() -> list[dict[str, Any]]:
@@ -758,29 +497,16 @@ def ollama_routes(service: Service, *, may_manage: bool) -> list[BaseRoute]:
         return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(body.asked))))
 
     async def missing(request: Request) -> Response:
-        error = RefusedError(f"this server has no {request.url.path}.", 501)
-        if "/blobs/" in request.url.path and request.method == "HEAD":
-            error = RefusedError("there are no blobs here.", 404)
-        return error_reply(request.url.path, error)
-
-    async def refuse(service: Service, request: Request, body: Any) -> Response:
-        raise RefusedError("models are not managed with --no-auth. Hint: give the server an API key.", 403)
-
-    def managed(path: str, kind: type[Checked], answer: Answerer[Checked], method: str = "POST") -> Route:
-        return service.post(path, kind, answer if may_manage else refuse, method)
+        hint = "Hint: models come with `mlx-flash pull` and `create`."
+        return error_reply(request.url.path, RefusedError(f"this server has no {request.url.path}. {hint}", 501))
 
     return [
         service.generates("/api/chat", ChatRequest, chat),
         service.generates("/api/generate", GenerateRequest, generate),
         *(service.post(path, EmbeddingRequest, embed) for path in ("/api/embed", "/api/embeddings")),
         service.post("/api/show", NamedRequest, show),
-        managed("/api/pull", NamedRequest, pull),
-        managed("/api/create", CreateRequest, create),
-        managed("/api/copy", CopyRequest, copy),
-        managed("/api/delete", NamedRequest, delete, "DELETE"),
         Route("/api/tags", tags),
         Route("/api/ps", ps),
         Route("/api/version", version),
-        Route("/api/push", missing, methods=["POST"]),
-        Route("/api/blobs/{digest:path}", missing, methods=["HEAD", "POST"]),
+        *(Route(f"/api/{name}", missing, methods=["POST", "DELETE", "HEAD"]) for name in _MISSING),
     ]

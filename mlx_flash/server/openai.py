@@ -31,18 +31,16 @@ from mlx_flash.server.events import (
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import (
-    TEXT,
     GenerationRequest,
     Messages,
     Sampling,
     function,
     stop_texts,
-    text_function,
     thinking_options,
     tool_fields,
 )
 from mlx_flash.server.requestpictures import picture_part
-from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed
+from mlx_flash.server.service import Asking, Body, Many, Needed
 
 MAX_CHOICES = 16
 """The most answers to one prompt."""
@@ -106,8 +104,6 @@ class SamplingFields(Asking, SamplingOptions):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    adapters: str | None = None
-    draft_model: Literal["default_model"] | None = None
     response_format: Form | None = None
 
 
@@ -123,7 +119,7 @@ class ImageUrl(Body):
     url: str
 
 
-class Part(Lenient):
+class Part(Body):
     """A part of a message, in chats and in responses. Sounds and files are not supported."""
 
     needed: ClassVar[Needed] = {"image_url": ("image_url",), "input_image": ("image_url",)}
@@ -160,26 +156,22 @@ def parts_in(content: str | Sequence[Part] | None, field: str) -> list[dict[str,
     return found
 
 
-class Called(Lenient):
-    """The function of a call, and its arguments or its text."""
+class Called(Body):
+    """The function of a call, and its arguments."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
-    input: str = ""
 
 
-class MessageCall(Lenient):
+class MessageCall(Body):
     """A call that the model asked for in an earlier message."""
 
-    needed: ClassVar[Needed] = {"function": ("function",), "custom": ("custom",)}
-
     id: str | None = None
-    type: Literal["function", "custom"] = "function"
-    function: Called | None = None
-    custom: Called | None = None
+    type: Literal["function"] = "function"
+    function: Called
 
 
-class Message(Lenient):
+class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -207,31 +199,18 @@ class Function(Body):
 class Tool(Body):
     """A function that the model may call, or a tool that this server cannot run."""
 
-    needed: ClassVar[Needed] = {"function": ("function",), "custom": ("custom",)}
+    needed: ClassVar[Needed] = {"function": ("function",)}
 
     type: str = "function"
     function: Function | None = None
-    custom: Function | None = None
 
 
 class ToolChoice(Body):
-    """A function that the answer has to call, or several of which it may, or must, call one.
+    """A function that the answer has to call. Chats have it in a part of its own, responses here."""
 
-    Chats have them in a part of its own, responses here.
-    """
-
-    type: Literal["function", "custom", "allowed_tools"] = "allowed_tools"
+    type: Literal["function", "custom"]
     name: FunctionName | None = None
     function: Function | None = None
-    custom: Function | None = None
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[Many[ToolChoice], Field(default_factory=list, max_length=512)]
-    allowed_tools: ToolChoice | None = None
-
-    @property
-    def called(self) -> str:
-        """Name of the one function."""
-        return (self.function or self.custom or self).name or ""
 
 
 AnyToolChoice = Literal["none", "auto", "required", "any"] | ToolChoice
@@ -249,10 +228,8 @@ def chosen_tools(choice: AnyToolChoice | None, tools: list[dict[str, Any]], name
         RefusedError: a call is forced of a function that is not there.
     """
     if isinstance(choice, ToolChoice):
-        listed = choice.allowed_tools or choice
-        is_one = choice.type != "allowed_tools"
-        allowed = [names.get(each.called, each.called) for each in ([choice] if is_one else listed.tools)]
-        return tool_fields(tools, must_call=is_one or listed.mode == "required", allowed=allowed)
+        name = (choice.function or choice).name or ""
+        return tool_fields(tools, must_call=True, name=names.get(name, name))
     return tool_fields([] if choice == "none" else tools, must_call=choice in ("required", "any"))
 
 
@@ -332,7 +309,6 @@ class ChatRequest(SamplingFields, LogprobFields):
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    function_call: Literal["none", "auto"] | None = None
     reasoning_effort: Effort | None = None
     reasoning: Thinking | None = None
     thinking: Thinking | bool | None = None
@@ -354,7 +330,6 @@ class CompletionRequest(SamplingFields):
     max_tokens: Limit | Literal[0] = None
     logprobs: NumLikeliest | None = None
     echo: bool | None = None
-    best_of: Literal[1] | None = None
     suffix: str | None = None
 
 
@@ -481,7 +456,6 @@ def chat(body: ChatRequest) -> Asked:
         add_message(messages, message, f"messages.{i}")
     asked = GenerationRequest(
         model=body.model,
-        adapter=body.adapters,
         messages=messages.found,
         **chosen_tools(body.tool_choice, shown_tools(body.tools, body), {}),
         template_options=_template_options(body),
@@ -504,8 +478,6 @@ def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]
         if tool.function is not None:
             given = tool.function
             found.append(function(given.name, given.description, given.parameters, is_strict=given.strict))
-        elif tool.custom is not None:
-            found.append(text_function(tool.custom.name, tool.custom.description))
         else:
             body.ignore(f"tools ({tool.type})")
     return found
@@ -537,10 +509,7 @@ def add_message(found: Messages, message: Message, field: str) -> None:
     more = {"name": message.name, "reasoning_content": reasoning}
     added |= {name: value for name, value in more.items() if value is not None}
     for call in message.tool_calls or ():
-        if call.custom is not None:
-            found.add_call(call.id, call.custom.name, {TEXT: call.custom.input})
-        elif call.function is not None:
-            found.add_call(call.id, call.function.name, call.function.arguments)
+        found.add_call(call.id, call.function.name, call.function.arguments)
 
 
 def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:
@@ -616,7 +585,6 @@ def complete(body: CompletionRequest) -> Asked:
     """
     plain = GenerationRequest(
         model=body.model,
-        adapter=body.adapters,
         max_tokens=body.max_tokens,
         stop=stop_texts(body.stop),
         top_logprobs=body.logprobs,

@@ -76,22 +76,13 @@ NO_PROMPT = Prompt([], [], [])
 
 
 def opened(request: GenerationRequest, first: Sequence[Mapping[str, Any]]) -> GenerationRequest:
-    """Return a request with the messages that every conversation with a model begins with.
-
-    Behind an earlier conversation this is the system prompt alone, as with Ollama.
-    """
-    own = [each for each in first if not request.context or each["role"] == "system"]
-    if request.messages is None or not own:
+    """Return a request after the messages that every conversation begins with. Its own system prompt wins."""
+    messages = request.messages
+    if messages is None or not first:
         return request
-    return replace(request, messages=opened_with(own, request.messages))
-
-
-def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation after the messages that every one begins with. Its own system prompt wins."""
-    has_system = messages[0].get("role") == "system"
-    opening = [message for message in first if not (has_system and message["role"] == "system")]
-    num_system = int(has_system)
-    return [dict(message) for message in (*messages[:num_system], *opening, *messages[num_system:])]
+    num_system = int(messages[0]["role"] == "system")
+    opening = [each for each in first if not (num_system and each["role"] == "system")]
+    return replace(request, messages=[*messages[:num_system], *map(dict, opening), *messages[num_system:]])
 
 
 def least_tokens(request: GenerationRequest, tokenizer: Any) -> int:
@@ -135,20 +126,13 @@ def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str
         found = _of_messages(request, tokenizer, options)
     else:
         found = whole(list(tokenizer.encode(_plain_chat(request.messages))))
-    if request.context:
-        found = whole(after(request.context, found.tokens, tokenizer), found.state)
     check_tokens(found.tokens, vocab_size, request)
     return found
 
 
-def after(context: Sequence[int], tokens: list[int], tokenizer: Any) -> list[int]:
-    """Return the tokens of an earlier conversation, then others without the token that begins a text."""
-    return [*context, *tokens[tokens[:1] == [tokenizer.bos_token_id] :]]
-
-
 def check_tokens(tokens: Sequence[int], vocab_size: int, request: GenerationRequest) -> None:
     """Check that a model can read the tokens of a request's prompt. Raises: RefusedError: it cannot."""
-    field = "context" if request.context else "messages" if request.messages is not None else "prompt"
+    field = "messages" if request.messages is not None else "prompt"
     if not tokens:
         raise RefusedError("the prompt has no tokens.", 400, field)
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)

@@ -76,7 +76,7 @@ def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece
         tokenizer: mlx-lm's wrapper.
         jobs: requests, which give up what is kept of the hidden states of their prompts.
     """
-    wanted = [_of_head(job, tokenizer) for job in jobs]
+    wanted = [_of_head(job) for job in jobs]
     heads = [each for own in wanted for each in own]
     outputs = iter(model.apply_head(heads) if heads else [])
     found: list[Piece | list[float] | Exception] = []
@@ -87,31 +87,22 @@ def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece
         if error is not None:
             found.append(error)
         elif job.request.work == "embed":
-            vector = results[0] if results else states[-1][0, -1].astype(mx.float32)
-            found.append(cast(list[float], vector.tolist()))
+            found.append(cast(list[float], states[-1][0, -1].astype(mx.float32).tolist()))
         else:
             details = [detail for result in results for detail in details_of(result[0], result[1], tokenizer)]
             found.append(echo_of(job, tokenizer, details))
     return found
 
 
-def _of_head(job: Job, tokenizer: Any) -> list[tuple[mx.array, Callable[[mx.array], Any]]]:
+def _of_head(job: Job) -> list[tuple[mx.array, Callable[[mx.array], Any]]]:
     """Return the hidden states of a request whose logits are wanted, each with what makes something of these."""
-    request, tokens, states = job.request, job.prompt.tokens, job.hidden
-    if request.work == "embed":
-        choices = [*map(tokenizer.convert_tokens_to_ids, request.choices)]
-        return [(states[-1], partial(_among, choices))] if choices else []
+    tokens, states = job.prompt.tokens, job.hidden
+    if job.request.work == "embed":
+        return []
     starts = accumulate((part.shape[1] for part in states), initial=1)
     targets = [tokens[start : start + part.shape[1]] for start, part in zip(starts, states, strict=False)]
-    likeliest = [partial(_likeliest, each, request.top_logprobs or 0) for each in targets]
+    likeliest = [partial(_likeliest, each, job.request.top_logprobs or 0) for each in targets]
     return [*zip(states, likeliest, strict=True)]
-
-
-def _among(tokens: list[int], logits: mx.array) -> mx.array:
-    """Return the probabilities of some tokens if the next one were one of them."""
-    found = mx.softmax(logits[0, -1, mx.array(tokens)].astype(mx.float32))
-    mx.eval(found)
-    return found
 
 
 def _likeliest(targets: list[int], number: int, logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -114,7 +114,6 @@ class GenerationRequest:
     Attributes:
         model: name of the model, as the client gave it.
         number: of the answer, in the order of arrival.
-        adapter: name of the adapter that the model was started with, where the client gives one.
         work: the work: an answer, the vector of a text, counting the tokens of the prompt, or loading or unloading the
             model.
         messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
@@ -122,10 +121,7 @@ class GenerationRequest:
         prompt: text that the model goes on with.
         suffix: text after the place that the model fills; None for none.
         echo: begin the answer with the prompt, and with the log probabilities of its tokens if those are wanted.
-        choices: tokens, as text, whose probabilities beside each other are the vector; none takes the hidden state.
         tokens: the same as numbers.
-        context: tokens of an earlier conversation, with its answer, that the messages go on from.
-        tells_tokens: the end of the answer has the tokens of prompt and answer, to go on from.
         tools: JSON descriptions of functions, for the chat template.
         template_options: further variables of the chat template.
         sampling: the choice of tokens.
@@ -144,17 +140,13 @@ class GenerationRequest:
 
     model: str
     number: int = 0
-    adapter: str | None = None
     work: Literal["answer", "embed", "count", "load", "unload"] = "answer"
     messages: Sequence[dict[str, Any]] | None = None
     pictures: Sequence[str] = ()
     prompt: str | None = None
     suffix: str | None = None
     echo: bool = False
-    choices: Sequence[str] = ()
     tokens: Sequence[int] | None = None
-    context: Sequence[int] = ()
-    tells_tokens: bool = False
     tools: Sequence[dict[str, Any]] | None = None
     template_options: dict[str, Any] | None = None
     sampling: Sampling = Sampling()
@@ -319,34 +311,28 @@ def function(
     return {"type": "function", "function": found}
 
 
-def tool_fields(
-    tools: Sequence[dict[str, Any]], *, must_call: bool = False, allowed: Collection[str] | None = None
-) -> dict[str, Any]:
+def tool_fields(tools: Sequence[dict[str, Any]], *, must_call: bool = False, name: str | None = None) -> dict[str, Any]:
     """Return the fields of a `GenerationRequest` about functions.
 
     Args:
         tools: in OpenAI's form. ``strict`` is taken out: chat templates would show it to the model.
         must_call: the answer has to call a function.
-        allowed: names of those that it may call; None lets the model choose among all.
+        name: of the one that it has to call; None lets the model choose.
 
     Raises:
         RefusedError: a call is forced of a function that is not there.
     """
     names = [tool["function"]["name"] for tool in tools]
-    missing = sorted(set(allowed or ()) - set(names))
-    if missing or (must_call and not names):
+    if must_call and (name not in names if name is not None else not names):
         raise RefusedError(
-            f"tool_choice names {'a function' if not missing else ', '.join(map(repr, missing))}, and tools has "
+            f"tool_choice names {'a function' if name is None else repr(name)}, and tools has "
             f"{', '.join(map(repr, names)) or 'no functions'}.",
             400,
             "tool_choice",
         )
-    if allowed is not None:
-        names = [name for name in names if name in allowed]
-        tools = tools if must_call else [tool for tool in tools if tool["function"]["name"] in names]
     plain = [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}} for tool in tools]
     return {
         "tools": plain or None,
-        "must_call": names if must_call else [],
+        "must_call": ([name] if name is not None else names) if must_call else [],
         "strict_tools": [tool["function"]["name"] for tool in tools if tool["function"].get("strict")],
     }

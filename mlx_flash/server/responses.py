@@ -23,7 +23,7 @@ from mlx_flash.server.request import (
     text_function,
     thinking_options,
 )
-from mlx_flash.server.service import Asking, Body, Lenient, Many, Needed
+from mlx_flash.server.service import Asking, Body, Many, Needed
 
 KEPT_SECONDS = 3600.0
 """The time that a conversation or an item is kept after its last use."""
@@ -82,7 +82,7 @@ class KeptResponses:
         return value
 
 
-class InputItem(Lenient):
+class InputItem(Body):
     """A message, a call of the model, the result of one, or the number of an item that is kept. Items of other types
     have no effect."""
 
@@ -100,7 +100,7 @@ class InputItem(Lenient):
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
 
 
-class OneTool(Lenient):
+class OneTool(Body):
     """A function that the model may call, or a tool that this server cannot run."""
 
     needed: ClassVar[Needed] = dict.fromkeys(("function", "custom", "namespace"), ("name",))

@@ -232,7 +232,7 @@ class EngineRoom:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
         answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
         with ends_alone(lambda error: None if answer is None else answer.put(Failed(error))):
-            source = self.catalog.find(request.model, request.adapter)
+            source = self.catalog.find(request.model)
             job = Job(opened(request.completed(source.defaults), source.first_messages), source, answer)
             model = self.models.get(job.source)
             if model is not None and request.has_prompt:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_flash.compat.vlm import TEMPLATE_ARGUMENTS, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
-from mlx_flash.server.prompts import Prompt, after, check_tokens, checked_options, state_of, whole
+from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import decoded
 from mlx_flash.vision.flashvlm import FlashVLM
@@ -121,7 +121,7 @@ class Sight:
             )
         except (PictureError, BudgetError) as error:
             raise RefusedError(str(error), 400, "messages") from error
-        return of_tokens(after(request.context, found.tokens, self._tokenizer)) if request.context else found
+        return found
 
     def _decode(self, pictures: Sequence[str]) -> list[Any]:
         """Return pictures of a request, once there is room for all of them in the processor."""

@@ -6,7 +6,6 @@ import asyncio
 import codecs
 import json
 import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
@@ -34,14 +33,8 @@ MAX_HELD_BYTES = 64 << 20
 MAX_TEXT_CHARACTERS = 4_000_000
 """The most text of a request, about a million tokens. The tokenizer works through it before its length is known."""
 
-MAX_DOWNLOADS = 4
-"""The most downloads of models at the same time. The others wait."""
-
 MAX_IGNORED_NAMES = 256
-"""The most names of fields without effect that are counted apart."""
-
-IGNORED_HEADER = "x-mlx-flash-ignored"
-"""The header of a reply that lists the fields of its request that had no effect."""
+"""The most names of fields without effect that the log gets."""
 
 MAX_BODY_BYTES = 32 << 20
 """The longest body."""
@@ -56,18 +49,10 @@ MAX_IGNORED = 32
 """The most names of fields without effect that are listed for a request."""
 
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.:()/ -]{1,100}")
-"""Names that logs and headers show as they are; the others are a client's own words."""
-
-HINTS = re.compile(
-    "allowed_callers|betas|budget_tokens|cache_control|client_metadata|container|context_management|defer_loading|detail"
-    "|display|eager_input_streaming|exclude|generate_summary|include|include_obfuscation|inference_geo|input_examples"
-    "|max_tool_calls|mcp_servers|metadata|prediction|prompt_cache_key|prompt_cache_retention|safety_identifier"
-    "|service_tier|shift|speed|store|summary|task_budget|truncate|user|verbosity"
-)
-"""Fields that do not change the answer, in any part of a request."""
+"""Names that the log shows as they are; the others are a client's own words."""
 
 CHANGING = re.compile(
-    r"chat_template|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images|n|regex"
+    r"adapters|best_of|chat_template|context|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images|n|regex"
     r"|response_format|structured_outputs"
 )
 """Fields that would change the answer unseen where a dialect has none of this name: texts, pictures, and forms of
@@ -84,7 +69,7 @@ Needed = Mapping[str | None, Sequence[str]]
 class Body(BaseModel):
     """A request of a client. Types are not converted.
 
-    Unknown fields are ignored and listed. A strict server ignores :data:`HINTS` alone.
+    Unknown fields are ignored and listed, except those of :data:`CHANGING`.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
@@ -117,23 +102,16 @@ class Asking(Body):
     model: str
 
 
-class Lenient(Body):
-    """A part of a request whose unknown fields are ignored by a strict server too: clients send replies back."""
-
-
 Checked = TypeVar("Checked", bound=Body)
 
 
-async def read_body(
-    request: Request, kind: type[Checked], count: Callable[[int], None], *, is_strict: bool = False
-) -> Checked:
+async def read_body(request: Request, kind: type[Checked], count: Callable[[int], None]) -> Checked:
     """Return the checked body of a request. Nothing of it gets into logs.
 
     Args:
         request: of a client.
         kind: of the body.
         count: called with the length of each part. Raises: RefusedError: there is no room for so many bytes.
-        is_strict: refuse unknown fields.
 
     Raises:
         RefusedError: it is too long, no JSON object, or has a wrong field; or too many bytes wait.
@@ -149,8 +127,8 @@ async def read_body(
         if len(body) > MAX_BODY_BYTES:
             raise RefusedError(f"the request is too long: {MAX_BODY_BYTES} bytes are allowed.", 413)
     if len(body) < 1 << 16:
-        return checked(parse(body), kind, is_strict=is_strict)
-    return await asyncio.to_thread(lambda: checked(parse(body), kind, is_strict=is_strict))
+        return checked(parse(body), kind)
+    return await asyncio.to_thread(lambda: checked(parse(body), kind))
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
@@ -173,11 +151,11 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def checked(value: dict[str, Any], kind: type[Checked], *, is_strict: bool = False) -> Checked:
+def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
     """Return a JSON object as a request of some kind, which lists the fields that have no effect.
 
     Raises:
-        RefusedError: a field is wrong, or unknown to a strict server; it names one.
+        RefusedError: a field is wrong, or unknown and would change the answer; it names one.
     """
     try:
         found = kind.model_validate(value)
@@ -189,35 +167,32 @@ def checked(value: dict[str, Any], kind: type[Checked], *, is_strict: bool = Fal
         parts = (str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
         field = ".".join(part for part in parts if part not in _UNIONS and not part[0].isupper())
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", 400, field or None) from None
-    for name, is_harmless in _without_effect(value, found, is_strict=is_strict):
-        if not is_harmless:
+    for name, given in _without_effect(value, found):
+        if given and (given is True or given != 1) and CHANGING.fullmatch(name):
             raise RefusedError(f"{name}: this field is not known or not supported", 400, name)
         found.ignore(name)
     return found
 
 
-def _without_effect(value: Any, found: Any, place: str = "", *, is_strict: bool) -> Iterator[tuple[str, bool]]:
-    """Yield the names of fields that have no effect, and whether the answer is the same without them.
+def _without_effect(value: Any, found: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of fields that have no effect.
 
     Args:
         value: JSON of a request, or of a part of it.
         found: the same, checked.
         place: name of the part, with a dot behind it.
-        is_strict: every unknown field may change the answer.
     """
     if isinstance(found, list):
         for part, checked_part in zip(value, found, strict=True):
             if isinstance(checked_part, Body | list):
-                yield from _without_effect(part, checked_part, place, is_strict=is_strict)
+                yield from _without_effect(part, checked_part, place)
     elif isinstance(found, Body) and isinstance(value, dict):
         fields = {field.alias or name: name for name, field in type(found).model_fields.items()}
         for name, given in value.items():
             if name in fields:
-                yield from _without_effect(given, getattr(found, fields[name]), f"{place}{name}.", is_strict=is_strict)
+                yield from _without_effect(given, getattr(found, fields[name]), f"{place}{name}.")
             elif given is not None:
-                is_changing = bool(given) and (given is True or given != 1) and CHANGING.fullmatch(place + name)
-                is_known = not is_strict or isinstance(found, Lenient) or HINTS.fullmatch(name)
-                yield place + name, bool(is_known and not is_changing)
+                yield place + name, given
 
 
 def _accepted(error: Any) -> tuple[int, bool, int]:
@@ -239,21 +214,18 @@ class Service:
 
     Args:
         room: the generation thread.
-        is_strict: refuse unknown fields of requests.
 
     Attributes:
         room: as given.
         catalog: the models that requests can name.
         num_requests: requests that are answered or wait.
-        ignored: requests by names of fields that had no effect on their answers.
-        downloads: limits the downloads of models that run at the same time.
+        ignored: names of fields without effect that the log has.
     """
 
-    def __init__(self, room: EngineRoom, *, is_strict: bool = False) -> None:
+    def __init__(self, room: EngineRoom) -> None:
         self.room, self.catalog = room, room.catalog
-        self.num_requests, self.downloads = 0, asyncio.Semaphore(MAX_DOWNLOADS)
-        self.ignored: Counter[str] = Counter()
-        self._is_strict = is_strict
+        self.num_requests = 0
+        self.ignored: set[str] = set()
         self._num_bytes = 0
 
     def submit(self, *requests: GenerationRequest) -> list[Answer]:
@@ -264,7 +236,7 @@ class Service:
         """
         if self.room.num_answers + sum(each.num_choices for each in requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        found = [with_pictures(each, self.catalog.image_folder) for each in requests]
+        found = [with_pictures(each) for each in requests]
         texts = [[each.messages, each.tools, each.prompt, each.suffix] for each in found]
         num_characters = len(json.dumps(texts, ensure_ascii=False))
         if num_characters > MAX_TEXT_CHARACTERS:
@@ -273,26 +245,23 @@ class Service:
             )
         return self.room.submit(*found)
 
-    def post(self, path: str, kind: type[Checked], answer: Answerer[Checked], method: str = "POST") -> Route:
+    def post(self, path: str, kind: type[Checked], answer: Answerer[Checked]) -> Route:
         """Return the route of requests with a body.
 
         Args:
             path: of their URL.
             kind: of their bodies.
             answer: makes the reply to a checked body.
-            method: of HTTP.
         """
 
         async def reply(request: Request) -> Response:
             try:
                 with self._one_more() as count:
-                    body = await read_body(request, kind, count, is_strict=self._is_strict)
+                    body = await read_body(request, kind, count)
                     if isinstance(body, Asking):
                         body.model = await self._known(body.model)
                     response = await answer(self, request, body)
-                    if body.ignored:
-                        self._note_ignored(request.url.path, body.ignored)
-                        response.headers[IGNORED_HEADER] = ", ".join(body.ignored)
+                    self._note_ignored(request.url.path, body.ignored)
                     return response
             except FlashError as error:
                 found = error if isinstance(error, RefusedError) else RefusedError(str(error), 400)
@@ -300,7 +269,7 @@ class Service:
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
 
-        return Route(path, reply, methods=[method])
+        return Route(path, reply, methods=["POST"])
 
     def generates(self, path: str, kind: type[Checked], translate: Callable[[Checked], Asked]) -> Route:
         """Return the route of requests for answers, whose dialect translates them and what is generated.
@@ -324,12 +293,11 @@ class Service:
         return await asyncio.to_thread(self.catalog.known, name)
 
     def _note_ignored(self, path: str, names: list[str]) -> None:
-        """Count fields without effect, and log each the first time."""
+        """Log fields without effect, each the first time."""
         for name in names:
-            name = name if name in self.ignored or len(self.ignored) < MAX_IGNORED_NAMES else "others"
-            if name not in self.ignored:
+            if name not in self.ignored and len(self.ignored) < MAX_IGNORED_NAMES:
+                self.ignored.add(name)
                 log.info("%s: %s has no effect here", path, name)
-            self.ignored[name] += 1
 
     @contextmanager
     def _one_more(self) -> Iterator[Callable[[int], None]]:

@@ -133,17 +133,19 @@ class Server(uvicorn.Server):
     Args:
         room: the generation thread.
         access: who may ask.
-        is_strict: refuse unknown fields of requests.
+
+    Attributes:
+        service: limits of what it is asked for.
     """
 
-    def __init__(self, room: EngineRoom, access: Access, *, is_strict: bool = False) -> None:
+    def __init__(self, room: EngineRoom, access: Access) -> None:
         self._room = room
-        self._service = Service(room, is_strict=is_strict)
+        self.service = Service(room)
         self._number: int | None = None
         self._is_dead = False
         super().__init__(
             uvicorn.Config(
-                make_app(self._service, access),
+                make_app(self.service, access),
                 http=Connection,
                 ws="none",
                 lifespan="off",

@@ -21,6 +21,7 @@ from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source, source_of
 from mlx_flash.server.request import Defaults
 from mlx_flash.server.room import EngineRoom
+from mlx_flash.server.service import Service
 from mlx_flash.server.serving import Server, take_port
 
 if TYPE_CHECKING:  # half a second, of which the workers with other tests need nothing
@@ -38,12 +39,12 @@ class Live:
         port: its port.
     """
 
-    def __init__(self, room: EngineRoom, access: Access | None = None, *, is_strict: bool = False) -> None:
+    def __init__(self, room: EngineRoom, access: Access | None = None) -> None:
         self.room = room
         self._clients = contextlib.ExitStack()
         self._socket = take_port("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
-        self.server = Server(room, access or Access(), is_strict=is_strict)
+        self.server = Server(room, access or Access())
         self._thread = threading.Thread(target=self.server.answer, args=(self._socket,))
         self._thread.start()
         while not self.server.started:
@@ -57,6 +58,10 @@ class Live:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
 
     @property
     def model(self) -> FlashLLM:
@@ -104,7 +109,6 @@ def live(
     keep_alive: float | None = None,
     access: Access | None = None,
     any_name: bool | None = None,
-    is_strict: bool = False,
     **settings: Any,
 ) -> Iterator[Live]:
     """Run a server of some models, and of Modelfiles with names."""
@@ -117,7 +121,7 @@ def live(
 
     room = EngineRoom(Catalog(sources, other, describe=describe, any_name=any_name), options, keep_alive)
     room.start()
-    running = Live(room, access, is_strict=is_strict)
+    running = Live(room, access)
     try:
         yield running
     finally:

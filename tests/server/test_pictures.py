@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import gc
-import io
 import json
 import os
 import shutil
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +15,12 @@ import pytest
 
 from dialects import text_of
 from live import Live, live
-from mlx_flash import ConfigError, FlashConfig, RefusedError
-from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.serve import serve
+from mlx_flash import FlashConfig, RefusedError
 from mlx_flash.server import requestpictures
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama import shown
 from mlx_flash.server.request import GenerationRequest, content_of
-from mlx_flash.server.requestpictures import MAX_NAME, data_url, decoded, picture_part, with_pictures
+from mlx_flash.server.requestpictures import data_url, decoded, picture_part, with_pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
 
@@ -42,27 +37,22 @@ def asked(*sources: str, role: str = "user") -> GenerationRequest:
 
 
 def test_pictures_leave_messages_and_their_places_stay() -> None:
-    found = with_pictures(asked(URL, data_url(TEXT)), None)
+    found = with_pictures(asked(URL, data_url(TEXT)))
     assert list(decoded(found.pictures)) == [PNG, PNG] and found.messages is not None
     assert [part["type"] for part in found.messages[0]["content"]] == ["image", "image", "text"]
     plain = asked()
-    assert with_pictures(plain, None) is plain and plain.messages == [{"role": "user", "content": "What?"}]
+    assert with_pictures(plain) is plain and plain.messages == [{"role": "user", "content": "What?"}]
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("https://example.com/cat.png", r"this server fetches nothing: https: cannot be used.*data URL"),
-        ("ftp://example.com/cat.png", r"this server fetches nothing: ftp:"),
-        ("file:///cat.png", r"this server reads no files.*--image-folder"),
-        ("cat.png", r"this server reads no files"),
-        ("http://[x", r"this server fetches nothing: http:"),
-        ("//\u2100.com/", r"this server reads no files"),
-        ("x" * 4097, r"the name of the picture has 4097 characters, 4096 are allowed.*data URL"),
-        ("https://" + "x" * 4096, r"the name of the picture has 4104 characters"),
-        ("data:" + ";a=a" * 50 + ";base64,aGk=", r"begins with data:image/TYPE;base64,"),
-        ("data:image/png,abc", r"begins with data:image/TYPE;base64,"),
-        ("data:text/plain;base64,aGk=", r"begins with data:image/TYPE;base64,"),
+        ("https://example.com/cat.png", r"this server fetches nothing"),
+        ("file:///cat.png", r"this server fetches nothing"),
+        ("x" * 31_000_000, r"this server fetches nothing"),
+        ("data:" + ";a=a" * 50 + ";base64,aGk=", r"is a data URL, data:image/TYPE;base64,"),
+        ("data:image/png,abc", r"is a data URL, data:image/TYPE;base64,"),
+        ("data:text/plain;base64,aGk=", r"is a data URL, data:image/TYPE;base64,"),
         ("data:image/png;base64,a*b", r"is not base64"),
         ("data:image/png;base64,aGk=", r"is no PNG, JPEG, WebP, GIF, BMP or TIFF file"),
         (f"data:image/png;base64,{base64.b64encode(b'<svg/>').decode()}", r"is no PNG"),
@@ -70,67 +60,35 @@ def test_pictures_leave_messages_and_their_places_stay() -> None:
 )
 def test_what_is_no_picture_or_elsewhere_is_refused(source: str, words: str) -> None:
     with pytest.raises(RefusedError, match=words) as found:
-        with_pictures(asked(source), None)
+        with_pictures(asked(source))
     assert found.value.status == 400 and found.value.field == "field.0"
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RefusedError, match="17 pictures, 16 are allowed"):
-        with_pictures(asked(*[URL] * 17), None)
+        with_pictures(asked(*[URL] * 17))
     with pytest.raises(RefusedError, match="pictures belong to messages of the user"):
-        with_pictures(asked(URL, role="assistant"), None)
+        with_pictures(asked(URL, role="assistant"))
     monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 20)
     words = "the pictures of the request have 24 bytes up to this one, 20 are allowed"
     with pytest.raises(RefusedError, match=words) as found:
-        with_pictures(asked(URL, URL, "data:broken"), None)
+        with_pictures(asked(URL, URL, "data:broken"))
     assert (found.value.status, found.value.field) == (413, "field.1")
     monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 9)
     with pytest.raises(RefusedError, match="the picture has 12 bytes, 9 are allowed"):
-        with_pictures(asked(URL), None)
-
-
-def test_a_name_of_many_megabytes_takes_no_time() -> None:
-    """The event loop waits for it."""
-    began = time.thread_time()
-    with pytest.raises(RefusedError, match="31000000 characters, 4096 are allowed"):
-        with_pictures(asked("x" * 31_000_000), None)
-    assert time.thread_time() - began < 0.2
+        with_pictures(asked(URL))
 
 
 def test_refused_pictures_take_no_memory() -> None:
-    """The head of a data URL is short, and names of pictures are not kept."""
+    """The head of a data URL is short."""
     request = asked("data:" + ";a=a" * 100_000)
     tracemalloc.start()
     try:
-        with pytest.raises(RefusedError, match="begins with data:image"):
-            with_pictures(request, None)
+        with pytest.raises(RefusedError, match="is a data URL, data:image"):
+            with_pictures(request)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
-        for i in range(100):
-            with pytest.raises(RefusedError, match="reads no files"):
-                with_pictures(asked(f"{i:04}" + "x" * (MAX_NAME - 4)), None)
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] < 100_000
     finally:
         tracemalloc.stop()
-
-
-def test_files_are_counted_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.png").write_bytes(PNG)
-    read_bytes, calls = Path.read_bytes, list[Path]()
-    monkeypatch.setattr(Path, "read_bytes", lambda path: calls.append(path) or read_bytes(path))
-    with pytest.raises(RefusedError, match="17 pictures, 16 are allowed"):
-        with_pictures(asked(*["a.png"] * 17), tmp_path)
-    assert not calls
-    monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 30)
-    with pytest.raises(RefusedError, match="have 36 bytes up to this one, 30 are allowed"):
-        with_pictures(asked(*["a.png"] * 16), tmp_path)
-    assert len(calls) == 3
-
-
-def test_image_folder_without_mlx_vlm_is_a_contradiction(tmp_path: Path) -> None:
-    args = parse_arguments(["serve", "--model", "none", "--image-folder", str(tmp_path), "--no-vision"])
-    with pytest.raises(ConfigError, match=r"--image-folder needs mlx-vlm, and --no-vision forbids it\. Hint: leave"):
-        serve(args, io.StringIO())
 
 
 def test_files_come_from_one_folder_only(tmp_path: Path) -> None:
@@ -270,19 +228,6 @@ def test_text_alone_streams_and_several_pictures_work_too(server: Live, folder: 
     assert known(text_of(server.post(CHAT, body)[1])) == expected(folder, files)
     assert known(text_of(server.post(CHAT, {**body, "stream": True})[1])) == expected(folder, files)
     assert known(server.say("What is it?", temperature=0)) == expected(folder, [])
-
-
-def test_a_file_of_the_servers_folder_is_a_picture(
-    server: Live, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tiny_vlms import picture
-
-    file = picture(tmp_path, (56, 84))
-    content = [{"type": "image_url", "image_url": {"url": file.name}}, {"type": "text", "text": "What is it?"}]
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
-    assert server.post(CHAT, body)[0] == 400
-    monkeypatch.setattr(server.room.catalog, "image_folder", tmp_path)
-    assert known(text_of(server.post(CHAT, body)[1])) == expected(folder, [file])
 
 
 def test_broken_and_huge_pictures_are_refused_and_the_server_goes_on(

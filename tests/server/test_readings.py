@@ -177,38 +177,6 @@ def test_a_request_without_room_for_logits_fails_alone(served: Live, monkeypatch
     assert served.post("/v1/completions", fields)[0] == 200
 
 
-def test_documents_are_sorted_by_the_yes_of_a_reranker_or_by_vectors(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "tiny-reranker"
-    shutil.copytree(model, path)
-    write_tokenizer(path, 996, ("<|end|>", "yes", "no"))
-    documents = ["one", {"text": "two"}, "a third document"]
-    with live(str(path), ram_budget_gb="min", context_length=2048) as served:
-        query = {"query": "which?", "documents": documents, "return_documents": True}
-        status, reply = served.post("/v1/rerank", query | {"top_n": 2})
-        assert status == 200, reply
-        prompt = (
-            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-            'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
-            "Given a web search query, retrieve relevant passages that answer the query\n<Query>: which?\n"
-            "<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        )
-        tokenizer, expected = next(iter(served.room.models)).tokenizer, []
-        for text in ("one", "two", "a third document"):
-            tokens = mx.array([tokenizer.encode(prompt.format(text))])
-            logits = stock(path)(tokens)[0, -1, mx.array([998, 997])]
-            expected.append(float(mx.softmax(logits.astype(mx.float32))[1].item()))
-        best = sorted(range(3), key=lambda i: -expected[i])[:2]
-        assert [each["index"] for each in reply["results"]] == best
-        assert [each["relevance_score"] for each in reply["results"]] == pytest.approx(
-            [expected[i] for i in best], abs=1e-3
-        )
-    with live(model) as served:
-        results = served.post("/v1/rerank", {**query, "documents": ["which?", "other text"]})[1]["results"]
-        assert results[0]["document"]["text"] == "which?" and results[0]["relevance_score"] == pytest.approx(
-            1, abs=1e-5
-        )
-
-
 QWEN = ("<|end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
 

@@ -246,7 +246,7 @@ WRONG_OF_TEXT: dict[str, list[Any]] = {
     "stop": [5, [5]], "logit_bias": [{"1000": 1}, {str(2**63): 1}, {"-1": 1}, {"5": 1e300}, [1]],
     "repetition_context_size": [2**70], "repetition_penalty": [-1], "min_p": [2], "temperature": [-1, "hot", True],
     "seed": [-2, 2**63, 1.5], "max_tokens": [-2, "8"], "n": [0, 1000], "echo": [1], "best_of": [3], "suffix": ["y"],
-    "model": [5, "\x00"], "adapters": [5], "draft_model": ["/"], "stream": ["yes"],
+    "model": [5, "\x00"], "adapters": ["x"], "stream": ["yes"],
 }  # fmt: skip
 WRONG_OF_CHATS: dict[str, list[Any]] = {
     "messages": [[], "hi"], "chat_template": ["{{ 1 }}"], "thinking": ["x"], "functions": [[{"name": "f"}]],

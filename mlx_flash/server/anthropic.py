@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
-from mlx_flash.server.events import Begun, CallArguments, CallBegun, End, Event, Piece, ToolCall
+from mlx_flash.server.events import Begun, End, Event, Piece, ToolCall
 from mlx_flash.server.replies import Asked, Whole, Writer, collect, sent
 from mlx_flash.server.request import (
     GenerationRequest,
@@ -283,7 +283,7 @@ def _blocks(whole: Whole) -> list[dict[str, Any]]:
     return found + [{**_call(call), "input": call.arguments} for call in whole.calls]
 
 
-def _call(call: CallBegun | ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
 
 
@@ -327,11 +327,9 @@ class _Writer(Writer):
             yield self._start_message(_usage(event, 0))
         elif isinstance(event, Piece) and event.text:
             yield from self._write_text(event)
-        elif isinstance(event, CallBegun):
-            yield from self._start("tool_use", _call(event))
-        elif isinstance(event, CallArguments):
-            yield self._delta({"type": "input_json_delta", "partial_json": event.text})
         elif isinstance(event, ToolCall):
+            yield from self._start("tool_use", _call(event))
+            yield self._delta({"type": "input_json_delta", "partial_json": event.text})
             yield from self._stop()
         elif isinstance(event, End):
             yield from self._stop()

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import jinja2
 import regex
-from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_flash.compat.tokenizers import change_messages, give_calls
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import ToolCall
-from mlx_flash.server.text import CALL, JSON_GAP, JSON_NAME, OPENING, Syntax, TextStream
+from mlx_flash.server.text import CALL, JSON_CALL, Parser, TextStream, named_calls, parse_any
 
 _NAMES = ("zqfirst", "zqsecond")
 _IDS = ("zqcall001", "zqcall002")
@@ -40,14 +39,14 @@ class _Form(NamedTuple):
     Attributes:
         sign: text of a rendered call.
         start, end: the marks around calls.
-        syntax: of the text between the marks.
+        parse: reads the text between the marks.
         states: further states of an answer: texts and the states that follow them, by states before them.
     """
 
     sign: str
     start: str
     end: str
-    syntax: Syntax
+    parse: Parser
     states: Mapping[str, Any] = {}
 
 
@@ -69,8 +68,7 @@ def complete(tokenizer: Any) -> None:
     if not tokenizer.has_tool_calling and _NAME in prompt:
         found = next((form for form in _FORMS if form.sign in text), None) or _other_form(text, prompt)
         initial = {"initial_state": "header"} if "header" in found.states else {}
-        initial = {"initial_state": CALL} if found.syntax.text is not None else initial
-        give_calls(tokenizer, found.start, found.end, found.syntax, {**initial, "transitions": found.states})
+        give_calls(tokenizer, found.start, found.end, found.parse, {**initial, "transitions": found.states})
 
 
 def _calls(arguments: Any, *names: str) -> dict[str, Any]:
@@ -125,14 +123,6 @@ def _parse_dsml(text: str, tools: list[Any]) -> Any:
     ]
 
 
-def _parse_any(text: str, tools: list[Any]) -> Any:
-    return (json_tools if text.lstrip().startswith(("{", "[{")) else pythonic).parse_tool_call(text, tools)
-
-
-def _json(name: str, gap: str, **fields: Any) -> Syntax:
-    return Syntax(json_tools.parse_tool_call, name, gap, **fields)
-
-
 _RECIPIENT = " to=functions."
 _HARMONY = {
     "header": [("<|channel|>analysis<|message|>", "reasoning"), ("<|message|>", "normal"), (_RECIPIENT, CALL)],
@@ -140,33 +130,30 @@ _HARMONY = {
     "normal": [("<|end|>", "header")],
     CALL: [("<|call|>", "header"), ("<|end|>", "header")],
 }
-_RECIPIENTS = {CALL: [(">>>", f"{CALL} again")], f"{CALL} again": [(">>>", CALL)]}
-
 _FORMS = (
     _Form(
         f"{_RECIPIENT}{_NAME}",
         _RECIPIENT,
         "",
-        _json(r"(?P<name>[\w.-]+)(?=[\s<])", r"[^{]*?<\|message\|>"),
+        partial(named_calls, r"(?P<name>[\w.-]+)[\s<][^{]*?<\|message\|>\s*(?=\{)"),
         _HARMONY,
     ),
     _Form(
         _BEGIN,
         _BEGIN,
         _END,
-        _json(
-            rf"(?:function{_SEPARATOR})?(?P<name>[^\s<{{]+)(?={_SEPARATOR}\s*\{{|\s*```)",
-            rf"(?:{_SEPARATOR}|\s*```(?:json)?)",
+        partial(
+            named_calls,
+            rf"(?:function{_SEPARATOR})?(?P<name>[^\s<>{{]+)(?:{_SEPARATOR}|\s*```(?:json)?)\s*(?=\{{)",
         ),
     ),
     *(
-        _Form(f"<{_DSML}{it}>", f"<{_DSML}{it}>", f"</{_DSML}{it}>", Syntax(_parse_dsml, closing=f"</{_DSML}invoke>"))
+        _Form(f"<{_DSML}{it}>", f"<{_DSML}{it}>", f"</{_DSML}{it}>", _parse_dsml)
         for it in ("function_calls", "tool_calls")
     ),
-    _Form(f"<function={_NAME}>{{", "<function=", "</function>", _json(r"(?P<name>[^>\s]+)(?=>)", ">")),
-    _Form(f">>>{_NAME}\n", ">>>", "", _json(r"(?!all\n)(?P<name>[\w.-]+)(?=\n)", r"\n", text=r"all\n"), _RECIPIENTS),
+    _Form(f"<function={_NAME}>{{", "<function=", "</function>", partial(named_calls, r"(?P<name>[^>\s]+)>\s*(?=\{)")),
 )
-"""GPT-OSS's, DeepSeek's, DeepSeek V3.2's and V4's, those of Functionary 3.1 and 3.2."""
+"""GPT-OSS's, DeepSeek's, DeepSeek V3.2's and V4's, and that of Functionary 3.1."""
 
 
 def _other_form(text: str, prompt: str) -> _Form:
@@ -176,14 +163,14 @@ def _other_form(text: str, prompt: str) -> _Form:
         text: a rendered call.
         prompt: a rendered conversation, up to where an answer begins.
     """
-    marks = rf"(?P<start><[^<>\n]+>)[\s\[]*{JSON_NAME}{JSON_GAP}[^<]*{_KEY}[^<]*(?P<end></[^<>\n]+>)?"
+    marks = rf"(?P<start><[^<>\n]+>)[\s\[]*{JSON_CALL}[^<]*{_KEY}[^<]*(?P<end></[^<>\n]+>)?"
     match = regex.search(marks, text)
     start, end = ("", "") if match is None else (match["start"], match["end"] or "")
     if prompt.rstrip().endswith(start):  # the mark of a role
         start = end = ""
     starts, ends = ("<|python_tag|>", "<|python_start|>", start), ("<|python_end|>", end)
     states = {"normal": [(mark, CALL) for mark in starts], CALL: [(mark, "normal") for mark in ends]}
-    return _Form("", start, end, Syntax(_parse_any, JSON_NAME, JSON_GAP, opening=OPENING), states)
+    return _Form("", start, end, parse_any, states)
 
 
 @dataclass(frozen=True, slots=True)

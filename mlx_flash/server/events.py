@@ -1,14 +1,14 @@
 """The parts of an answer, as the generation thread sends them to a dialect, in this order:
 
-any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece` and calls, then `End`. `Failed`
-may come at any time and is the last one. A call is `CallBegun`, any number of `CallArguments`, and `ToolCall`; one
-without `ToolCall` is broken.
+any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece` and `ToolCall`, then `End`. `Failed` may
+come at any time and is the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -81,31 +81,6 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
-    """The beginning of a call that the model asks for.
-
-    Attributes:
-        name: of the function.
-        id: of the call, where the model gave one.
-    """
-
-    name: str
-    id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A part of the arguments of the call that has begun.
-
-    Attributes:
-        text: the part. All parts together are a JSON object, the arguments of the `ToolCall` that ends the call. The
-            parts of a broken call are none.
-    """
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ToolCall:
     """A complete call.
 
@@ -118,6 +93,11 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +136,7 @@ class Failed:
     error: RefusedError
 
 
-Event: TypeAlias = Progress | Begun | Piece | CallBegun | CallArguments | ToolCall | End | Failed
+Event: TypeAlias = Progress | Begun | Piece | ToolCall | End | Failed
 
 
 Events: TypeAlias = asyncio.Queue["tuple[Answer, Event]"]

@@ -5,7 +5,6 @@ A field that would change the answer unseen, and is not supported, is an error.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import abstractmethod
@@ -18,8 +17,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import (
-    CallArguments,
-    CallBegun,
     End,
     Event,
     Piece,
@@ -512,9 +509,9 @@ def add_message(found: Messages, message: Message, field: str) -> None:
         found.add_call(call.id, call.function.name, call.function.arguments)
 
 
-def _call(call: CallBegun | ToolCall, arguments: str) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
     """Return a call as a client reads it."""
-    function = {"name": call.name, "arguments": arguments}
+    function = {"name": call.name, "arguments": call.text}
     return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
@@ -543,8 +540,7 @@ class _MessageChunks(Chunks):
         if whole.reasoning:
             message["reasoning"] = whole.reasoning
         if whole.calls:
-            calls = [_call(call, json.dumps(call.arguments, ensure_ascii=False)) for call in whole.calls]
-            message |= {"tool_calls": calls, "content": whole.text or None}
+            message |= {"tool_calls": [_call(call) for call in whole.calls], "content": whole.text or None}
         return {"message": message}
 
     def begin(self) -> Iterator[bytes]:
@@ -556,19 +552,14 @@ class _MessageChunks(Chunks):
         """Return the part of a message for an event."""
         if isinstance(event, Piece):
             return {"delta": {"content" if event.kind == "text" else "reasoning": event.text}}
-        if isinstance(event, CallBegun):
+        if isinstance(event, ToolCall):
             self._num_calls[number] += 1
-            return self._call_part(number, _call(event, ""))
-        if isinstance(event, CallArguments):
-            return self._call_part(number, {"function": {"arguments": event.text}})
+            return {"delta": {"tool_calls": [{"index": self._num_calls[number] - 1, **_call(event)}]}}
         return {"delta": {}} if event is None else None
 
     def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
         """Return details of the tokens of a part."""
         return {"content": shown_logprobs(tokens), "refusal": None}
-
-    def _call_part(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
-        return {"delta": {"tool_calls": [{"index": self._num_calls[number] - 1, **call}]}}
 
 
 def prompts_in(given: str | Sequence[Any]) -> list[str | list[int]]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
-from mlx_flash.server.events import CallArguments, CallBegun, End, Event, Piece, ToolCall
+from mlx_flash.server.events import End, Event, Piece, ToolCall
 from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import (
     TEXT,
@@ -214,7 +214,7 @@ def _text_item(kind: str, text: str, status: str) -> dict[str, Any]:
     return {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant", "status": status, "content": parts}
 
 
-def _call_item(call: CallBegun, functions: Functions) -> dict[str, Any]:
+def _call_item(call: ToolCall, functions: Functions) -> dict[str, Any]:
     """Return an item that asks for a call, without arguments yet.
 
     Args:
@@ -282,19 +282,16 @@ class ResponseWriter(Writer):
         """Yield the parts for an event."""
         if isinstance(event, Piece) and event.text:
             yield from self._write_text("reasoning" if event.kind == "reasoning" else "message", event.text)
-        elif isinstance(event, CallBegun):
-            yield from self._begin_item(_call_item(event, self._functions))
-        elif isinstance(event, CallArguments):
-            if not self._takes_text:
-                self._text += event.text
-                yield self._event("response.function_call_arguments.delta", **self._place, delta=event.text)
         elif isinstance(event, ToolCall):
+            yield from self._begin_item(_call_item(event, self._functions))
             if self._takes_text:
                 self._text = str(event.arguments.get(TEXT, ""))
                 yield self._event("response.custom_tool_call_input.delta", **self._place, delta=self._text)
                 yield self._event("response.custom_tool_call_input.done", **self._place, input=self._text)
             else:
+                self._text = event.text
                 done = {"name": event.name, "arguments": self._text}
+                yield self._event("response.function_call_arguments.delta", **self._place, delta=self._text)
                 yield self._event("response.function_call_arguments.done", **self._place, **done)
             yield from self._end_item("completed")
         elif isinstance(event, End):
@@ -310,12 +307,8 @@ class ResponseWriter(Writer):
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
         """Return the response of a complete answer."""
         (whole,) = wholes
-        pieces = [Piece(whole.reasoning, "reasoning"), Piece(whole.text)]
-        events: list[Event] = [*pieces]
-        for call in whole.calls:
-            text = json.dumps(call.arguments, ensure_ascii=False)
-            events += [CallBegun(call.name, call.id), CallArguments(text), call]
-        for event in (*events, whole.end):
+        events: list[Event] = [Piece(whole.reasoning, "reasoning"), Piece(whole.text), *whole.calls, whole.end]
+        for event in events:
             for _ in self.write(0, event):
                 pass
         return response_of(self._body, self._head, whole.end, self._items)
@@ -332,22 +325,21 @@ class ResponseWriter(Writer):
         self._item, self._text = item, ""
         yield self._event("response.output_item.added", output_index=len(self._items), item=item)
 
-    def _end_item(self, status: str | None = None) -> Iterator[bytes]:
+    def _end_item(self, status: str = "completed") -> Iterator[bytes]:
         """Yield the events that end the last item, if it is open.
 
         Args:
-            status: of the item; None for one that others follow. A call ends with its own: one that is broken is
-                incomplete.
+            status: of the item.
         """
         if self._item is None:
             return
         item, text, kind = self._item, self._text, self._item["type"]
         if kind in _TEXTS:
-            item = {**_text_item(kind, text, status or "completed"), "id": item["id"]}
+            item = {**_text_item(kind, text, status), "id": item["id"]}
             yield self._event(f"{_TEXTS[kind]}.done", **self._place, text=text, **_LOGPROBS[kind])
             yield self._event(f"{_PARTS[kind]}.done", **self._place, part=_part(kind, text))
         else:
-            item = {**item, "status": status or "incomplete", "input" if self._takes_text else "arguments": text}
+            item = {**item, "status": status, "input" if self._takes_text else "arguments": text}
         yield self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
         self._item = None

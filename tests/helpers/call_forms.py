@@ -46,11 +46,6 @@ TEMPLATES = {
     + _END,
     "llama": _TOOLS + _CALLS + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}' + _END,
     "functionary 3.1": _TOOLS + _CALLS + "<function={{ f.name }}>{{ f.arguments | tojson }}</function>" + _END,
-    "functionary 3.2": _TOOLS
-    + _TURN
-    + ">>>{% for c in m.tool_calls or [] %}{{ c.function.name }}\n{{ c.function.arguments | tojson }}"
-    + "{% if not loop.last %}>>>{% endif %}"
-    + _END.replace("add_generation_prompt %}<|assistant|>", "add_generation_prompt %}<|assistant|>>>>"),
     "own marks": _TOOLS
     + _CALLS
     + "{{ '<CALLS>[' if loop.first else ', ' }}"

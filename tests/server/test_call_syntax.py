@@ -1,18 +1,17 @@
-"""Tool calls that are read while they grow, in the forms of many models."""
+"""Tool calls in the forms of many models."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from call_forms import ELEMENTS, FUNCTIONS, STOCK, TEMPLATES, rendered, stock_answer, tokenizer_of
+from call_forms import FUNCTIONS, STOCK, TEMPLATES, rendered, stock_answer, tokenizer_of
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import CallArguments, CallBegun, Piece, ToolCall
+from mlx_flash.server.events import Piece, ToolCall
 from mlx_flash.server.text import Part, TextStream, check_tools
 
 TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items()}
@@ -37,30 +36,12 @@ def read(tokenizer: Any, text: str, cuts: Sequence[int] = (), tools: Any = FUNCT
     return [part for piece in pieces for part in stream.add(piece)] + stream.end()  # type: ignore[arg-type]
 
 
-def sent(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """Return names and arguments of calls as a client of a stream gets them."""
-    found: list[tuple[str, str]] = []
-    for part in parts:
-        if isinstance(part, CallBegun):
-            found.append((part.name, ""))
-        elif isinstance(part, CallArguments):
-            found[-1] = (found[-1][0], found[-1][1] + part.text)
-    return found
-
-
 def called(parts: Sequence[Part]) -> list[tuple[str, dict[str, Any]]]:
     return [(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
 
 
 def text_of(parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Piece) and part.kind == "text")
-
-
-def is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -70,10 +51,8 @@ def test_calls_of_a_template_are_read_back(name: str, calls: list[tuple[str, dic
     calls = calls[:1] if name == "harmony" else calls  # such an answer ends with its call
     tokenizer = TOKENIZERS[name]
     answer = rendered(tokenizer, calls)
-    assume(name != "functionary 3.2" or answer.count(">>>") < len(calls))  # the mark is no token of its own
     parts = read(tokenizer, answer, cuts)
     assert called(parts) == calls and text_of(parts).strip() == ""
-    assert [(each, json.loads(arguments)) for each, arguments in sent(parts)] == calls
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -87,39 +66,24 @@ def test_calls_are_those_of_mlx_lms_parser(name: str, words: dict[str, str], cut
     stock = tokenizer.tool_parser(section, FUNCTIONS)
     stock = stock if isinstance(stock, list) else [stock]
     assert called(parts) == [(call["name"], call["arguments"]) for call in stock] and text_of(parts) == ""
-    assert [(each, json.loads(arguments)) for each, arguments in sent(parts)] == called(parts)
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *STOCK])
-def test_a_call_grows_and_may_break_off(name: str) -> None:
-    """Wherever an answer is cut off, a call is complete, or its arguments are no JSON object and it is text, too."""
+def test_a_call_may_break_off(name: str) -> None:
+    """Wherever an answer is cut off, a call is complete, or all of it is text."""
     tokenizer, arguments = TOKENIZERS[name], {"city": "Paris {x}", "day": "monday", "more": "a long text," * 5}
     answer = (
         rendered(tokenizer, [("weather", arguments)]) if name in TEMPLATES else stock_answer(name, "weather", arguments)
     )
-    whole = read(tokenizer, answer)
-    assert sum(isinstance(part, CallArguments) for part in whole) >= (4 if name in ELEMENTS else 40)
-    has_begun = 0
     for cut in range(len(answer)):
         parts = read(tokenizer, answer[:cut])
-        found, names = called(parts), sent(parts)
-        assert found in ([], [("weather", arguments)]) and len(names) <= 1
-        assert [is_object(text) for _, text in names] == [True] * len(found) + [False] * (len(names) - len(found))
-        assert found or not names or text_of(parts)  # what the stream has begun is there as text, too
-        has_begun += bool(names) and not found
-    assert has_begun > len(answer) / 3
+        found = called(parts)
+        assert found == [("weather", arguments)] or (not found and answer[:cut].endswith(text_of(parts)))
 
 
-def test_a_call_that_proves_to_be_another_is_sent_anew() -> None:
-    parts = read(
-        TOKENIZERS["json_tools"], '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>'
-    )
-    assert sent(parts) == [("weather", '{"city": "Rome"}')] and called(parts) == [("weather", {"city": "Rome"})]
-    twice = "".join(f"<parameter=a>\n{value}\n</parameter>\n" for value in (1, 2))
-    text = f"<tool_call>\n<function=weather>\n{twice}</function>\n</tool_call>"
-    parts = read(TOKENIZERS["qwen3_coder"], text)
-    assert called(parts) == [("weather", {"a": "2"})]
-    assert sent(parts)[-1] == ("weather", '{"a": "2"}') and not is_object(sent(parts)[0][1]) and len(sent(parts)) == 2
+def test_arguments_may_be_a_text() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>'
+    assert called(read(TOKENIZERS["json_tools"], text)) == [("weather", {"city": "Rome"})]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +114,6 @@ def test_calls_without_a_mark_begin_the_answer(text: str, calls: Any) -> None:
     found = called(parts)
     assert len(found) == calls if isinstance(calls, int) else found == calls
     assert found or text_of(parts) == text
-    assert [(name, json.loads(arguments)) for name, arguments in sent(parts)] == found
     assert text_of(read(TOKENIZERS["llama"], text, tools=None)) == text or "python" in text
 
 
@@ -161,13 +124,11 @@ def test_a_forgotten_mark_is_no_harm() -> None:
     assert text_of(read(TOKENIZERS["json_tools"], f"Such as\n{call}")) == f"Such as\n{call}"
 
 
-def test_text_around_calls_of_harmony_and_functionary() -> None:
+def test_text_around_calls_of_harmony() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
     parts = read(TOKENIZERS["harmony"], text + "<|start|>assistant<|channel|>final<|message|>Sunny {1}.")
     assert text_of(parts) == "I look.Sunny {1}."
     assert "".join(part.text for part in parts if isinstance(part, Piece) and part.kind == "reasoning") == "Hm."
-    parts = read(TOKENIZERS["functionary 3.2"], 'all\nLook: all\n{x}>>>find_all\n{"a": "all\\n"}')
-    assert text_of(parts) == "Look: all\n{x}" and called(parts) == [("find_all", {"a": "all\n"})]
 
 
 @pytest.mark.parametrize("text", ["<call fn=weather>Rome</call>", '{"tool_name": "weather", "parameters": {}}'])

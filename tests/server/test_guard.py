@@ -291,8 +291,6 @@ def test_many_unknown_fields_are_not_listed() -> None:
     body = {"prompt": "x"} | {f"secret {i}\n": 0 for i in range(5000)} | {f"field_{i}": 0 for i in range(5000)}
     found = checked(body, CompletionRequest)
     assert found.ignored[:2] == ["?", "field_0"] and len(found.ignored) < 100
-    with pytest.raises(RefusedError, match="not known"):
-        checked(body, CompletionRequest, is_strict=True)
 
 
 def test_bodies_of_all_requests_have_a_limit(listener: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
 import tracemalloc
 from collections.abc import Iterator
@@ -89,30 +88,6 @@ def test_refused_pictures_take_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
-
-
-def test_files_come_from_one_folder_only(tmp_path: Path) -> None:
-    folder, outside = tmp_path / "pictures", tmp_path / "secret.png"
-    (folder / "inner").mkdir(parents=True)
-    outside.write_bytes(PNG)
-    for name in ("a b.png", "inner/c.png"):
-        (folder / name).write_bytes(PNG)
-    (folder / "link.png").symlink_to(outside)
-    (folder / "good.png").symlink_to(folder / "a b.png")
-    (folder / "loop.png").symlink_to("loop2.png")
-    (folder / "loop2.png").symlink_to("loop.png")
-    os.mkfifo(folder / "fifo.png")
-    uri = (folder / "a b.png").as_uri()
-    uris = (uri, uri.replace("file://", "FILE://localhost") + "?size=1#top", uri.replace("//", "", 1))
-    for source in ("a b.png", "inner/c.png", "inner/../a b.png", "good.png", str(folder / "a b.png"), *uris):
-        assert list(decoded(with_pictures(asked(source), folder).pictures)) == [PNG], source
-    (folder / "text.png").write_text("hello")
-    missing = ("link.png", "none.png", "inner", "fifo.png", "loop.png", "\0", "file:%00", "file://[x", "file://a b.png")
-    for source in (str(outside), outside.as_uri(), "../secret.png", *missing, "none/" * 800, "inner/../" * 400 + "x"):
-        with pytest.raises(RefusedError, match="there is no such file in the server's folder"):
-            with_pictures(asked(source), folder)
-    with pytest.raises(RefusedError, match="is no PNG"):
-        with_pictures(asked("text.png"), folder)
 
 
 def test_pictures_are_no_text_of_a_body(blind: Live) -> None:

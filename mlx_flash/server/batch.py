@@ -257,7 +257,7 @@ class ServedBatch(RowGenerator):
         job = self._jobs.get(number)
         if job is None or self._is_shared:
             return
-        if job.answer is not None and job.answer.is_over:
+        if job.answer is not None and number not in job.answer.open:
             raise LeftError(number)
         if total == len(job.prompt.tokens) - job.num_cached:
             job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -139,55 +139,49 @@ class Failed:
 Event: TypeAlias = Progress | Begun | Piece | ToolCall | End | Failed
 
 
-Events: TypeAlias = asyncio.Queue["tuple[Answer, Event]"]
-"""The events of all answers to one client, in the order in which they come."""
-
-
-class Answer:
-    """The way of an answer's events to its client, up to ``End`` or ``Failed``. :func:`merged` yields them.
+class Answers:
+    """The way of the events of a client's answers, each up to ``End`` or ``Failed``.
 
     Made in the event loop of the client. :meth:`put` belongs to the generation thread, everything else to the loop.
 
     Args:
-        on_leave: called when the client has left before the end.
-        events: takes the events of all answers to the client.
+        numbers: of the answers, by which the generation thread names them.
+        on_leave: called with numbers whose client has left before the end.
 
     Attributes:
-        events: as given.
-        is_over: the last event was taken, or the client has left.
+        open: numbers of answers whose last event was not taken.
+        begun: set when each answer has an event, or one has failed.
+        error: why one failed.
     """
 
-    def __init__(self, on_leave: Callable[[], None], events: Events) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_leave, self.events = on_leave, events
-        self.is_over = False
+    def __init__(self, numbers: Sequence[int], on_leave: Callable[[Collection[int]], None]) -> None:
+        self._loop, self._on_leave = asyncio.get_running_loop(), on_leave
+        self._numbers, self._silent, self.open = numbers, set(numbers), set(numbers)
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.begun = asyncio.Event()
+        self.error: RefusedError | None = None
 
-    def put(self, event: Event) -> None:
+    def put(self, number: int, event: Event) -> None:
         """Send an event. Never blocks: a client that reads nothing is dropped after a minute."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the client with it
-            self._loop.call_soon_threadsafe(self.events.put_nowait, (self, event))
+            self._loop.call_soon_threadsafe(self._add, number, event)
+
+    def _add(self, number: int, event: Event) -> None:
+        self._events.put_nowait((number, event))
+        self._silent.discard(number)
+        self.error = event.error if isinstance(event, Failed) else self.error
+        if self.error is not None or not self._silent:
+            self.begun.set()
+
+    async def next(self) -> tuple[int, Event]:
+        """Return the next event, and the place of its answer among all."""
+        number, event = await self._events.get()
+        if isinstance(event, End | Failed):
+            self.open.discard(number)
+        return self._numbers.index(number), event
 
     def leave(self) -> None:
-        """End the answer, because its client has left. Harmless after its end."""
-        if not self.is_over:
-            self.is_over = True
-            self._on_leave()
-
-
-async def merged(
-    answers: Sequence[Answer], first: Iterable[tuple[int, Event]] = ()
-) -> AsyncIterator[tuple[int, Event]]:
-    """Yield the events of the answers to one client as they come, each with the number of its answer.
-
-    Callers that stop early call :meth:`Answer.leave`.
-
-    Args:
-        answers: to one client.
-        first: events that an earlier iterator has yielded, to begin with.
-    """
-    for earlier in first:
-        yield earlier
-    while not all(answer.is_over for answer in answers):
-        answer, event = await answers[0].events.get()
-        answer.is_over = answer.is_over or isinstance(event, End | Failed)
-        yield answers.index(answer), event
+        """End the answers, because their client has left. Harmless after their ends."""
+        numbers, self.open = self.open, set()
+        if numbers:
+            self._on_leave(numbers)

@@ -15,7 +15,7 @@ from mlx_flash.errors import CheckpointError, FlashError, RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.logs import log
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.events import Answer, End, Event, Failed, Reason
+from mlx_flash.server.events import Answers, End, Event, Failed, Reason
 from mlx_flash.server.prompts import NO_PROMPT, Prompt
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.text import TextStream
@@ -28,7 +28,7 @@ class Job:
     Attributes:
         request: as the dialect made it, with the settings and the first messages of its model.
         source: its model.
-        answer: the way to its client; None on other ranks than 0.
+        answer: the way to its client, which may have other answers; None on other ranks than 0.
         prompt: its prompt; without tokens until its model is in memory.
         grammar: that its answer follows; None for any text.
         max_tokens: the most tokens of its answer.
@@ -47,7 +47,7 @@ class Job:
 
     request: GenerationRequest
     source: Source
-    answer: Answer | None
+    answer: Answers | None
     prompt: Prompt = NO_PROMPT
     grammar: str | None = None
     max_tokens: int = 0
@@ -93,7 +93,7 @@ class Job:
     def send(self, event: Event) -> None:
         """Send an event to its client."""
         if self.answer is not None and not self.is_over:
-            self.answer.put(event)
+            self.answer.put(self.number, event)
 
     def end(self, reason: Reason = "stop", vector: Sequence[float] = ()) -> None:
         """Send the end of a complete answer, or of a request that asks for none."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.logs import log
-from mlx_flash.server.events import Answer, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall, merged
+from mlx_flash.server.events import Answers, End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.request import GenerationRequest
 
 T = TypeVar("T")
@@ -50,17 +51,18 @@ class Whole:
     tokens: list[TokenDetail] = field(default_factory=list)
 
 
-async def collect(request: Request, answers: Sequence[Answer]) -> list[Whole]:
+async def collect(request: Request, answers: Answers) -> list[Whole]:
     """Return complete answers to a client that waits for all of them.
 
     Raises:
         RefusedError: one failed. The others are ended.
         ClientDisconnect: the client has left.
     """
-    events: list[list[Event]] = [[] for _ in answers]
+    events: defaultdict[int, list[Event]] = defaultdict(list)
 
     async def take() -> None:
-        async for number, event in merged(answers):
+        while answers.open:
+            number, event = await answers.next()
             if isinstance(event, Failed):
                 raise event.error
             events[number].append(event)
@@ -68,9 +70,8 @@ async def collect(request: Request, answers: Sequence[Answer]) -> list[Whole]:
     try:
         await while_connected(request.receive, take())
     finally:
-        for answer in answers:
-            answer.leave()
-    return [*map(_whole, events)]
+        answers.leave()
+    return [_whole(events[number]) for number in sorted(events)]
 
 
 def _whole(events: Sequence[Event]) -> Whole:
@@ -173,7 +174,7 @@ def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | Non
     return JSONResponse(error_body(path, error), error.status, headers)
 
 
-async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, streams: bool) -> Response:
+async def reply(request: Request, answers: Answers, writer: Writer, *, streams: bool) -> Response:
     """Return the reply that has some answers: whole, or as they grow.
 
     A stream waits :data:`BEAT_SECONDS` for the first event of each answer, so that the reply to a request that is
@@ -185,70 +186,32 @@ async def reply(request: Request, answers: Sequence[Answer], writer: Writer, *, 
     """
     if not streams:
         return JSONResponse(writer.whole(await collect(request, answers)))
-    began, first = time.monotonic(), list[tuple[int, Event]]()
-
-    async def begin() -> None:
-        async for number, event in merged(answers):
-            if isinstance(event, Failed):
-                raise event.error
-            first.append((number, event))
-            if {number for number, _ in first} == {*range(len(answers))}:
-                return
-
+    began = time.monotonic()
     try:
         with contextlib.suppress(asyncio.TimeoutError):
-            await while_connected(request.receive, asyncio.wait_for(begin(), BEAT_SECONDS))
+            await while_connected(request.receive, asyncio.wait_for(answers.begun.wait(), BEAT_SECONDS))
+        if answers.error is not None:
+            raise answers.error
     except BaseException:
-        for answer in answers:
-            answer.leave()
+        answers.leave()
         raise
-    parts = _parts(request.url.path, writer, first, answers)
-    return Stream(parts, answers, writer.media_type, writer.beat, began)
-
-
-async def _parts(
-    path: str, writer: Writer, first: list[tuple[int, Event]], answers: Sequence[Answer]
-) -> AsyncIterator[bytes]:
-    """Yield the parts of a stream. Of two reports of the same work in a short time there is the first."""
-    for part in writer.begin():
-        yield part
-    stage, sent = None, 0.0
-    async for number, event in merged(answers, first):
-        if isinstance(event, Progress):
-            now = time.monotonic()
-            if event.stage == stage and now - sent < PROGRESS_SECONDS:
-                continue
-            stage, sent = event.stage, now
-        if isinstance(event, Failed):
-            yield writer.fail(path, event.error)
-            return
-        for part in writer.write(number, event):
-            yield part
+    return Stream(request.url.path, answers, writer, began)
 
 
 class Stream(Response):
     """A reply in parts, which ends when its client leaves.
 
     Args:
-        parts: the parts.
-        answers: what they are made from; left when the stream ends in any way.
-        media_type: of the whole.
-        beat: returns a part to send when there was none for :data:`BEAT_SECONDS`.
+        path: of the request.
+        answers: what it is made from; left when the stream ends in any way.
+        writer: makes the parts.
         began: since when the client waits, by ``time.monotonic()``.
     """
 
-    def __init__(
-        self,
-        parts: AsyncIterator[bytes],
-        answers: Sequence[Answer],
-        media_type: str,
-        beat: Callable[[], bytes],
-        began: float,
-    ) -> None:
-        super().__init__(status_code=200, media_type=media_type, headers={"Cache-Control": "no-cache"})
+    def __init__(self, path: str, answers: Answers, writer: Writer, began: float) -> None:
+        super().__init__(status_code=200, media_type=writer.media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._parts, self._answers, self._beat = parts, answers, beat
-        self._sent_at = began
+        self._path, self._answers, self._writer, self._sent_at = path, answers, writer, began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts."""
@@ -257,34 +220,41 @@ class Stream(Response):
         except ClientDisconnect:
             log.info("a client left, or stopped reading, before its answer was complete")
         finally:
-            for answer in self._answers:
-                answer.leave()
+            self._answers.leave()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        beating = asyncio.ensure_future(self._send_beats(send))
-        try:
-            async for part in self._parts:
-                await self._send_part(send, part)
-        finally:
-            beating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await beating
+        async for part in self._parts():
+            if not part.startswith(COMMENT):
+                self._sent_at = time.monotonic()
+            await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_part(self, send: Send, part: bytes) -> None:
-        if not part.startswith(COMMENT):
-            self._sent_at = time.monotonic()
-        await send({"type": "http.response.body", "body": part, "more_body": True})
+    async def _parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts, with beats by the clock: a pass may take minutes.
 
-    async def _send_beats(self, send: Send) -> None:
-        """Send a part whenever the last one was sent long ago, by the clock: a pass may take minutes."""
-        while True:
-            left = self._sent_at + BEAT_SECONDS - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(left)
-            else:
-                await self._send_part(send, self._beat())
+        Of two reports of the same work in a short time there is the first.
+        """
+        for part in self._writer.begin():
+            yield part
+        stage, reported = None, 0.0
+        while self._answers.open:
+            try:
+                async with asyncio.timeout(max(0.0, self._sent_at + BEAT_SECONDS - time.monotonic())):
+                    number, event = await self._answers.next()
+            except TimeoutError:
+                yield self._writer.beat()
+                continue
+            if isinstance(event, Progress):
+                now = time.monotonic()
+                if event.stage == stage and now - reported < PROGRESS_SECONDS:
+                    continue
+                stage, reported = event.stage, now
+            if isinstance(event, Failed):
+                yield self._writer.fail(self._path, event.error)
+                return
+            for part in self._writer.write(number, event):
+                yield part
 
 
 async def while_connected(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog
-from mlx_flash.server.events import Answer, Events, Failed, Progress
+from mlx_flash.server.events import Answers, Failed, Progress
 from mlx_flash.server.job import Job, ends_alone
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
@@ -64,7 +65,7 @@ class EngineRoom:
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._requests: list[GenerationRequest] = []
         self._left: list[int] = []  # numbers of requests whose clients have left
-        self._answers: WeakValueDictionary[int, Answer] = WeakValueDictionary()
+        self._answers: WeakValueDictionary[int, Answers] = WeakValueDictionary()
         self._numbers = count(1)
         self._ranks: Ranks | None = None
         self._waiting: deque[Job] = deque()
@@ -100,9 +101,9 @@ class EngineRoom:
     @property
     def num_answers(self) -> int:
         """Answers that are computed or wait."""
-        return sum(not answer.is_over for answer in self._answers.values())
+        return sum(number in answers.open for number, answers in self._answers.items())
 
-    def submit(self, *requests: GenerationRequest) -> list[Answer]:
+    def submit(self, *requests: GenerationRequest) -> Answers:
         """Send requests to the thread together. Return their answers, for the event loop that runs now.
 
         Raises:
@@ -123,15 +124,14 @@ class EngineRoom:
         with self._lock:
             if not self.is_alive:
                 raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
-            events = Events()
-            answers = {each.number: Answer(partial(self._leave, each.number), events) for each in asked}
-            self._answers.update(answers)
+            answers = Answers([each.number for each in asked], self._leave)
+            self._answers.update((each.number, answers) for each in asked)
             self._requests += asked
         self._woken.put(None)
-        return [*answers.values()]
+        return answers
 
-    def _leave(self, number: int) -> None:
-        self._left.append(number)
+    def _leave(self, numbers: Iterable[int]) -> None:
+        self._left += numbers
         self._woken.put(None)
 
     def stop(self) -> None:
@@ -161,9 +161,9 @@ class EngineRoom:
         finally:
             with self._lock:
                 self._is_closed = True
-                answers = list(self._answers.values())
-            for answer in answers:
-                answer.put(Failed(RefusedError("the server stops.", 503)))
+                answers = list(self._answers.items())
+            for number, each in answers:
+                each.put(number, Failed(RefusedError("the server stops.", 503)))
             if not self._has_loaded:
                 self._plan = self._plan or RefusedError("the generation thread died.", 503)
                 self._loaded.put(None)
@@ -231,7 +231,7 @@ class EngineRoom:
     def _take_in(self, request: GenerationRequest) -> None:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
         answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
-        with ends_alone(lambda error: None if answer is None else answer.put(Failed(error))):
+        with ends_alone(lambda error: None if answer is None else answer.put(request.number, Failed(error))):
             source = self.catalog.find(request.model)
             job = Job(opened(request.completed(source.defaults), source.first_messages), source, answer)
             model = self.models.get(job.source)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.logs import log
-from mlx_flash.server.events import Answer
+from mlx_flash.server.events import Answers
 from mlx_flash.server.replies import Asked, error_reply, reply
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.requestpictures import with_pictures
@@ -228,7 +228,7 @@ class Service:
         self.ignored: set[str] = set()
         self._num_bytes = 0
 
-    def submit(self, *requests: GenerationRequest) -> list[Answer]:
+    def submit(self, *requests: GenerationRequest) -> Answers:
         """Send the requests of a body to the generation thread. Their answers end by themselves, or by ``leave()``.
 
         Raises:

@@ -16,8 +16,7 @@ from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source
-from mlx_flash.server.events import Answer as ServerAnswer
-from mlx_flash.server.events import End, Event, Failed, Piece, merged
+from mlx_flash.server.events import Answers, End, Event, Failed, Piece
 from mlx_flash.server.loaded import PromptCaches
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.room import EngineRoom
@@ -81,10 +80,10 @@ class Served:
         """The prompt caches that are kept."""
         return kept_in(self.prompt_cache)
 
-    def submit(self, *requests: GenerationRequest) -> list[ServerAnswer]:
+    def submit(self, *requests: GenerationRequest) -> list[Answers]:
         """Send requests to the thread together, each with a client of its own."""
         with self.room._lock:
-            return [answer for request in requests for answer in self.room.submit(request)]
+            return [self.room.submit(request) for request in requests]
 
     def events(self, request: GenerationRequest) -> list[Event]:
         """Return all events of an answer."""
@@ -94,8 +93,7 @@ class Served:
         """Return all events of an answer, and when each came."""
 
         async def collect() -> list[tuple[Event, float]]:
-            (answer,) = self.room.submit(request)
-            return [(event, time.monotonic()) async for event in events_of(answer)]
+            return [(event, time.monotonic()) async for event in events_of(self.room.submit(request))]
 
         return self.run(collect())
 
@@ -128,13 +126,13 @@ class Served:
         return [(piece.text, piece.tokens[0][0].logprob) for piece in pieces]
 
 
-async def events_of(answer: ServerAnswer) -> AsyncIterator[Event]:
+async def events_of(answer: Answers) -> AsyncIterator[Event]:
     """Yield the events of an answer."""
-    async for _, event in merged([answer]):
-        yield event
+    while answer.open:
+        yield (await answer.next())[1]
 
 
-async def every(answer: ServerAnswer) -> list[Event]:
+async def every(answer: Answers) -> list[Event]:
     """Return all events of an answer."""
     return [event async for event in events_of(answer)]
 

@@ -26,7 +26,7 @@ from mlx_flash.loading import load_model
 from mlx_flash.residency.admission import together_bytes
 from mlx_flash.server import batch, loaded
 from mlx_flash.server.batch import BatchOptions, ServedBatch
-from mlx_flash.server.events import Answer, Begun, End, Event, Failed, Piece, Progress
+from mlx_flash.server.events import Answers, Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
 from served import Served, events_of, every, serving, text_of
@@ -342,7 +342,7 @@ def test_groups_that_have_joined_leave_their_caches(made: ServedBatch, sizes: li
     assert max(sizes) == 3 and len(alive) == 2 and sum(ref() is not None for ref in alive) <= 1
 
 
-async def until(answer: Answer, kind: type[Event]) -> None:
+async def until(answer: Answers, kind: type[Event]) -> None:
     """Leave once an event of a kind has come."""
     async for event in events_of(answer):
         if isinstance(event, kind) and (isinstance(event, Piece) or event.done):

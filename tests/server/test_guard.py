@@ -29,7 +29,7 @@ from mlx_flash.server import service as service_module
 from mlx_flash.server import serving
 from mlx_flash.server.access import Access, make_access, plain_key
 from mlx_flash.server.catalog import Catalog, Source
-from mlx_flash.server.events import Answer, Events, Failed
+from mlx_flash.server.events import Answers, Failed
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.openai import CompletionRequest
 from mlx_flash.server.service import MAX_BODY_BYTES, checked, parse
@@ -50,18 +50,17 @@ class Room:
         self.num_answers = 0
         self.is_stopped = threading.Event()
 
-    def submit(self, *requests: Any) -> list[Answer]:
+    def submit(self, *requests: Any) -> Answers:
         self.has_begun.set()
         self.num_answers += len(requests)
-        events = Events()
-        answers = [Answer(lambda: None, events) for _ in requests]
-        for answer in answers:
-            asyncio.get_running_loop().call_later(self.seconds, self.refuse, answer)
+        answers = Answers(range(len(requests)), lambda numbers: None)
+        for number in range(len(requests)):
+            asyncio.get_running_loop().call_later(self.seconds, self.refuse, answers, number)
         return answers
 
-    def refuse(self, answer: Answer) -> None:
+    def refuse(self, answers: Answers, number: int) -> None:
         self.num_answers -= 1
-        answer.put(Failed(RefusedError("no room", 413)))
+        answers.put(number, Failed(RefusedError("no room", 413)))
 
     def stop(self) -> None:
         self.is_stopped.set()

@@ -31,7 +31,6 @@ KINDS: dict[str, Any] = {
     "/v1/responses": ResponseRequest,
     "/api/chat": ollama.ChatRequest,
     "/api/generate": ollama.GenerateRequest,
-    "/api/show": ollama.NamedRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": Conversation,
 }

@@ -31,7 +31,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_flash.compat.randomkeys import random_key, set_random_key
+from mlx_flash.compat.arrays import random_key, set_random_key
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.cachesizes import add_sizes

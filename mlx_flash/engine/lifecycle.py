@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash import enginethread
-from mlx_flash.compat.compiler import evaluate
+from mlx_flash.compat.arrays import evaluate
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine, Progress

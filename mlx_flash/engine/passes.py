@@ -11,8 +11,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_flash import enginethread
+from mlx_flash.compat.arrays import explained
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.compat.compiler import explained
 from mlx_flash.engine.call import ForwardCall, Lane, Row, teller
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.group import CallGroup, Outcome

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, cast
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.compat.batchgenerator import (
+from mlx_flash.compat.arrays import random_key
+from mlx_flash.compat.generation import (
     BatchGenerator,
     Progress,
     Response,
@@ -26,9 +27,8 @@ from mlx_flash.compat.batchgenerator import (
     merge_caches,
     stock_batch_generate,
     wanted_of,
+    with_names,
 )
-from mlx_flash.compat.generation import with_names
-from mlx_flash.compat.randomkeys import random_key
 from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.model import FlashLLM, Reads

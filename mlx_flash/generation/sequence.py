@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.compat.compiler import evaluate
-from mlx_flash.compat.randomkeys import draw_as_between, random_key, set_random_key
+from mlx_flash.compat.arrays import draw_as_between, evaluate, random_key, set_random_key
 from mlx_flash.engine.call import Row
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError

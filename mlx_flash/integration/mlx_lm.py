@@ -16,9 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat import tokenizers
-from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.compat.callers import calling_modules, refuse_writers
-from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
+from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.compat.loaders import (
     WRITERS,
     Change,

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from mlx_flash.compat.adapters import adapted_part, adapted_product
-from mlx_flash.compat.tape import result_bytes, tape_of
+from mlx_flash.compat.arrays import result_bytes, tape_of
+from mlx_flash.compat.loaders import adapted_part, adapted_product
 from mlx_flash.errors import CheckpointError, FlashError
 from mlx_flash.files import read_regular
 from mlx_flash.layout.load import UNCLEAR_ERRORS

@@ -22,9 +22,8 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.compat.arrays import CHANGING, wrapped_functions
+from mlx_flash.compat.arrays import CHANGING, LoadingStreams, wrapped_functions
 from mlx_flash.compat.loaders import LoadModel, ModelClasses, missing_parameters, model_classes
-from mlx_flash.compat.streams import LoadingStreams
 from mlx_flash.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_flash.compat.arrays import random_key, set_random_key
 from mlx_flash.compat.loaders import model_classes
-from mlx_flash.compat.randomkeys import random_key, set_random_key
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.load import LoadedModel, iter_parameters, load_lazily
 from mlx_flash.layout.parts import ModelLayout, OwnHead, Parameter, body_of

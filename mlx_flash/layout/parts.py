@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.compat.attention import AttentionCall
+from mlx_flash.compat.arrays import AttentionCall
 from mlx_flash.compat.caches import CACHE_STEP, entries_of
 from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
 from mlx_flash.layout.reachable import nbytes_in

@@ -22,8 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from mlx_flash.compat.arrays import num_nodes
-from mlx_flash.compat.attention import observed_attention
+from mlx_flash.compat.arrays import num_nodes, observed_attention
 from mlx_flash.compat.caches import entries_of, is_recurrent
 from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.compat.require import installed

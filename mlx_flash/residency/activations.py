@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.attention import AttentionCall
+from mlx_flash.compat.arrays import AttentionCall
 from mlx_flash.compat.require import installed
 from mlx_flash.layout.parts import Held, ModelLayout, Parameter
 from mlx_flash.memory.driver import has_own_memory

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.compat.batchgenerator import Group, Response, Waiting
-from mlx_flash.compat.batchgenerator import Progress as PromptProgress
 from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.compat.generation import Group, Response, Waiting
+from mlx_flash.compat.generation import Progress as PromptProgress
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.generation.batches import Reading, RowGenerator, may_batch

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.compiler import explained
+from mlx_flash.compat.arrays import explained
 from mlx_flash.errors import CheckpointError, FlashError, RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.logs import log

@@ -8,8 +8,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_flash.compat.compiler import evaluate
-from mlx_flash.compat.randomkeys import random_key, set_random_key
+from mlx_flash.compat.arrays import evaluate, random_key, set_random_key
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.request import Sampling
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.compat.streams import LoadingStreams
+from mlx_flash.compat.arrays import LoadingStreams
 from mlx_flash.compat.vlm import (
     VlmLoadModel,
     current_vlm_load_model,

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_flash.compat.tape import result_bytes, tape_of
+from mlx_flash.compat.arrays import result_bytes, tape_of
 from mlx_flash.engine.engine import bind_views
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.passes import Passes

@@ -97,7 +97,7 @@ def test_a_batch_generator_without_an_attribute_is_named(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(BatchGenerator, "__init__", initialize)
     with pytest.raises(CompatibilityError, match="BatchGenerator sets no completion_batch_size"):
-        import_anew("batchgenerator")
+        import_anew("generation")
 
 
 def test_pyproject_has_the_tested_bounds() -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_flash.compat.tape import result_bytes, tape_of
+from mlx_flash.compat.arrays import result_bytes, tape_of
 
 
 class OwnAttention(nn.Module):

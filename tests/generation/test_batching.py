@@ -22,8 +22,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_flash
 from batches import Tokens, alone, by_generator, check_equal
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.compat.batchgenerator import StockBatchGenerator
-from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError
 from mlx_flash.generation import RowGenerator, batches

@@ -17,8 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_flash
 from batches import check_equal
 from mlx_flash import FlashLLM, load_model
-from mlx_flash.compat.batchgenerator import StockBatchGenerator
-from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.errors import BudgetError, ClosedError

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from mlx_flash.compat.attention import AttentionCall, observed_attention
+from mlx_flash.compat.arrays import AttentionCall, observed_attention
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import sharing
 from mlx_flash.engine.need import Need

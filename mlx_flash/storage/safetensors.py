@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -51,7 +53,7 @@ MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MAX_SIZE = 2**63 - 1
 _AGAIN = "Hint: download it again, or write it again if it was not downloaded."
-_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,10 @@ def read_shard(path: Path) -> Shard:
             raw = _read_header(file, path)
     except OSError as fault:
         refuse_unreadable(path, "file", fault)
-    header = _parse_object(raw, f"{path}: the header")
+    try:
+        header: dict[str, Any] = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as fault:
+        raise HeaderError(f"{path}: the header is not valid UTF-8 JSON: {fault}. {_AGAIN}") from fault
     data_offset = _LENGTH_BYTES + len(raw)
     records, metadata = _records(path, header, data_offset, identity.nbytes)
     return Shard(path, identity, data_offset, records, metadata)
@@ -223,9 +228,11 @@ def _records(
     path: Path, header: dict[str, Any], data_offset: int, size: int
 ) -> tuple[tuple[TensorRecord, ...], Mapping[str, str]]:
     """Return the checked tensors and the metadata of a header."""
-    # MLX writes null where it has no metadata to write.
-    found = header.pop("__metadata__", None)
-    metadata = _check_str_map({} if found is None else found, f"{path}: __metadata__")
+    metadata = header.pop("__metadata__", {})
+    if metadata is None:
+        metadata = {}  # which MLX writes where it has none
+    if not isinstance(metadata, dict) or not all(isinstance(item, str) for item in metadata.values()):
+        raise HeaderError(f"{path}: __metadata__ must map strings to strings, found {brief(metadata)}")
     records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
     records.sort(key=lambda record: (record.extent.offset, record.extent.nbytes))
     _check_layout(path, records, size)
@@ -282,66 +289,38 @@ def _read_exactly(file: BinaryIO, path: Path, count: int, what: str) -> bytes:
     return raw
 
 
-def _parse_object(raw: bytes, what: str) -> dict[str, object]:
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as fault:
-        raise HeaderError(f"{what} is not valid UTF-8 JSON: {fault}. {_AGAIN}") from fault
-    if not isinstance(value, dict):
-        raise HeaderError(f"{what} must be a JSON object, found {brief(value)}. {_AGAIN}")
-    return value
-
-
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result: dict[str, object] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"duplicate key {key!r}")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"duplicate key {key!r}")
     return result
 
 
-def _check_str_map(value: object, what: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise HeaderError(f"{what} must map strings to strings, found {brief(value)}")
-    return value
-
-
-def _parse_entry(path: Path, name: str, entry: object, data_offset: int) -> TensorRecord:
+def _parse_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorRecord:
     where = f"{path}: tensor {name!r}"
-    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
-        raise HeaderError(f"{where}: its entry must hold exactly dtype, shape and data_offsets, found {brief(entry)}")
-    dtype, shape = entry["dtype"], entry["shape"]
-    needed = _count_bytes(where, dtype, shape)
-    offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise HeaderError(f"{where}: data_offsets must be two integers from 0 to 2**63 - 1, found {brief(offsets)}")
-    begin, end = offsets
-    if end - begin != needed:
-        raise HeaderError(
-            f"{where}: {dtype} of shape {brief(shape)} takes {needed} bytes, "
-            f"its data_offsets [{begin}, {end}] span {end - begin}"
-        )
-    return TensorRecord(name, dtype, tuple(shape), Extent(path, data_offset + begin, needed))
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
+            len(entry) == 3 and dtype in DTYPE_SIZES and len(shape) <= _MOST_DIMENSIONS
+        ):
+            if all(map(_is_size, (*shape, begin, end))):
+                bound = DTYPE_SIZES[dtype] * math.prod([dimension or 1 for dimension in shape])
+                needed = 0 if 0 in shape else bound
+                if bound > _MAX_SIZE or end - begin != needed:
+                    raise HeaderError(
+                        f"{where}: {dtype} of shape {brief(shape)} takes {bound} bytes, "
+                        f"its data_offsets [{begin}, {end}] span {end - begin}"
+                    )
+                return TensorRecord(name, dtype, tuple(shape), Extent(path, data_offset + begin, needed))
+    raise HeaderError(
+        f"{where}: its entry must hold exactly dtype (one of {', '.join(DTYPE_SIZES)}), shape and two data_offsets, "
+        f"all sizes from 0 to 2**63 - 1, found {brief(entry)}"
+    )
 
 
 def _is_size(value: object) -> bool:
     # bool is a subclass of int, but true is no size in JSON.
     return type(value) is int and 0 <= value <= _MAX_SIZE
-
-
-def _count_bytes(where: str, dtype: object, shape: object) -> int:
-    if not isinstance(dtype, str) or dtype not in DTYPE_SIZES:
-        raise HeaderError(f"{where}: unknown dtype {brief(dtype)}, supported are {', '.join(DTYPE_SIZES)}")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise HeaderError(f"{where}: shape must be a list of integers from 0 to 2**63 - 1, found {brief(shape)}")
-    # Zeros are left out of the bound, so that it does not depend on the order of the dimensions.
-    bound = DTYPE_SIZES[dtype]
-    for dimension in shape:
-        bound *= dimension or 1
-        if bound > _MAX_SIZE:
-            raise HeaderError(f"{where}: {dtype} of shape {brief(shape)} takes more than 2**63 - 1 bytes")
-    return 0 if 0 in shape else bound
 
 
 def _check_layout(path: Path, records: list[TensorRecord], size: int) -> None:

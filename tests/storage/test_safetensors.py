@@ -284,26 +284,23 @@ BAD_HEADERS = [
 ]
 BAD_ENTRIES = [
     *(
-        (entry, ("exactly dtype, shape and data_offsets",))
+        (entry, ("exactly dtype",))
         for entry in (None, [], "U8", {}, {"dtype": "U8", "shape": [4]}, {**_entry(), "strides": [1]})
     ),
+    *((_entry(dtype), ("exactly dtype", "BF16")) for dtype in ("F4", "F6_E2M3", "f32", "", None, 8, ["U8"], {})),
     *(
-        (_entry(dtype), (f"unknown dtype {dtype!r}", "BF16"))
-        for dtype in ("F4", "F6_E2M3", "f32", "", None, 8, ["U8"], {})
-    ),
-    *(
-        (_entry(shape=shape), ("shape must be",))
+        (_entry(shape=shape), ("exactly dtype", "all sizes from 0 to 2**63 - 1"))
         for shape in (None, 4, "4", {"0": 4}, [4.0], ["4"], [-4], [-2, -2], [True, 4], [None], [[4]], [2**63])
     ),
     *(
-        (_entry("F32", shape, [0, 0]), ("more than 2**63 - 1 bytes",))
+        (_entry("F32", shape, [0, 0]), ("takes", "span 0"))
         for shape in ([2**62, 2], [2**32, 2**32], [2**61, 2, 2], [2**62, 2**62, 0], [0, 2**62, 2**62], [10] * 50)
     ),
-    (_entry("U8", [2**62, 2], [0, 2**63 - 1]), ("more than 2**63 - 1 bytes",)),
+    (_entry("U8", [2**62, 2], [0, 2**63 - 1]), (f"takes {2**63} bytes",)),
     (_entry("U8", [2**63 - 1], [0, 2**63 - 1]), ("truncated",)),
     (_entry(shape=[0], offsets=[9, 9]), ("truncated",)),
     *(
-        (_entry(offsets=offsets), ("data_offsets must be",))
+        (_entry(offsets=offsets), ("exactly dtype", "two data_offsets"))
         for offsets in (None, 4, [], [4], [0, 4, 8], [0.0, 4.0], ["0", "4"], [-4, 0], [False, 4], [0, 2**63], {"0": 4})
     ),
     *((_entry(offsets=offsets), ("takes 4 bytes", str(offsets))) for offsets in ([0, 3], [0, 5], [0, 0], [4, 0])),

@@ -8,7 +8,7 @@ those in the pool are hits, the others are inserted, and none evicts another of 
 calls. A call of a prompt, or of more experts than the pool has slots, reads its experts elsewhere. After it the experts
 that most tokens chose are inserted, as many as one layer's part of the pool holds, and nothing is counted.
 
-*least used* is ``mlx_flash/experts/eviction.py``. *optimum* knows the future: it evicts the expert that is needed last,
+*least used* is ``mlx_flash/experts/pool.py``. *optimum* knows the future: it evicts the expert that is needed last,
 and no policy does better.
 """
 
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from routing import FORMAT
 
-from mlx_flash.experts.eviction import Uses
+from mlx_flash.experts.pool import Uses
 
 PROMPT_TOKENS = 16
 """A call of this many tokens or more is one of a prompt."""

@@ -24,11 +24,10 @@ from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import ModelIdentity, fingerprint_of, state_of
-from mlx_flash.layout.load import LoadedModel, load_lazily
+from mlx_flash.layout.load import LoadedModel, check_direct, load_lazily
 from mlx_flash.layout.mtp import find_head
 from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout
-from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.footprint import free_unused, map_large_blocks
 from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files

@@ -17,8 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.expertstacks import SORTED_SIZE
-from mlx_flash.experts.eviction import Numbers
-from mlx_flash.experts.pool import ABSENT, ExpertPool
+from mlx_flash.experts.pool import ABSENT, ExpertPool, Numbers
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, swap_class
 from mlx_flash.layout.trace import scores_of

@@ -21,8 +21,15 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError
-from mlx_flash.layout.load import LoadedModel, Sources, checked_config, direct_arrays, failure_explained, model_name
-from mlx_flash.layout.standins import stock_folder
+from mlx_flash.layout.load import (
+    LoadedModel,
+    Sources,
+    checked_config,
+    direct_arrays,
+    failure_explained,
+    model_name,
+    stock_folder,
+)
 from mlx_flash.residency.kv import refuse_all_but
 from mlx_flash.storage.safetensors import Checkpoint
 from mlx_flash.vision.flashvlm import FlashVLM

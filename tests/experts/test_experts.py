@@ -260,9 +260,9 @@ def test_bounce_buffers_are_used_where_required(
     in_place: list[bool] = []
     read = RangeReader._read_direct
 
-    def spy(self: RangeReader, wanted: Any, target: memoryview) -> None:
+    def spy(self: RangeReader, part: Any, fd: int, target: memoryview) -> None:
         in_place.append(not isinstance(target.obj, mmap.mmap))
-        read(self, wanted, target)
+        read(self, part, fd, target)
 
     monkeypatch.setattr(RangeReader, "_read_direct", spy)
     for arrival in ("in place", "bounced"):

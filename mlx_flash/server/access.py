@@ -51,11 +51,7 @@ class Key:
 
 
 def plain_key(text: str) -> Key:
-    """Return a key without a name.
-
-    Raises:
-        ConfigError: it cannot be sent in a header.
-    """
+    """Return a key without a name."""
     if not _KEY.fullmatch(text):
         raise ConfigError(
             "the API key must be printable ASCII without spaces. Hint: make one with `openssl rand -hex 32`."
@@ -82,12 +78,6 @@ class Access:
 
         Web pages send their origin, programs send none. A request with two lengths is refused: a proxy may use one and
         the server the other, so that they disagree where the request ends.
-
-        Args:
-            path, method, headers: of the request.
-
-        Raises:
-            RefusedError: it has two lengths, comes from a web page that is not allowed, or its key is missing or wrong.
         """
         if "content-length" in headers and "transfer-encoding" in headers:
             raise RefusedError("a request has Content-Length or Transfer-Encoding, not both.", 400)
@@ -102,15 +92,7 @@ class Access:
         return self.check_key(headers.get("authorization"), headers.get("x-api-key"))
 
     def check_key(self, authorization: str | None, key_header: str | None = None) -> Key | None:
-        """Check the key of a request. Return it, or None if none is asked for.
-
-        Args:
-            authorization: the header, ``Bearer KEY``.
-            key_header: ``x-api-key``, which clients of Anthropic send instead.
-
-        Raises:
-            RefusedError: the key is missing or wrong.
-        """
+        """Check the key of a request. Return it, or None if none is asked for."""
         if not self.keys:
             return None
         scheme, _, given = (authorization or "").partition(" ")
@@ -186,11 +168,7 @@ def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_ope
 
 
 def _keys_in(path: Path) -> list[Key]:
-    """Return the keys of a file: one key as it is, or lines with names and hashes.
-
-    Raises:
-        ConfigError: it cannot be read, or a line is wrong.
-    """
+    """Return the keys of a file: one key as it is, or lines with names and hashes."""
     try:
         text = read_regular(path, _MAX_FILE_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -130,11 +130,7 @@ class MessagesRequest(Conversation):
 
 
 def generation_request(body: Conversation) -> GenerationRequest:
-    """Return the request for an answer to a conversation, with the settings of its prompt.
-
-    Raises:
-        RefusedError: the schema of the answer cannot be used.
-    """
+    """Return the request for an answer to a conversation, with the settings of its prompt."""
     choice, output = body.tool_choice or ToolChoice(type="auto"), body.output_config or OutputConfig()
     thinking, messages = body.thinking or openai.Thinking(), _messages(body)
     tools = tool_fields(
@@ -174,17 +170,7 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
 
 
 def _add_answer(found: Messages, block: Block, body: Conversation, field: str) -> None:
-    """Add a block of the assistant's to a conversation. What only Anthropic's servers make is ignored.
-
-    Args:
-        found: the conversation.
-        block: of the request.
-        body: the request.
-        field: the place of its type there.
-
-    Raises:
-        RefusedError: the assistant has no such blocks.
-    """
+    """Add a block of the assistant's to a conversation. What only Anthropic's servers make is ignored."""
     if block.type == "tool_use":
         found.add_call(block.id, block.name, block.input or {})
     elif block.type in ("text", "thinking"):
@@ -197,16 +183,7 @@ def _add_answer(found: Messages, block: Block, body: Conversation, field: str) -
 
 
 def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[dict[str, str]]:
-    """Return text and pictures of some blocks.
-
-    Args:
-        blocks: the blocks, or a text.
-        field: their place in the request.
-        first: number of the first one there.
-
-    Raises:
-        RefusedError: a block is of another type, or its picture cannot be used.
-    """
+    """Return text and pictures of some blocks."""
     if isinstance(blocks, str):
         return _plain(blocks)
     found: list[dict[str, str]] = []
@@ -246,11 +223,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def answer_messages(body: MessagesRequest) -> Asked:
-    """Translate a request for the next message of a conversation.
-
-    Raises:
-        RefusedError: a field is wrong.
-    """
+    """Translate a request for the next message of a conversation."""
     asked = replace(
         generation_request(body),
         sampling=openai.sampling_of(body),

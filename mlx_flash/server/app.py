@@ -105,12 +105,7 @@ def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
 
 
 def metrics(num_requests: int, keys: Mapping[str, int]) -> bytes:
-    """Return the metrics of this process.
-
-    Args:
-        num_requests: requests that run or wait.
-        keys: requests by names of keys.
-    """
+    """Return the metrics of this process."""
     registry: Any = SimpleNamespace(collect=partial(_families, num_requests, keys))
     return generate_latest(registry)
 
@@ -145,12 +140,7 @@ def openai_routes(service: Service) -> list[BaseRoute]:
 
 
 def make_app(service: Service, access: Access) -> Starlette:
-    """Return the application.
-
-    Args:
-        service: the generation thread.
-        access: who may ask.
-    """
+    """Return the application."""
 
     async def health(request: Request) -> Response:
         is_alive = service.room.is_alive

@@ -287,11 +287,7 @@ class ServedBatch(RowGenerator):
         return "stock" if self._may_batch else self.batching
 
     def advance(self) -> tuple[list[Any], list[Any]]:
-        """Compute a part of each request. Return the progress of prompts, and tokens.
-
-        Raises:
-            FlashError: a request failed on this rank, and not on others.
-        """
+        """Compute a part of each request. Return the progress of prompts, and tokens."""
         self._begin_groups()
         batched = [self._next_of(group) for group in self._groups_at_once()]
         self._join_groups()

@@ -51,11 +51,7 @@ class _Form(NamedTuple):
 
 
 def complete(tokenizer: Any) -> None:
-    """Give a tokenizer what its template needs: a parser of calls if mlx-lm has none, and arguments as text.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-    """
+    """Give a tokenizer what its template needs: a parser of calls if mlx-lm has none, and arguments as text."""
     if not tokenizer.has_chat_template:
         return
     text = _rendered(tokenizer, _USER, _calls({_KEY: "x"}, _NAME))
@@ -157,12 +153,7 @@ _FORMS = (
 
 
 def _other_form(text: str, prompt: str) -> _Form:
-    """Return a form for calls in JSON or Python: between marks, or all of an answer.
-
-    Args:
-        text: a rendered call.
-        prompt: a rendered conversation, up to where an answer begins.
-    """
+    """Return a form for calls in JSON or Python: between marks, or all of an answer."""
     marks = rf"(?P<start><[^<>\n]+>)[\s\[]*{JSON_CALL}[^<]*{_KEY}[^<]*(?P<end></[^<>\n]+>)?"
     match = regex.search(marks, text)
     start, end = ("", "") if match is None else (match["start"], match["end"] or "")
@@ -199,15 +190,7 @@ _HARMONY_CALLS = CallForm(_RECIPIENT, f"<|channel|>commentary{_RECIPIENT}", " <|
 
 
 def form_of(tokenizer: Any, field: str) -> CallForm:
-    """Return the form of a model's calls.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        field: of the request, to name in an error.
-
-    Raises:
-        RefusedError: its template renders calls in another form than JSON, or mlx-lm cannot read them back.
-    """
+    """Return the form of a model's calls."""
     if tokenizer.tool_call_start == _RECIPIENT:
         return _HARMONY_CALLS
     for number in (2, 1):  # some templates refuse two calls, and two without a mark could not be told from other JSON
@@ -242,14 +225,7 @@ class Headers:
 
 
 def headers_of(tokenizer: Any) -> Headers:
-    """Return the headers of a model's answers, as its chat template renders them.
-
-    Args:
-        tokenizer: mlx-lm's wrapper, with a state of answers for the headers.
-
-    Raises:
-        RefusedError: the template does not show them.
-    """
+    """Return the headers of a model's answers, as its chat template renders them."""
     states, first = tokenizer.response_transitions, tokenizer.response_initial_state
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _NAMES[0]}]
     try:
@@ -270,11 +246,7 @@ def headers_of(tokenizer: Any) -> Headers:
 
 
 def _split(names: Sequence[str], tokenizer: Any) -> tuple[CallForm, str]:
-    """Return the form of calls in a rendered conversation, and the text of calls of some functions.
-
-    Raises:
-        ValueError: it has no such form.
-    """
+    """Return the form of calls in a rendered conversation, and the text of calls of some functions."""
     prompt = _render(tokenizer, _USER, tool="other")
     text = _render(tokenizer, _USER, _calls(_ARGUMENTS, *names), tool="other")
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
@@ -298,11 +270,7 @@ def _split(names: Sequence[str], tokenizer: Any) -> tuple[CallForm, str]:
 
 
 def _arguments(text: str, at: int) -> tuple[str, int]:
-    """Return the text before a call's arguments, and where these end.
-
-    Raises:
-        ValueError: they are not JSON.
-    """
+    """Return the text before a call's arguments, and where these end."""
     begin = text.index("{", at)
     value, end = json.JSONDecoder().raw_decode(text, begin)
     if value != _ARGUMENTS or any(number in text[at:begin] for number in _IDS):

@@ -103,11 +103,7 @@ class Catalog:
         return name
 
     def find(self, name: str) -> Source:
-        """Return the model of a name, which may end with ``:latest``: nothing is downloaded.
-
-        Raises:
-            RefusedError: there is none on this machine, or its Modelfile cannot be used.
-        """
+        """Return the model of a name, which may end with ``:latest``: nothing is downloaded."""
         if name == DEFAULT_NAME and self.default is not None:
             return self.default
         if name in self._named:
@@ -159,13 +155,7 @@ def _is_model(name: str) -> bool:
 
 
 def source_of(modelfile: Modelfile, name: str, other: Source) -> Source:
-    """Return the model of a Modelfile.
-
-    Args:
-        modelfile: the Modelfile.
-        name: by which requests name it.
-        other: the settings that it leaves open.
-    """
+    """Return the model of a Modelfile."""
     template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
     return replace(
         other,

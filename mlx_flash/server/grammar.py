@@ -45,15 +45,7 @@ _SPECIAL = b"\xff"
 
 
 def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
-    """Return a rule of JSON texts, for a grammar in llguidance's form of Lark.
-
-    Args:
-        schema: a JSON schema; None allows every object.
-        field: of the request, to name in an error.
-
-    Raises:
-        RefusedError: the schema is wrong, too long, or has a part that is not supported.
-    """
+    """Return a rule of JSON texts, for a grammar in llguidance's form of Lark."""
     from llguidance import LLMatcher
 
     _check_costs(schema, field)
@@ -72,11 +64,7 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
 
 
 def _check_costs(schema: object, field: str) -> None:
-    """Refuse parts of a schema that cost llguidance far more memory and time than their length suggests.
-
-    Raises:
-        RefusedError: there are too many patterns, or a multiple is too large.
-    """
+    """Refuse parts of a schema that cost llguidance far more memory and time than their length suggests."""
     num_patterns, is_joined, multiples, left = 0, False, [1], [schema]
     while left:
         part = left.pop()
@@ -112,13 +100,6 @@ def grammar_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """Return the tokenizer as llguidance needs it: the bytes of each token.
 
     llguidance could read the whole tokenizer again, which takes five times the memory.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        vocab_size: tokens that the model knows.
-
-    Raises:
-        RefusedError: the bytes of its tokens are not known.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -149,11 +130,7 @@ class _Tokens:
 
 
 def _bytes_of(tokenizer: Any) -> Callable[[str], bytes]:
-    """Return a function from the text of a token in the vocabulary to its bytes.
-
-    Raises:
-        RefusedError: the tokenizer is of another kind.
-    """
+    """Return a function from the text of a token in the vocabulary to its bytes."""
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     if "ByteLevel" in decoder:
         numbers = {character: number for number, character in bytes_to_unicode().items()}
@@ -263,11 +240,7 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
 
 
 def _listed_calls(request: GenerationRequest, form: CallForm, marks: _Marks) -> list[str]:
-    """Return the rules of calls after the opening of the first one.
-
-    Raises:
-        RefusedError: a schema that is to be followed is not supported.
-    """
+    """Return the rules of calls after the opening of the first one."""
     functions = [tool["function"] for tool in request.tools or ()]
     functions = [each for each in functions if not request.must_call or each["name"] in request.must_call]
     more = "" if request.one_call or form.gap is None else f"({marks.rule(form.gap)} call)*"
@@ -285,11 +258,7 @@ def _listed_calls(request: GenerationRequest, form: CallForm, marks: _Marks) -> 
 
 
 def _schema(function: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
-    """Return the schema of a function's arguments.
-
-    Raises:
-        RefusedError: it is to be followed, and is not supported.
-    """
+    """Return the schema of a function's arguments."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
     try:
         json_grammar(schema, "tools")
@@ -400,11 +369,7 @@ class Grammars:
         return _LEAST_BYTES + _TOKEN_BYTES * self._vocab_size
 
     def of(self, request: GenerationRequest, prompt: Prompt) -> str | None:
-        """Return the grammar of the answer to a request; None if it may be any text.
-
-        Raises:
-            RefusedError: the model's answers have no form that a grammar can follow, or a schema is not supported.
-        """
+        """Return the grammar of the answer to a request; None if it may be any text."""
         if not request.has_form:
             return None
         return answer_grammar(
@@ -412,11 +377,7 @@ class Grammars:
         )
 
     def _form(self, request: GenerationRequest) -> CallForm | None:
-        """Return the form of the calls of an answer; None if it has none, or they may have any form.
-
-        Raises:
-            RefusedError: they have to follow a form, and the model's calls have none that a grammar can follow.
-        """
+        """Return the form of the calls of an answer; None if it has none, or they may have any form."""
         if not request.tools:
             return None
         if self._call_form is None:
@@ -428,11 +389,7 @@ class Grammars:
         return self._call_form
 
     def processor(self, grammar: str) -> GrammarProcessor:
-        """Return a logits processor that follows a grammar.
-
-        Raises:
-            RefusedError: the tokenizer is of no known kind, or the grammar is too large.
-        """
+        """Return a logits processor that follows a grammar."""
         if self._made is None:
             self._made = grammar_tokenizer(self._tokenizer, self._vocab_size)
             self.nbytes = self.needed_bytes

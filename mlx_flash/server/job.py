@@ -114,11 +114,7 @@ class Job:
 
 @contextmanager
 def ends_alone(fail: Callable[[RefusedError], None]) -> Iterator[None]:
-    """Give what a block raises to the request that it works for. The thread goes on after the block.
-
-    Args:
-        fail: takes the error.
-    """
+    """Give what a block raises to the request that it works for. The thread goes on after the block."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 a request may fail in any way: in a template, a sampler, a parser
@@ -127,14 +123,7 @@ def ends_alone(fail: Callable[[RefusedError], None]) -> Iterator[None]:
 
 @contextmanager
 def refused(field: str) -> Iterator[None]:
-    """Turn what a block raises into a refusal of the request, whose content is wrong.
-
-    Args:
-        field: of the request.
-
-    Raises:
-        RefusedError: the block raised something.
-    """
+    """Turn what a block raises into a refusal of the request, whose content is wrong."""
     try:
         yield
     except (FlashError, MemoryError):

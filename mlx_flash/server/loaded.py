@@ -167,11 +167,7 @@ class LoadedModel:
         self._shares_prompts = self._batch.loop is None and can_trim_prompt_cache(make_prompt_cache(model))
 
     def prepare(self, job: Job) -> None:
-        """Make the prompt of a request, and check that the budget has room for it when nothing else runs.
-
-        Raises:
-            RefusedError: it cannot be answered by this model.
-        """
+        """Make the prompt of a request, and check that the budget has room for it when nothing else runs."""
         request, options = job.request, self.source.defaults.template_options or {}
         check_tools(self.tokenizer, request.tools)
         job.max_tokens = 1 if request.work == "embed" else max(1, request.max_tokens or 0)
@@ -190,15 +186,7 @@ class LoadedModel:
             self._shorten(job, len(job.prompt.tokens))
 
     def _prompt(self, request: GenerationRequest, options: Mapping[str, Any]) -> Prompt:
-        """Return the prompt of a request.
-
-        Args:
-            request: the request.
-            options: variables of the chat template.
-
-        Raises:
-            RefusedError: it has none that the model can read, or pictures that the model does not see.
-        """
+        """Return the prompt of a request."""
         if self._sight is not None:
             return self._sight.prompt(self.vocab_size, request, options)
         if request.pictures:
@@ -373,17 +361,7 @@ class LoadedModel:
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int], num_prompt: int, num_answer: int) -> Decision:
-        """Return where a request is answered beside others.
-
-        Args:
-            job: the request.
-            running: the most tokens of each of the others.
-            num_prompt: tokens of its prompt.
-            num_answer: the most tokens of its answer.
-
-        Raises:
-            RefusedError: the budget has no room for it even when nothing else runs.
-        """
+        """Return where a request is answered beside others."""
         wish = partial(
             decide,
             self._plan_for(job),

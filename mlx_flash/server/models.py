@@ -59,15 +59,7 @@ class Models:
         return found if found is not None and found.source == source else None
 
     def load(self, source: Source, progress: Progress) -> LoadedModel | None:
-        """Load a model. Return None if it has to wait until others have answered their requests.
-
-        Args:
-            source: the model.
-            progress: called with (bytes read, bytes to read).
-
-        Raises:
-            FlashError: it cannot be loaded. Models that were unloaded for it are loaded again by their next request.
-        """
+        """Load a model. Return None if it has to wait until others have answered their requests."""
         if source.name in self._alone and any(model.jobs for model in self._loaded.values()):
             return None
         self._alone.discard(source.name)
@@ -105,11 +97,7 @@ class Models:
         return loaded
 
     def note_use(self, model: LoadedModel, keep_alive: float | None) -> None:
-        """Note that a request used a model now.
-
-        Args:
-            keep_alive: as of `GenerationRequest`.
-        """
+        """Note that a request used a model now."""
         self._loaded[model.source.name] = self._loaded.pop(model.source.name)
         model.keep_alive = self._keep_alive if keep_alive is None else keep_alive
         self.note_end(model)
@@ -181,11 +169,7 @@ class Models:
         return model, tokenizer, sight
 
     def _open_sight(self, source: Source, path: Path, tokenizer: Any) -> Sight:
-        """Return a model that sees.
-
-        Raises:
-            ConfigError: it has what mlx-vlm's loop has nothing for.
-        """
+        """Return a model that sees."""
         given = {"an adapter": source.adapter, "a draft model": source.draft, "several ranks": self._ranks}
         for words, value in given.items():
             if value is not None:

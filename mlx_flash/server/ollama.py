@@ -140,11 +140,7 @@ class GenerateRequest(TextRequest):
 
 
 def chat(body: ChatRequest) -> Asked:
-    """Translate a request for the next message of a conversation.
-
-    Raises:
-        RefusedError: a field is wrong.
-    """
+    """Translate a request for the next message of a conversation."""
     if not body.messages:
         return _asked(body, None)
     messages = Messages()
@@ -156,11 +152,7 @@ def chat(body: ChatRequest) -> Asked:
 
 
 def generate(body: GenerateRequest) -> Asked:
-    """Translate a request that has a text.
-
-    Raises:
-        RefusedError: a field is wrong.
-    """
+    """Translate a request that has a text."""
     asked = None
     if body.prompt and (body.raw or body.suffix):
         asked = GenerationRequest(model=body.model, prompt=body.prompt, suffix=body.suffix or None)
@@ -262,11 +254,7 @@ class _Lines(Writer):
 
 
 def _with_settings(asked: GenerationRequest, body: TextRequest) -> GenerationRequest:
-    """Return a request for an answer with the settings of Ollama's.
-
-    Raises:
-        RefusedError: the schema cannot be used.
-    """
+    """Return a request for an answer with the settings of Ollama's."""
     options, think = body.options or Options(), body.think
     limit = options.num_predict
     return replace(

@@ -247,15 +247,7 @@ class Form(JsonSchema):
 
 
 def grammar_of(form: Form | None, field: str) -> str | None:
-    """Return the rule that an answer follows; None for any text.
-
-    Args:
-        form: of the answer.
-        field: its place in the request.
-
-    Raises:
-        RefusedError: the schema is missing, or cannot be used.
-    """
+    """Return the rule that an answer follows; None for any text."""
     if form is None:
         return None
     place = f"{field}.schema" if form.json_schema is None else f"{field}.json_schema.schema"
@@ -425,12 +417,7 @@ def sampling_of(body: Body) -> Sampling:
 
 
 def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
-    """Return the numbers of tokens of a reply.
-
-    Args:
-        ends: the ends of all answers.
-        num_prompts: prompts; several answers to one prompt count it once.
-    """
+    """Return the numbers of tokens of a reply."""
     each = len(ends) // num_prompts
     prompts = ends[::each]
     num_prompt, num_tokens = sum(end.num_prompt for end in prompts), sum(end.num_tokens for end in ends)
@@ -443,11 +430,7 @@ def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
 
 
 def chat(body: ChatRequest) -> Asked:
-    """Translate a request for the next message of a conversation.
-
-    Raises:
-        RefusedError: a field is wrong.
-    """
+    """Translate a request for the next message of a conversation."""
     messages = Messages()
     for i, message in enumerate(body.messages):
         add_message(messages, message, f"messages.{i}")
@@ -490,13 +473,7 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
 
 
 def add_message(found: Messages, message: Message, field: str) -> None:
-    """Add a message to a conversation.
-
-    Args:
-        found: the conversation.
-        message: of the request.
-        field: its place there.
-    """
+    """Add a message to a conversation."""
     parts = message.parts(field)
     if message.role == "tool":
         found.add_result(message.tool_call_id, parts, name=message.name)
@@ -569,11 +546,7 @@ def prompts_in(given: str | Sequence[Any]) -> list[str | list[int]]:
 
 
 def complete(body: CompletionRequest) -> Asked:
-    """Translate a request to go on with some texts.
-
-    Raises:
-        RefusedError: a field is wrong.
-    """
+    """Translate a request to go on with some texts."""
     plain = GenerationRequest(
         model=body.model,
         max_tokens=body.max_tokens,

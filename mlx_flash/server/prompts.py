@@ -109,17 +109,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any], vocab_size: int) -> Prompt:
-    """Return the prompt of a request.
-
-    Args:
-        request: the request.
-        tokenizer: mlx-lm's wrapper.
-        options: variables of the chat template.
-        vocab_size: tokens of the model.
-
-    Raises:
-        RefusedError: it has none, or one that the model cannot read.
-    """
+    """Return the prompt of a request."""
     if request.messages is None:
         found = _of_text(request, tokenizer)
     elif tokenizer.has_chat_template:
@@ -141,12 +131,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, request: GenerationRequ
 
 
 def whole(tokens: list[int], state: str = "normal") -> Prompt:
-    """Return a prompt in one part, with no end that is worth keeping.
-
-    Args:
-        tokens: all of it.
-        state: in which it leaves the text.
-    """
+    """Return a prompt in one part, with no end that is worth keeping."""
     return Prompt(tokens, [tokens], ["assistant"], state)
 
 
@@ -233,15 +218,7 @@ def reasoning_of(request: GenerationRequest, prompt: Prompt, tokenizer: Any) -> 
 
 
 def checked_options(options: Mapping[str, Any], taken: Collection[str] = ()) -> Mapping[str, Any]:
-    """Return a request's variables of the chat template. They may not be arguments of what renders it.
-
-    Args:
-        options: the variables.
-        taken: names of further arguments of what renders it.
-
-    Raises:
-        RefusedError: one is.
-    """
+    """Return a request's variables of the chat template. They may not be arguments of what renders it."""
     for name in options:
         if name in _NOT_OPTIONS or name in taken or not name.isidentifier():
             raise RefusedError(
@@ -269,11 +246,7 @@ END_TEXTS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<file_sep>", " <EO
 
 
 def infill_tokens(request: GenerationRequest, tokenizer: Any) -> list[int]:
-    """Return the prompt of a request with a suffix.
-
-    Raises:
-        RefusedError: the model has no tokens for a gap.
-    """
+    """Return the prompt of a request with a suffix."""
     known = tokenizer.get_vocab()
     for marks in _MARKS:
         if all(mark in known for mark in marks):

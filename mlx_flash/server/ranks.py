@@ -60,11 +60,7 @@ class Ranks:
         return self._peers.rank == 0
 
     def check(self, request: GenerationRequest) -> None:
-        """Check that a request can be sent to the other ranks.
-
-        Raises:
-            RefusedError: its values have too many levels for JSON.
-        """
+        """Check that a request can be sent to the other ranks."""
         try:
             self._news.validate_json(self._news.dump_json(News([request])))
         except ValueError:  # pydantic stops at about 200 levels, and has no error of its own for that
@@ -80,14 +76,7 @@ class Ranks:
         return news if self.is_first else self._news.validate_json(text)
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:
-        """Return the decision on a request that suits every rank.
-
-        Args:
-            decide: returns what suits this one.
-
-        Raises:
-            RefusedError: a rank has no room for the request.
-        """
+        """Return the decision on a request that suits every rank."""
         refused, refusal = len(_DECISIONS), None
         try:
             own = _DECISIONS.index(decide())

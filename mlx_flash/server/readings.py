@@ -42,11 +42,7 @@ _NUM_ROWS = 64
 
 
 def reading_for(job: Job, model: FlashLLM, step: int) -> Reading:
-    """Return what a request wants of the hidden states of its prompt, which has parts of at most ``step`` tokens.
-
-    Raises:
-        RefusedError: the model gives no hidden states, or others than a client expects.
-    """
+    """Return what a request wants of the hidden states of its prompt, which has parts of at most ``step`` tokens."""
     found, reason = Reading(step, lambda states: states[:, -1:], is_all=True), None
     if job.request.work != "embed":
         found = Reading(model.logits_step(step), lambda states: states)
@@ -69,13 +65,7 @@ def reading_for(job: Job, model: FlashLLM, step: int) -> Reading:
 
 
 def read_all(model: FlashLLM, tokenizer: Any, jobs: Sequence[Job]) -> list[Piece | list[float] | Exception]:
-    """Return what some requests want, or why it cannot be computed.
-
-    Args:
-        model: their model.
-        tokenizer: mlx-lm's wrapper.
-        jobs: requests, which give up what is kept of the hidden states of their prompts.
-    """
+    """Return what some requests want, or why it cannot be computed."""
     wanted = [_of_head(job) for job in jobs]
     heads = [each for own in wanted for each in own]
     outputs = iter(model.apply_head(heads) if heads else [])

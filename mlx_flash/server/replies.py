@@ -52,12 +52,7 @@ class Whole:
 
 
 async def collect(request: Request, answers: Answers) -> list[Whole]:
-    """Return complete answers to a client that waits for all of them.
-
-    Raises:
-        RefusedError: one failed. The others are ended.
-        ClientDisconnect: the client has left.
-    """
+    """Return complete answers to a client that waits for all of them."""
     events: defaultdict[int, list[Event]] = defaultdict(list)
 
     async def take() -> None:
@@ -102,12 +97,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, number: int, event: Event) -> Iterable[bytes]:
-        """Return the parts for an event.
-
-        Args:
-            number: of the answer, if the stream has several.
-            event: what the generation thread has sent.
-        """
+        """Return the parts for an event."""
 
     def fail(self, path: str, error: RefusedError) -> bytes:
         """Return the last part of a stream whose request came to a path, and that an error ends."""
@@ -179,10 +169,6 @@ async def reply(request: Request, answers: Answers, writer: Writer, *, streams: 
 
     A stream waits :data:`BEAT_SECONDS` for the first event of each answer, so that the reply to a request that is
     refused at once has the status of its error. Later errors are part of the stream.
-
-    Raises:
-        RefusedError: the request is refused, or an answer failed.
-        ClientDisconnect: the client has left.
     """
     if not streams:
         return JSONResponse(writer.whole(await collect(request, answers)))
@@ -258,11 +244,7 @@ class Stream(Response):
 
 
 async def while_connected(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Return the result of some work for a client whose request is read completely.
-
-    Raises:
-        ClientDisconnect: the client has left. The work is cancelled.
-    """
+    """Return the result of some work for a client whose request is read completely."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -191,12 +191,7 @@ TEXT = "input"
 
 
 def content_of(parts: Sequence[dict[str, str]], between: str = "") -> str | list[dict[str, str]]:
-    """Return the content of a message: text alone if it has no picture.
-
-    Args:
-        parts: texts and pictures.
-        between: what separates texts.
-    """
+    """Return the content of a message: text alone if it has no picture."""
     if all(part["type"] == "text" for part in parts):
         return between.join(part["text"] for part in parts)
     return list(parts)

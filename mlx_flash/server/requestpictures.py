@@ -30,12 +30,7 @@ _DATA_URL = re.compile(r"data:(image/[\w.+-]+)?(;[\w-]+=[\w-]+)*;base64,", re.IG
 
 
 def picture_part(source: str, field: str) -> dict[str, str]:
-    """Return a picture as a part of a message, for :func:`with_pictures`.
-
-    Args:
-        source: a data URL.
-        field: its place in the request.
-    """
+    """Return a picture as a part of a message, for :func:`with_pictures`."""
     return {"type": "image", "source": source, "field": field}
 
 
@@ -45,14 +40,7 @@ def data_url(data: str) -> str:
 
 
 def with_pictures(request: GenerationRequest) -> GenerationRequest:
-    """Return a request with its pictures taken out of its messages, where their places stay marked.
-
-    Args:
-        request: a request whose messages may have parts of :func:`picture_part`.
-
-    Raises:
-        RefusedError: a picture cannot be used. It names the field.
-    """
+    """Return a request with its pictures taken out of its messages, where their places stay marked."""
     sources: list[dict[str, str]] = []
     messages = []
     for message in request.messages or ():

@@ -58,16 +58,7 @@ class KeptResponses:
             self._num_bytes -= nbytes
 
     def find(self, name: str, kind: type, field: str) -> Any:
-        """Return the conversation that a response ends, or an item of an earlier one.
-
-        Args:
-            name: its id.
-            kind: `Messages` for a conversation, ``dict`` for an item.
-            field: of the request, to name in an error.
-
-        Raises:
-            RefusedError: it is not kept, or not any more.
-        """
+        """Return the conversation that a response ends, or an item of an earlier one."""
         used, value, nbytes = self._kept.get(name, (-math.inf, None, 0))
         if used < time.monotonic() - KEPT_SECONDS or not isinstance(value, kind):
             raise RefusedError(
@@ -215,12 +206,7 @@ def _text_item(kind: str, text: str, status: str) -> dict[str, Any]:
 
 
 def _call_item(call: ToolCall, functions: Functions) -> dict[str, Any]:
-    """Return an item that asks for a call, without arguments yet.
-
-    Args:
-        call: the call.
-        functions: of the request, which may have none of this name.
-    """
+    """Return an item that asks for a call, without arguments yet."""
     namespace, tool = functions.get(call.name, (None, None))
     takes_text = tool is not None and tool.type == "custom"
     return {
@@ -326,11 +312,7 @@ class ResponseWriter(Writer):
         yield self._event("response.output_item.added", output_index=len(self._items), item=item)
 
     def _end_item(self, status: str = "completed") -> Iterator[bytes]:
-        """Yield the events that end the last item, if it is open.
-
-        Args:
-            status: of the item.
-        """
+        """Yield the events that end the last item, if it is open."""
         if self._item is None:
             return
         item, text, kind = self._item, self._text, self._item["type"]
@@ -362,11 +344,7 @@ class ResponseWriter(Writer):
 
 
 def respond(kept: KeptResponses, body: ResponseRequest) -> Asked:
-    """Translate a request for the next items of a conversation.
-
-    Raises:
-        RefusedError: a field is wrong, or names what is not kept.
-    """
+    """Translate a request for the next items of a conversation."""
     messages, functions = _messages(body, kept), functions_of(body)
     head: dict[str, Any] = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
 
@@ -435,18 +413,7 @@ def _messages(body: ResponseRequest, kept: KeptResponses) -> Messages:
 
 
 def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest, kept: KeptResponses) -> None:
-    """Add an item to a conversation. What the model wrote in one answer is one message, as templates want it.
-
-    Args:
-        messages: the conversation.
-        item: of the request, or of the answer to it.
-        field: its place in the request.
-        body: the request.
-        kept: items that others name.
-
-    Raises:
-        RefusedError: a part of it is missing, or cannot be used.
-    """
+    """Add an item to a conversation. What the model wrote in one answer is one message, as templates want it."""
     if item.type == "item_reference":
         item = InputItem.model_validate(kept.find(item.id or "", dict, f"{field}.id"))
     if item.type == "message":

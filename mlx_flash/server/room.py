@@ -71,11 +71,7 @@ class EngineRoom:
         self._waiting: deque[Job] = deque()
 
     def start(self) -> ResidencyPlan | None:
-        """Start the thread, and load the default model. Return its plan; None if there is no default model.
-
-        Raises:
-            FlashError: the model cannot be loaded. The thread has ended.
-        """
+        """Start the thread, and load the default model. Return its plan; None if there is no default model."""
         try:
             self._thread.start()
             self._loaded.get()
@@ -104,11 +100,7 @@ class EngineRoom:
         return sum(number in answers.open for number, answers in self._answers.items())
 
     def submit(self, *requests: GenerationRequest) -> Answers:
-        """Send requests to the thread together. Return their answers, for the event loop that runs now.
-
-        Raises:
-            RefusedError: the thread has ended, or is about to; or other ranks cannot get a request.
-        """
+        """Send requests to the thread together. Return their answers, for the event loop that runs now."""
         if self._ranks is not None:  # an error in the thread would end all ranks
             for each in requests:
                 self._ranks.check(each)

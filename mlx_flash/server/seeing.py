@@ -28,17 +28,7 @@ from mlx_flash.vision.pictures import (
 
 
 def open_sight(path: Path, config: FlashConfig, tokenizer: Any, *, trust_remote_code: bool = False) -> Sight:
-    """Load a model that sees, and its processor, which shares the server's tokenizer.
-
-    Args:
-        path: the model's folder.
-        config: how to stream.
-        tokenizer: mlx-lm's wrapper.
-        trust_remote_code: run code of the folder.
-
-    Raises:
-        FlashError: it cannot be loaded.
-    """
+    """Load a model that sees, and its processor, which shares the server's tokenizer."""
     model = load_vlm_model(path, config)
     try:
         processor = load_processor_of(path, model, trust_remote_code=trust_remote_code)
@@ -73,16 +63,7 @@ class Sight:
         return found
 
     def prompt(self, vocab_size: int, request: GenerationRequest, options: Mapping[str, Any]) -> Prompt:
-        """Return the prompt of a request, and check that the budget has room for its pictures.
-
-        Args:
-            vocab_size: tokens of the model.
-            request: the request.
-            options: variables of the chat template.
-
-        Raises:
-            RefusedError: it has none, or a picture is broken, or too large for the budget.
-        """
+        """Return the prompt of a request, and check that the budget has room for its pictures."""
         found = self.inputs(request, options)
         if request.pictures:
             need, room = self.model.picture_bytes(found.keywords), self.model.plan.room_bytes
@@ -98,11 +79,7 @@ class Sight:
         return whole(tokens, state_of(self._tokenizer, tokens))
 
     def inputs(self, request: GenerationRequest, options: Mapping[str, Any]) -> PicturePrompt:
-        """Return what the model is called with for a request. Its pictures are decoded for it.
-
-        Raises:
-            RefusedError: a picture cannot be used.
-        """
+        """Return what the model is called with for a request. Its pictures are decoded for it."""
         if request.tokens is not None:
             return of_tokens(list(request.tokens))
         own = checked_options(request.template_options or {}, TEMPLATE_ARGUMENTS)
@@ -137,14 +114,7 @@ class Sight:
         prompt_progress_callback: Callable[[int, int], None],
         **options: Any,
     ) -> Iterator[Any]:
-        """Yield tokens and log probabilities, by mlx-vlm's own loop.
-
-        Args:
-            prompt: the tokens.
-            inputs: the same with pictures.
-            prompt_progress_callback: called when the prompt begins and ends.
-            options: as mlx-lm's loops take them.
-        """
+        """Yield tokens and log probabilities, by mlx-vlm's own loop."""
         prompt_progress_callback(0, prompt.size)
         for number, found in enumerate(steps(self.model, inputs, **options)):
             if not number:

@@ -106,17 +106,7 @@ Checked = TypeVar("Checked", bound=Body)
 
 
 async def read_body(request: Request, kind: type[Checked], count: Callable[[int], None]) -> Checked:
-    """Return the checked body of a request. Nothing of it gets into logs.
-
-    Args:
-        request: of a client.
-        kind: of the body.
-        count: called with the length of each part. Raises: RefusedError: there is no room for so many bytes.
-
-    Raises:
-        RefusedError: it is too long, no JSON object, or has a wrong field; or too many bytes wait.
-        ClientDisconnect: the client has left.
-    """
+    """Return the checked body of a request. Nothing of it gets into logs."""
     length = request.headers.get("content-length")
     if length is not None and int(length) > MAX_BODY_BYTES:
         raise RefusedError(f"the request is too long: {MAX_BODY_BYTES} bytes are allowed.", 413)
@@ -132,11 +122,7 @@ async def read_body(request: Request, kind: type[Checked], count: Callable[[int]
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON object in a body.
-
-    Raises:
-        RefusedError: there is none, or it has too many parts.
-    """
+    """Return the JSON object in a body."""
     num_marks = sum(map(body.count, b",:[{"))
     if num_marks > MAX_MARKS:
         raise RefusedError(
@@ -152,11 +138,7 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
-    """Return a JSON object as a request of some kind, which lists the fields that have no effect.
-
-    Raises:
-        RefusedError: a field is wrong, or unknown and would change the answer; it names one.
-    """
+    """Return a JSON object as a request of some kind, which lists the fields that have no effect."""
     try:
         found = kind.model_validate(value)
     except ValidationError as error:
@@ -175,13 +157,7 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
 
 
 def _without_effect(value: Any, found: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of fields that have no effect.
-
-    Args:
-        value: JSON of a request, or of a part of it.
-        found: the same, checked.
-        place: name of the part, with a dot behind it.
-    """
+    """Yield the names and values of fields that have no effect."""
     if isinstance(found, list):
         for part, checked_part in zip(value, found, strict=True):
             if isinstance(checked_part, Body | list):
@@ -229,11 +205,7 @@ class Service:
         self._num_bytes = 0
 
     def submit(self, *requests: GenerationRequest) -> Answers:
-        """Send the requests of a body to the generation thread. Their answers end by themselves, or by ``leave()``.
-
-        Raises:
-            RefusedError: there are too many already, a picture cannot be used, or the thread has ended.
-        """
+        """Send the requests of a body to the generation thread. Their answers end by themselves, or by ``leave()``."""
         if self.room.num_answers + sum(each.num_choices for each in requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
         found = [with_pictures(each) for each in requests]
@@ -246,13 +218,7 @@ class Service:
         return self.room.submit(*found)
 
     def post(self, path: str, kind: type[Checked], answer: Answerer[Checked]) -> Route:
-        """Return the route of requests with a body.
-
-        Args:
-            path: of their URL.
-            kind: of their bodies.
-            answer: makes the reply to a checked body.
-        """
+        """Return the route of requests with a body."""
 
         async def reply(request: Request) -> Response:
             try:
@@ -272,13 +238,7 @@ class Service:
         return Route(path, reply, methods=["POST"])
 
     def generates(self, path: str, kind: type[Checked], translate: Callable[[Checked], Asked]) -> Route:
-        """Return the route of requests for answers, whose dialect translates them and what is generated.
-
-        Args:
-            path: of their URL.
-            kind: of their bodies.
-            translate: returns a checked body in the form that all dialects have.
-        """
+        """Return the route of requests for answers, whose dialect translates them and what is generated."""
 
         async def answer(service: Service, request: Request, body: Checked) -> Response:
             asked = translate(body)

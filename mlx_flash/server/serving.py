@@ -108,11 +108,7 @@ MAX_HEAD_BYTES = 1 << 16
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Clients can connect to it; they wait until the server answers.
-
-    Raises:
-        ConfigError: the port cannot be had.
-    """
+    """Return a socket that listens. Clients can connect to it; they wait until the server answers."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port}: ports are numbers from 0 to 65535.")
     try:

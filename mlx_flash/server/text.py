@@ -200,10 +200,6 @@ class TextStream:
 
 
 def check_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> None:
-    """Check that the model can call functions.
-
-    Raises:
-        RefusedError: it cannot.
-    """
+    """Check that the model can call functions."""
     if tools and not tokenizer.has_tool_calling:
         raise RefusedError("this chat template shows the model no tools. Hint: use another model.", 400, "tools")

@@ -85,7 +85,6 @@ class Tool(Body):
     name: openai.FunctionName
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ToolChoice(Body):
@@ -215,7 +214,7 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
         if tool.input_schema is None:
             body.ignore(f"tools ({tool.type})")
         else:
-            found.append(function(tool.name, tool.description or "", tool.input_schema, is_strict=tool.strict))
+            found.append(function(tool.name, tool.description or "", tool.input_schema))
     return found
 
 

@@ -202,8 +202,8 @@ def form_of(tokenizer: Any, field: str) -> CallForm:
         if _read_back(sample, tokenizer) == [(name, _ARGUMENTS) for name in names]:
             return form
     raise RefusedError(
-        "calls of this model cannot be forced or checked: its chat template has no form of calls with JSON arguments. "
-        "Hint: use tool_choice auto without strict, and no schema of the answer.",
+        "calls of this model cannot be forced: its chat template has no form of calls with JSON arguments. "
+        "Hint: use tool_choice auto, and no schema of the answer.",
         400,
         field,
     )

@@ -186,8 +186,6 @@ _ARGUMENT_OPTIONS = {"whitespace_pattern": "[ \\t\\r\\n]{0,4}"}
 """Arguments are on one line in what models have learnt. Without a limit, small models go on with spaces for ever."""
 
 _TEXT = r"TEXT: /(.|\n)*/"
-_PLAIN = r"PLAIN: /([ \t\r\n]*[^ \t\r\n\[{`](.|\n)*)?/"
-"""Text that does not begin as a call without a mark does."""
 _BLANKS = r"BLANKS: /[ \t\r\n]{1,4}/"
 
 
@@ -195,7 +193,7 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
     """Return the grammar of an answer. All of it that is bound follows the reasoning, which may be any text.
 
     Args:
-        request: with a schema, functions that it must call, or functions whose arguments are checked.
+        request: with a schema, or functions that it must call.
         form: of the model's calls; None leaves everything between their marks free.
         tokenizer: mlx-lm's wrapper.
         reasoning: before the rest.
@@ -208,7 +206,7 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
     headers = headers_of(tokenizer) if reasoning == "headers" else None
     marks = _Marks(tokenizer, form.call_id if form else None, "".join(astuple(headers)) if headers else "")
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    rules = [_TEXT, _PLAIN, _BLANKS, "CALL_ID: /[a-zA-Z0-9]{9}/"]
+    rules = [_TEXT, _BLANKS, "CALL_ID: /[a-zA-Z0-9]{9}/"]
     bodies = ["calls"] if request.tools else []
     if form is not None:
         opening = form.opening if form.start else ""  # of calls without a mark, it is in the rule of each
@@ -218,16 +216,10 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
         rules += marks.until("inside", "TEXT", end, *marks.parts(headers.end))
     elif request.tools:
         rules += [f"calls: ({marks.rule(start)} inside BLANKS?)+", *marks.until("inside", "TEXT", end)]
-    is_bare = form is not None and not form.start
-    if not request.must_call and (request.grammar is not None or headers is not None or is_bare):
+    if not request.must_call:
         bodies.append("answer")
-        free = "PLAIN" if is_bare else "TEXT"
-        rules += [f"answer: {marks.rule(headers.text if headers else '')} text", f"text: {request.grammar or free}"]
-    if form is not None and bodies == ["calls"] and not request.must_call:
-        rest = marks.rule(form.opening.removeprefix(form.start))
-        rules += marks.until("before", "TEXT", form.start)
-        rules.append(f"start: (before {rest} listed)* {marks.others('TEXT', form.start)} TEXT")
-    elif headers is not None:
+        rules += [f"answer: {marks.rule(headers.text if headers else '')} text", f"text: {request.grammar}"]
+    if headers is not None:
         rules += marks.until("thought", "TEXT", headers.end)
         rules.append(f"start: (BLANKS? {marks.rule(headers.reasoning)} thought)* ({' | '.join(bodies)})")
     elif reasoning == "none":
@@ -249,7 +241,7 @@ def _listed_calls(request: GenerationRequest, form: CallForm, marks: _Marks) -> 
         f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
-        schema = _schema(function, is_strict=function["name"] in request.strict_tools)
+        schema = _schema(function)
         begin = function["name"] + form.middle
         parts = [begin] if form.start else re.findall(r'"[^"]*"|[^"]', form.opening + begin)  # as in the schema's rule
         rules.append(f"call_{i}: {' '.join(map(marks.rule, parts))} arguments_{i}")
@@ -257,16 +249,12 @@ def _listed_calls(request: GenerationRequest, form: CallForm, marks: _Marks) -> 
     return rules
 
 
-def _schema(function: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
-    """Return the schema of a function's arguments."""
+def _schema(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments; that of any object where it is not supported."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
     try:
         json_grammar(schema, "tools")
-    except RefusedError as error:
-        if is_strict:
-            raise RefusedError(
-                f"parameters of the strict function {function['name']!r}: {error}", 400, "tools"
-            ) from None
+    except RefusedError:
         return {"type": "object"}
     return schema
 
@@ -302,21 +290,17 @@ class _Marks:
             avoided: marks whose special tokens are not in it.
         """
         first, *rest = self.parts(mark) or [""]
-        others = self.others(text, mark, *avoided)
+        begin = {self._special.get(part) for each in (mark, *avoided) for part in self.parts(each)[:1]}
+        numbers = set(self._special.values()) - self._ends - begin
+        groups = [[number] for number in sorted(numbers & self._alone)] + [sorted(numbers - self._alone)]
+        allowed = " | ".join(f"<[{','.join(map(str, group))}]>" for group in groups if group)
+        others = f"({text}? ({allowed}))*" if allowed else ""
         if not first or first in self._special:
             return [f"{name}: {others} {text}? {self.rule(mark)}"]
         return [
             f"{name}: {others} {name}_end {self.rule(''.join(rest))}",
             f"{name}_end[lazy]: {text} {json.dumps(first)}",
         ]
-
-    def others(self, text: str, *marks: str) -> str:
-        """Return a part of a rule: text with special tokens that neither begin one of some marks nor end the answer."""
-        begin = {self._special.get(part) for mark in marks for part in self.parts(mark)[:1]}
-        numbers = set(self._special.values()) - self._ends - begin
-        groups = [[number] for number in sorted(numbers & self._alone)] + [sorted(numbers - self._alone)]
-        allowed = " | ".join(f"<[{','.join(map(str, group))}]>" for group in groups if group)
-        return f"({text}? ({allowed}))*" if allowed else ""
 
     def without(self, name: str, mark: str) -> list[str]:
         """Return the terminal of text in which a mark does not begin. Special tokens are in no such text anyway."""
@@ -384,7 +368,7 @@ class Grammars:
             try:
                 self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
             except RefusedError:
-                if request.must_call or request.strict_tools or not self._tokenizer.tool_call_start:
+                if request.must_call or not self._tokenizer.tool_call_start:
                     raise
         return self._call_form
 

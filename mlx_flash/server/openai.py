@@ -190,7 +190,6 @@ class Function(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(Body):
@@ -457,7 +456,7 @@ def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]
     for tool in tools or ():
         if tool.function is not None:
             given = tool.function
-            found.append(function(given.name, given.description, given.parameters, is_strict=given.strict))
+            found.append(function(given.name, given.description, given.parameters))
         else:
             body.ignore(f"tools ({tool.type})")
     return found

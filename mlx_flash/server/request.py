@@ -131,7 +131,6 @@ class GenerationRequest:
         top_logprobs: log probabilities of each token, and of so many of the likeliest ones; None for none.
         grammar: what the answer follows, unless it is a call, as a rule of llguidance's grammars; None for any text.
         must_call: names of functions, one of which the answer has to call; none if it may be text.
-        strict_tools: names of functions whose arguments follow their schema.
         one_call: end the answer after the first tool call.
         continues: the answer goes on from the last message, which is the assistant's.
         keep_alive: seconds that the model stays in memory after its last request; None takes the server's default,
@@ -156,7 +155,6 @@ class GenerationRequest:
     top_logprobs: int | None = None
     grammar: str | None = None
     must_call: Sequence[str] = ()
-    strict_tools: Sequence[str] = ()
     one_call: bool = False
     continues: bool = False
     keep_alive: float | None = None
@@ -183,7 +181,7 @@ class GenerationRequest:
     @property
     def has_form(self) -> bool:
         """True if the answer may not be any text."""
-        return self.grammar is not None or bool(self.must_call or self.strict_tools)
+        return self.grammar is not None or bool(self.must_call)
 
 
 TEXT = "input"
@@ -292,17 +290,13 @@ def text_function(name: str, description: str | None) -> dict[str, Any]:
     return function(name, description, schema)
 
 
-def function(
-    name: str, description: str | None, parameters: dict[str, Any] | None, *, is_strict: bool | None = False
-) -> dict[str, Any]:
+def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the description of a function in OpenAI's form, which chat templates know."""
     found: dict[str, Any] = {"name": name}
     if description is not None:
         found["description"] = description
     if parameters is not None:
         found["parameters"] = parameters
-    if is_strict:
-        found["strict"] = True
     return {"type": "function", "function": found}
 
 
@@ -310,7 +304,7 @@ def tool_fields(tools: Sequence[dict[str, Any]], *, must_call: bool = False, nam
     """Return the fields of a `GenerationRequest` about functions.
 
     Args:
-        tools: in OpenAI's form. ``strict`` is taken out: chat templates would show it to the model.
+        tools: in OpenAI's form.
         must_call: the answer has to call a function.
         name: of the one that it has to call; None lets the model choose.
 
@@ -325,9 +319,5 @@ def tool_fields(tools: Sequence[dict[str, Any]], *, must_call: bool = False, nam
             400,
             "tool_choice",
         )
-    plain = [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}} for tool in tools]
-    return {
-        "tools": plain or None,
-        "must_call": ([name] if name is not None else names) if must_call else [],
-        "strict_tools": [tool["function"]["name"] for tool in tools if tool["function"].get("strict")],
-    }
+    must = [name] if name is not None else names
+    return {"tools": tools or None, "must_call": must if must_call else []}

@@ -100,7 +100,7 @@ class OneTool(Body):
     name: openai.FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: bool | None = None  # arguments follow their schema only in calls that are forced
     format: dict[str, Any] | None = None
 
 
@@ -382,7 +382,7 @@ def _shown(name: str, tool: OneTool) -> dict[str, Any]:
     """Return a function as chat templates take it."""
     if tool.type == "custom":
         return text_function(name, tool.description)
-    return function(name, tool.description, tool.parameters, is_strict=tool.strict)
+    return function(name, tool.description, tool.parameters)
 
 
 def functions_of(body: ResponseRequest) -> Functions:

@@ -159,9 +159,8 @@ def test_calls_without_a_form_are_free_beside_a_schema(model: Path, tmp_path: Pa
         assert json.loads(found["function"]["arguments"]) == {"days": 3}
         assert ask(server, JSON, **both)["content"] == JSON
         assert not (ask(server, f"Well.{text}", **both)["content"] or "").startswith("Well")
-        strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-        status, reply = server.post(CHAT, {**BODY, "tools": [strict], "response_format": FORM})
-        assert status == 400 and "calls of this model cannot be forced or checked" in reply["error"]["message"]
+        status, reply = server.post(CHAT, {**BODY, "tools": [TOOL], "tool_choice": "required"})
+        assert status == 400 and "calls of this model cannot be forced" in reply["error"]["message"]
 
 
 def test_completions_have_the_marks_of_reasoning_and_calls_as_text(server: Live) -> None:
@@ -276,12 +275,6 @@ def test_a_call_of_harmony_is_forced(tmp_path: Path) -> None:
                 assert call["function"]["name"] == "go" and found["reason"] == "tool_calls"
                 jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
                 assert (found["content"], found["reasoning"]) == (None, "Call to=functions.go?")
-        strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-        for thoughts in ("", f"{ANALYSIS}Hm.{AGAIN}"):
-            for wrong in (HARMONY_CALL.replace("3", '"x"'), HARMONY_CALL.replace(".go", ".gone")):
-                (call,) = ask(server, thoughts + wrong, tools=[strict])["tool_calls"]
-                jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
-            assert ask(server, f"{thoughts}{FINAL}Well. {JSON}", tools=[strict])["content"] == f"Well. {JSON}"
         found = ask(server, f"{FINAL}Well.", tools=[TOOL], response_format=FORM)
         jsonschema.validate(json.loads(found["content"]), SCHEMA)
 
@@ -301,7 +294,3 @@ def test_a_call_without_a_mark_or_a_schema(tmp_path: Path) -> None:
             assert found["content"] == answer and "tool_calls" not in found
         found = ask(server, "Well.", **both)
         jsonschema.validate(json.loads(found["content"]), SCHEMA)
-        strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-        (made,) = ask(server, call.replace("3", '"x"'), tools=[strict])["tool_calls"]
-        jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
-        assert ask(server, f"Well. {call}", tools=[strict])["content"] == f"Well. {call}"

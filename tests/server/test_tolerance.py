@@ -67,7 +67,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
      "add_generation_prompt, ignore_eos"),
     ({"tools": [{**FUNCTION, "function": {**TOOL, "strict": True}, "cache_control": {}},
                 {"type": "web_search_preview"}], "parallel_tool_calls": False},
-     "tools.cache_control, tools (web_search_preview)"),
+     "tools.cache_control, tools.function.strict, tools (web_search_preview)"),
     ({"tools": [FUNCTION, {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}]},
      "tools (custom), tools.custom"),
     ({"tools": [FUNCTION], "tool_choice": "none"}, ""),
@@ -112,7 +112,7 @@ MESSAGES_OF_CLIENTS: list[tuple[dict[str, Any], str]] = [
       "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
      "tools.defer_loading, tools (web_search_20250305)"),
     ({"tools": [{**READ, "type": "custom", "strict": True}, {"type": "bash_20250124", "name": "bash"}],
-      "tool_choice": {"type": "none"}}, ""),
+      "tool_choice": {"type": "none"}}, "tools.strict"),
     ({"messages": [*HELLO, *USES], "tools": [READ]}, "messages.content.caller, messages.content.is_error"),
     ({"messages": [
         {"role": "user", "content": [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.calltemplates import complete, form_of
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
-from scripted import SHAPE, wishing
+from scripted import SHAPE
 from tool_models import END, QWEN, TOOLS, takes, with_template
 
 CALL = "{% set f = c.function %}"
@@ -68,13 +67,6 @@ def server(model: Path) -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def wants(server: Live) -> Iterator[Any]:
-    """A function that makes the model say a text as long as it may, and then go on as it likes."""
-    with contextlib.ExitStack() as stack:
-        yield lambda text: stack.enter_context(wishing(next(iter(server.room.models)).tokenizer, text))
-
-
 def check(name: str, arguments: Any) -> None:
     jsonschema.validate(arguments if isinstance(arguments, dict) else json.loads(arguments), FUNCTIONS[name])
 
@@ -106,22 +98,6 @@ def test_a_call_is_forced_in_every_dialect(server: Live) -> None:
         check(block["name"], block["input"])
 
 
-def test_arguments_of_strict_functions_follow_their_schema(server: Live, wants: Any) -> None:
-    wants('Well. <tool_call>\n{"name": "weather", "arguments": {"town": 1}}\n</tool_call>')
-    body = {"messages": MESSAGES, "max_tokens": 150, "parallel_tool_calls": False}
-    found, num_prompt = [], set()
-    for is_strict in (True, False):
-        status, reply = server.post("/v1/chat/completions", {**body, "tools": [tool("weather", strict=is_strict)]})
-        (call,) = reply["choices"][0]["message"]["tool_calls"]
-        assert (status, reply["choices"][0]["message"]["content"]) == (200, "Well. ")
-        found.append(json.loads(call["function"]["arguments"]))
-        num_prompt.add(reply["usage"]["prompt_tokens"])
-    check("weather", found[0])
-    assert found[1] == {"town": 1}
-    status, reply = server.post("/v1/chat/completions", {**body, "tools": [tool("weather")]})
-    assert num_prompt - {reply["usage"]["prompt_tokens"]} == set()  # chat templates do not see ``strict``
-
-
 NAMED = {"type": "function", "function": {"name": "x"}}
 
 
@@ -137,17 +113,6 @@ def test_a_call_that_cannot_be_forced_is_refused(server: Live, path: str, body: 
     body = {"model": "default_model", "messages": MESSAGES, "max_tokens": 5, **body}
     status, reply = server.post(f"/v1/{path}", body)
     assert status == 400 and "tool_choice" in json.dumps(reply)
-
-
-def test_a_strict_schema_that_is_not_supported_is_refused(server: Live) -> None:
-    odd = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"x": {"not": {}}}}}}
-    body = {"messages": MESSAGES, "max_tokens": 5}
-    odd["function"]["strict"] = True  # type: ignore[index]
-    status, reply = server.post("/v1/chat/completions", {**body, "tools": [odd]})
-    assert status == 400 and "odd" in reply["error"]["message"]
-    assert "\n" not in reply["error"]["message"]
-    odd["function"]["strict"] = False  # type: ignore[index]
-    assert server.post("/v1/chat/completions", {**body, "tools": [odd]})[0] == 200
 
 
 # --- forms of templates -----------------------------------------------------------------------------------------------
@@ -178,21 +143,11 @@ def test_grammars_follow_the_form_of_the_template(model: Path, tmp_path: Path, t
     tokenizer = tokenizer_with(model, tmp_path, template)
     tools = [tool("now"), tool("weather")]
     must = GenerationRequest(model="m", tools=tools, must_call=["now"])
-    may = GenerationRequest(model="m", tools=tools, strict_tools=["now"])
     text = TEXTS[template]
-    assert matches(tokenizer, must, text) and matches(tokenizer, may, text if template is LLAMA else f"Well. {text}")
+    assert matches(tokenizer, must, text)
     for wrong in ("Well.", f"Well. {text}", text.replace("now", "weather"), text.replace("{}", '{"a": 1}'), text[:-4]):
         assert not matches(tokenizer, must, wrong)
-    assert matches(tokenizer, may, "Well.") and not matches(tokenizer, may, text.replace("{}", '{"a": 1}'))
     assert matches(tokenizer, must, text + text) == (template is HEADERS)
-
-
-@pytest.mark.parametrize("text", ['\n{"name": "now", "parameters": {"a": 1}}', "[now(a=1)]", '```json\n{"name": "now"'])
-def test_text_of_strict_functions_does_not_begin_as_a_call(model: Path, tmp_path: Path, text: str) -> None:
-    """Calls without a mark are those with which an answer begins, and some forms of these are not bound."""
-    tokenizer = tokenizer_with(model, tmp_path, LLAMA)
-    may = GenerationRequest(model="m", tools=[tool("now")], strict_tools=["now"])
-    assert matches(tokenizer, may, f"Well. {text}") and not matches(tokenizer, may, text)
 
 
 def test_forms_that_are_not_json_are_refused(model: Path, tmp_path: Path) -> None:

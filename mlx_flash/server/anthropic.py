@@ -22,12 +22,13 @@ from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
     continues,
+    data_url,
     function,
+    picture_part,
     stop_texts,
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.requestpictures import data_url, picture_part
 from mlx_flash.server.service import Asking, Body, Many, Needed, Service
 
 

@@ -26,9 +26,8 @@ from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.access import Access, AccessMiddleware
 from mlx_flash.server.anthropic import Conversation, MessagesRequest, answer_messages, count_tokens
-from mlx_flash.server.embeddings import EmbeddingRequest, embed
 from mlx_flash.server.ollama import ollama_routes
-from mlx_flash.server.openai import ChatRequest, CompletionRequest, chat, complete
+from mlx_flash.server.openai import ChatRequest, CompletionRequest, EmbeddingRequest, chat, complete, embed
 from mlx_flash.server.replies import error_reply
 from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond
 from mlx_flash.server.service import Service

@@ -32,7 +32,6 @@ from mlx_flash.modelfile.parse import (
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server import openai
 from mlx_flash.server.catalog import LATEST, Source
-from mlx_flash.server.embeddings import Text, normalized, read_texts
 from mlx_flash.server.events import End, Event, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
@@ -51,11 +50,12 @@ from mlx_flash.server.request import (
     Sampling,
     content_of,
     continues,
+    data_url,
+    picture_part,
     stop_texts,
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.requestpictures import data_url, picture_part
 from mlx_flash.server.service import Asking, Body, Many, Service
 from mlx_flash.vision.detect import is_installed, loads_with_vlm
 
@@ -294,7 +294,7 @@ class EmbeddingRequest(Asking):
     """Ollama's request for the vectors of texts, or for that of its older ``prompt``."""
 
     model: openai.Name
-    input: str | Annotated[Many[Text], Field(max_length=2048)] = ""
+    input: str | Annotated[Many[openai.Text], Field(max_length=2048)] = ""
     prompt: str = ""
     dimensions: openai.Count | None = None
     keep_alive: KeepAlive = None
@@ -309,10 +309,10 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
         await collect(request, service.submit(load_request(body.model, body.keep_alive)))
         texts = []
     plain = GenerationRequest(model=body.model, work="embed", keep_alive=body.keep_alive)
-    wholes = await read_texts(service, request, plain, texts)
+    wholes = await openai.read_texts(service, request, plain, texts)
     if request.url.path.endswith("/embeddings"):  # of the length that the model gives it, as in Ollama
         return JSONResponse({"embedding": [*wholes[0].end.vector] if wholes else []})
-    vectors = [normalized(whole, body.dimensions).tolist() for whole in wholes]
+    vectors = [openai.normalized(whole, body.dimensions).tolist() for whole in wholes]
     found: dict[str, Any] = {"model": body.model, "embeddings": vectors}
     found["total_duration"] = time.perf_counter_ns() - began
     found["load_duration"] = round(sum(whole.end.load_seconds for whole in wholes) * 1e9)

@@ -12,8 +12,7 @@ from mlx_flash.compat.vlm import TEMPLATE_ARGUMENTS, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
 from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
-from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.requestpictures import decoded
+from mlx_flash.server.request import GenerationRequest, decoded
 from mlx_flash.vision.flashvlm import FlashVLM
 from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
 from mlx_flash.vision.pictures import (

@@ -20,8 +20,7 @@ from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.logs import log
 from mlx_flash.server.events import Answers
 from mlx_flash.server.replies import Asked, error_reply, reply
-from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.requestpictures import with_pictures
+from mlx_flash.server.request import GenerationRequest, with_pictures
 from mlx_flash.server.room import EngineRoom
 
 MAX_REQUESTS = 128

@@ -15,11 +15,10 @@ import pytest
 from dialects import text_of
 from live import Live, live
 from mlx_flash import FlashConfig, RefusedError
-from mlx_flash.server import requestpictures
+from mlx_flash.server import request as requests
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama import shown
-from mlx_flash.server.request import GenerationRequest, content_of
-from mlx_flash.server.requestpictures import data_url, decoded, picture_part, with_pictures
+from mlx_flash.server.request import GenerationRequest, content_of, data_url, decoded, picture_part, with_pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
 
@@ -68,12 +67,12 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         with_pictures(asked(*[URL] * 17))
     with pytest.raises(RefusedError, match="pictures belong to messages of the user"):
         with_pictures(asked(URL, role="assistant"))
-    monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 20)
+    monkeypatch.setattr(requests, "MAX_PICTURE_BYTES", 20)
     words = "the pictures of the request have 24 bytes up to this one, 20 are allowed"
     with pytest.raises(RefusedError, match=words) as found:
         with_pictures(asked(URL, URL, "data:broken"))
     assert (found.value.status, found.value.field) == (413, "field.1")
-    monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 9)
+    monkeypatch.setattr(requests, "MAX_PICTURE_BYTES", 9)
     with pytest.raises(RefusedError, match="the picture has 12 bytes, 9 are allowed"):
         with_pictures(asked(URL))
 

@@ -106,12 +106,7 @@ class Access:
 
 
 class AccessMiddleware:
-    """Refuses requests before anything else sees them.
-
-    Args:
-        app: the rest.
-        access: who may ask.
-    """
+    """Refuses requests before anything else sees them."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app

@@ -93,13 +93,6 @@ def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | Non
 class LoneRequest:
     """A request that a loop answers, in the place of a group of mlx-lm's.
 
-    Args:
-        loop: the loop.
-        asked: the request as it was inserted.
-        step: prompt tokens in one forward call.
-        inputs: further options of the loop.
-        fail: takes the error of the request, which has ended.
-
     Attributes:
         uids: its number.
         num_restored: tokens that came from the prefix cache.
@@ -176,11 +169,7 @@ class LoneRequest:
 
 
 class LeftError(Exception):
-    """The client of a request has left while its prompt was computed.
-
-    Attributes:
-        number: of the request.
-    """
+    """The client of a request has left while its prompt was computed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"the client of request {number} has left")
@@ -203,14 +192,6 @@ class ServedBatch(RowGenerator):
     all answers in one. On a GPU a call with a row for each of several answers takes little longer than a call for one;
     the price is that the last bits of an answer depend on the others, as in mlx-lm's server. With a loop, they are
     answered one after another.
-
-    Args:
-        model: the streamed model.
-        options: limits.
-        jobs: the requests by number. Those that are inserted are among them.
-        draft: a model that guesses tokens; None for none.
-        sight: of a model that sees.
-        is_shared: other ranks compute the same requests.
 
     Attributes:
         loop: the generation loop that answers requests; None where they are computed together.

@@ -82,13 +82,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A complete call.
-
-    Attributes:
-        name: of the function.
-        arguments: of the call, by name.
-        id: of the call, where the model gave one.
-    """
+    """A complete call."""
 
     name: str
     arguments: dict[str, Any]
@@ -127,11 +121,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer ends without being complete.
-
-    Attributes:
-        error: the reason; its ``status`` is that of HTTP, if nothing was sent yet.
-    """
+    """The answer ends without being complete."""
 
     error: RefusedError
 

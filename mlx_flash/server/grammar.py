@@ -147,15 +147,7 @@ def _bytes_of(tokenizer: Any) -> Callable[[str], bytes]:
 
 
 class GrammarProcessor:
-    """A logits processor that allows only tokens with which the answer follows a grammar.
-
-    Args:
-        tokenizer: of :func:`grammar_tokenizer`.
-        grammar: of :func:`answer_grammar`.
-
-    Raises:
-        RefusedError: the grammar is too large.
-    """
+    """A logits processor that allows only tokens with which the answer follows a grammar."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         from llguidance import LLMatcher
@@ -331,10 +323,6 @@ _LEAST_BYTES = 4_000_000
 
 class Grammars:
     """The tokenizer as llguidance needs it, made for the first request with a grammar.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        vocab_size: tokens that the model knows.
 
     Attributes:
         nbytes: memory that is in use beside the plan's.

@@ -52,12 +52,6 @@ def _recall(model: FlashLLM, nbytes: int) -> None:
 class PromptCaches(LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's prompt cache.
 
-    Args:
-        model: the model.
-        max_size: the most caches.
-        max_bytes: the most bytes of all; None for no limit.
-        ranks: those that answer together; None for this process alone.
-
     Attributes:
         limit_bytes: the memory that requests leave for all of them now; None for no limit.
     """
@@ -119,15 +113,6 @@ LEAST_ANSWER = 256
 
 class LoadedModel:
     """A model in memory. Belongs to the generation thread.
-
-    Args:
-        source: its name and settings.
-        model: the streamed model, started.
-        tokenizer: mlx-lm's wrapper.
-        draft: a model that guesses tokens; None for none.
-        options: limits.
-        ranks: those that answer together; None for this process alone.
-        sight: of a model that sees; None where it is loaded as text alone.
 
     Attributes:
         source, model, tokenizer, draft: as given.

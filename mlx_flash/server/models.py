@@ -36,11 +36,6 @@ class Models:
 
     A model is loaded beside others if the budget holds it whole. Otherwise idle models are unloaded first, the least
     recently used one before the others; if requests run on all of them, the new model waits for these.
-
-    Args:
-        options: limits of batches.
-        ranks: those that answer together; None for this process alone.
-        keep_alive: seconds that an idle model stays in memory; None for ever.
     """
 
     def __init__(self, options: BatchOptions, ranks: Ranks | None = None, keep_alive: float | None = None) -> None:

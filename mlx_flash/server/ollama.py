@@ -176,12 +176,7 @@ def load_request(model: str, keep_alive: float | None) -> GenerationRequest:
 
 
 class _Lines(Writer):
-    """The reply to a request: lines, or one object.
-
-    Args:
-        body: the request, which comes now.
-        work: for the generation thread.
-    """
+    """The reply to a request: lines, or one object."""
 
     media_type = "application/x-ndjson"
 

@@ -35,14 +35,7 @@ class News:
 
 
 class Ranks:
-    """The ranks that answer requests together. All of them call every method, in the same order.
-
-    Args:
-        peers: the ranks.
-
-    Attributes:
-        is_first: this rank has the clients.
-    """
+    """The ranks that answer requests together. All of them call every method, in the same order."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers

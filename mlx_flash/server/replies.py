@@ -35,14 +35,7 @@ COMMENT = b":"
 
 @dataclass
 class Whole:
-    """A complete answer.
-
-    Attributes:
-        text, reasoning: its text.
-        calls: tool calls.
-        tokens: details of its tokens, where they were asked for.
-        end: its end.
-    """
+    """A complete answer."""
 
     end: End
     text: str = ""
@@ -79,11 +72,7 @@ def _whole(events: Sequence[Event]) -> Whole:
 
 
 class Writer(ABC):
-    """The form of a reply in a dialect: whole, or a stream.
-
-    Attributes:
-        media_type: of the stream.
-    """
+    """The form of a reply in a dialect: whole, or a stream."""
 
     media_type = "text/event-stream"
 
@@ -109,13 +98,7 @@ class Writer(ABC):
 
 
 class Asked(NamedTuple):
-    """A request of a dialect in the form that all have.
-
-    Attributes:
-        requests: for the generation thread.
-        writer: makes the reply from their answers.
-        streams: the reply grows with the answers.
-    """
+    """A request of a dialect in the form that all have."""
 
     requests: Sequence[GenerationRequest]
     writer: Writer
@@ -185,14 +168,7 @@ async def reply(request: Request, answers: Answers, writer: Writer, *, streams: 
 
 
 class Stream(Response):
-    """A reply in parts, which ends when its client leaves.
-
-    Args:
-        path: of the request.
-        answers: what it is made from; left when the stream ends in any way.
-        writer: makes the parts.
-        began: since when the client waits, by ``time.monotonic()``.
-    """
+    """A reply in parts, which ends when its client leaves."""
 
     def __init__(self, path: str, answers: Answers, writer: Writer, began: float) -> None:
         super().__init__(status_code=200, media_type=writer.media_type, headers={"Cache-Control": "no-cache"})

@@ -231,14 +231,7 @@ def _usage(end: End) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer):
-    """A stream of items: text of one kind in a row is one item, and so is each call.
-
-    Args:
-        body: the request.
-        head: the fields that the response begins with.
-        functions: that the model may call.
-        keep: called with all items of a complete answer.
-    """
+    """A stream of items: text of one kind in a row is one item, and so is each call."""
 
     def __init__(
         self,

@@ -38,15 +38,6 @@ class EngineRoom:
 
     The thread takes in requests, admits those that fit, computes a pass, and begins again. On several ranks all of them
     do so alike: rank 0 shares what only it sees before each round.
-
-    Args:
-        catalog: the models that requests can name.
-        options: limits of batches.
-        keep_alive: seconds that an idle model stays in memory; None for ever.
-
-    Attributes:
-        catalog: as given.
-        models: those in memory; they belong to the thread.
     """
 
     models: Models

@@ -27,10 +27,6 @@ class SeededSampler:
     """A sampler with random numbers of its own, so that its tokens do not depend on other requests.
 
     They are those that mlx-lm takes after ``mx.random.seed(seed)``.
-
-    Args:
-        sampler: mlx-lm's.
-        seed: the first state.
     """
 
     def __init__(self, sampler: Sampler, seed: int) -> None:

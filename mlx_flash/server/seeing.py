@@ -43,13 +43,7 @@ def open_sight(path: Path, config: FlashConfig, tokenizer: Any, *, trust_remote_
 
 
 class Sight:
-    """A model that sees, as the server uses it. Belongs to the generation thread.
-
-    Args:
-        model: the model.
-        processor: its processor.
-        tokenizer: mlx-lm's wrapper of the same tokenizer.
-    """
+    """A model that sees, as the server uses it. Belongs to the generation thread."""
 
     def __init__(self, model: FlashVLM, processor: Any, tokenizer: Any) -> None:
         self.model = model

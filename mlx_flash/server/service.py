@@ -187,9 +187,6 @@ Answerer: TypeAlias = Callable[["Service", Request, Checked], Awaitable[Response
 class Service:
     """The generation thread, and limits of what it is asked for.
 
-    Args:
-        room: the generation thread.
-
     Attributes:
         room: as given.
         catalog: the models that requests can name.

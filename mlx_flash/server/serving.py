@@ -124,15 +124,7 @@ def take_port(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends in order: answers, then streams with an error, then the generation thread.
-
-    Args:
-        room: the generation thread.
-        access: who may ask.
-
-    Attributes:
-        service: limits of what it is asked for.
-    """
+    """uvicorn's server, which ends in order: answers, then streams with an error, then the generation thread."""
 
     def __init__(self, room: EngineRoom, access: Access) -> None:
         self._room = room

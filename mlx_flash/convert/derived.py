@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from mlx_flash.files import (
 )
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize
-from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
+from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name, reads_explained
 from mlx_flash.layout.parts import bind
 from mlx_flash.logs import log
@@ -116,9 +115,7 @@ class Copy:
     folder: Path
     source: str
     model: str
-    versions: Mapping[str, str]
     nbytes: int
-    created: float
     last_used: float
     is_complete: bool
 
@@ -144,10 +141,8 @@ def list_copies() -> list[Copy]:
 
 def _look_at(folder: Path) -> Copy:
     manifest = read_json_object(folder / MANIFEST_NAME, _MOST_BYTES)
-    about: dict[str, Any] = {"source": "", "model": "", "versions": {}, "created": 0.0}
-    if about.keys() <= manifest.keys():
-        about = {key: manifest[key] for key in about}
-    nbytes, last_used = 0, about["created"]
+    about: dict[str, Any] = {key: manifest.get(key, "") for key in ("source", "model")}
+    nbytes, last_used = 0, 0.0
     with suppress(OSError):  # it is being removed
         nbytes = sum(path.stat().st_size for path in folder.iterdir())
         last_used = (folder / MANIFEST_NAME).stat().st_mtime
@@ -308,8 +303,7 @@ class _Copying:
     def _write(self, load: Callable[[], LoadedModel], progress: Progress | None) -> None:
         folder = self._rewrite.partial
         self._rewrite.clear()
-        name = model_name(self._source)
-        manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
+        manifest = {"source": self._source, "model": model_name(self._source)}
         write_manifest(folder, manifest)
         missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
         other = load()

@@ -435,7 +435,7 @@ def fake_copy(name: str, nbytes: int, age: float, source: str = "/elsewhere") ->
     folder = derived_directory() / name
     folder.mkdir(parents=True)
     (folder / "model-00001.safetensors").write_bytes(bytes(nbytes))
-    manifest = {"source": source, "model": name, "versions": {}, "created": time.time() - age, "files": {}}
+    manifest = {"source": source, "model": name, "files": {}}
     copies.write_manifest(folder, manifest)
     os.utime(folder / "copy.json", (time.time() - age, time.time() - age))
     return folder

@@ -86,47 +86,39 @@ class CacheEntry:
     users: frozenset[int]  # the ``id`` of every module that is given it, or a part of it, in a call
 
 
-class CacheMeter:
-    """A meter of a cache while a model is called with one token, then with two.
+FirstSizes = dict[int, tuple[int, int]]
+"""Bytes and bytes of one token of each entry of a cache with one token, by ``id``."""
 
-    Args:
-        cache: a new prompt cache. Call the model with one token, :meth:`note_first`, call it with two, :meth:`sizes`.
-    """
 
-    def __init__(self, cache: Sequence[Any]) -> None:
-        self._cache = cache
-        self._first: dict[int, tuple[int, int]] = {}
+def first_sizes(cache: Sequence[Any]) -> FirstSizes:
+    """Return the sizes of a cache after a call with one token."""
+    return {id(entry): (nbytes_in(entry), _row_bytes(entry)) for entry in entries_of(cache)}
 
-    def note_first(self) -> None:
-        """Note the sizes with one token."""
-        self._first = {id(entry): (nbytes_in(entry), _row_bytes(entry)) for entry in entries_of(self._cache)}
 
-    def sizes(self) -> list[CacheSizes]:
-        """Return the sizes of each entry, after two more tokens."""
-        return [self._sizes_of_entry(entry) for entry in self._cache]
+def sizes_of(entry: Any, first: FirstSizes) -> CacheSizes:
+    """Return the sizes of an entry of the same cache, after a call with two more tokens."""
+    found = [_sizes_of(leaf, first) for leaf in entries_of([entry])]
+    constant, row, kept, scanned = (sum(sizes[i] for sizes in found) for i in range(4))
+    return CacheSizes(
+        constant_bytes=constant + _DONATED_BYTES * _num_states(entry),
+        token_bytes=row,
+        largest_row=row,
+        rows=(row,) if type(entry) in CacheKinds.plain else (),
+        windows=((row, entry.max_size),) if is_window(entry) else (),
+        call_bytes=kept,
+        largest_scan=scanned,
+        largest_state=constant,
+    )
 
-    def _sizes_of_entry(self, entry: Any) -> CacheSizes:
-        found = [self._sizes_of(leaf) for leaf in entries_of([entry])]
-        constant, row, kept, scanned = (sum(sizes[i] for sizes in found) for i in range(4))
-        return CacheSizes(
-            constant_bytes=constant + _DONATED_BYTES * _num_states(entry),
-            token_bytes=row,
-            largest_row=row,
-            rows=(row,) if type(entry) in CacheKinds.plain else (),
-            windows=((row, entry.max_size),) if is_window(entry) else (),
-            call_bytes=kept,
-            largest_scan=scanned,
-            largest_state=constant,
-        )
 
-    def _sizes_of(self, entry: Any) -> tuple[int, int, int, int]:
-        """Return the constant size, the growth by a token, and for each token of a call what is kept and scanned."""
-        before, row = self._first[id(entry)]
-        if isinstance(getattr(entry, "step", None), int):  # grows in steps
-            return 0, row, 0, 0
-        growth = max(0, nbytes_in(entry) - before) // 2
-        kept, scanned = _kept_of_a_call(arrays_in(entry))
-        return max(0, before - growth), growth, kept, scanned
+def _sizes_of(entry: Any, first: FirstSizes) -> tuple[int, int, int, int]:
+    """Return the constant size, the growth by a token, and for each token of a call what is kept and scanned."""
+    before, row = first[id(entry)]
+    if isinstance(getattr(entry, "step", None), int):  # grows in steps
+        return 0, row, 0, 0
+    growth = max(0, nbytes_in(entry) - before) // 2
+    kept, scanned = _kept_of_a_call(arrays_in(entry))
+    return max(0, before - growth), growth, kept, scanned
 
 
 def _num_states(entry: Any) -> int:
@@ -138,11 +130,6 @@ def _num_states(entry: Any) -> int:
 def num_growing(entries: Sequence[Any]) -> int:
     """Return the number of caches that grow in steps, as keys and values do."""
     return sum(isinstance(getattr(leaf, "step", None), int) for leaf in entries_of(entries))
-
-
-def parts_of(entry: Any) -> list[Any]:
-    """Return an entry and the caches in it."""
-    return [entry, *entries_of([entry])]
 
 
 def _row_bytes(entry: Any) -> int:

@@ -26,7 +26,7 @@ from mlx_flash.compat.arrays import num_nodes, observed_attention
 from mlx_flash.compat.caches import entries_of, is_recurrent
 from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.compat.require import installed
-from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
+from mlx_flash.layout.cachesizes import CacheEntry, first_sizes, num_growing, sizes_of
 from mlx_flash.layout.load import LoadedModel
 from mlx_flash.layout.parts import CallTrace, Held, ModelLayout, Parameter, Place, Route, Unit, bind, is_embedding
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
@@ -183,10 +183,9 @@ def rehearse(
         watch.outputs.clear()
         cache = make_cache(model)
         watch.given.clear()
-        meter = CacheMeter(cache)
         output = model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
-        meter.note_first()
+        first = first_sizes(cache)
         logits = getattr(output, "logits", output)
         watch.trace.logits_bytes = logits.nbytes if isinstance(logits, mx.array) else 0
         if has_own_memory():  # counting takes milliseconds, and other devices do not need it
@@ -198,8 +197,11 @@ def rehearse(
             call.has_own_scores for call in attention
         )
         watch.trace.cache_entries = [
-            CacheEntry(sizes, frozenset().union(*(watch.given.get(id(part), ()) for part in parts_of(entry))))
-            for entry, sizes in zip(cache, meter.sizes(), strict=True)
+            CacheEntry(
+                sizes_of(entry, first),
+                frozenset().union(*(watch.given.get(id(part), ()) for part in (entry, *entries_of([entry])))),
+            )
+            for entry in cache
         ]
         watch.trace.nodes_per_token = _nodes_per_token(model, make_cache)
     for key in compiled:

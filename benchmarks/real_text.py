@@ -43,8 +43,7 @@ from rich.table import Table
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.config import parse_budget
-from mlx_flash.speculation.draft import Draft
-from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Lookup, Source, Times
+from mlx_flash.speculation import MAX_GUESSES, Draft, Guesses, Lookup, Source, Times
 
 TASKS = Path(__file__).with_name("real_tasks.json")
 STEP = 512

@@ -37,8 +37,7 @@ from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan, step_in_words
-from mlx_flash.speculation.draft import OwnGuesses
-from mlx_flash.speculation.guesses import Times
+from mlx_flash.speculation import OwnGuesses, Times
 
 _NO_LIMIT = (
     "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the context. "

@@ -22,7 +22,7 @@ from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
-from mlx_flash.speculation.draft import OwnGuesses
+from mlx_flash.speculation import OwnGuesses
 
 
 @dataclass(slots=True, eq=False)  # frozen, one takes five times as long to make, for each token

@@ -15,9 +15,9 @@ from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
 from mlx_flash.experts.pooledstacks import make_pooled
-from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, is_embedding
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
+from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.arena import Arena, kernel_alignment, views_of
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan

@@ -33,7 +33,7 @@ from mlx_flash.memory.footprint import footprint, free_unused
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.speculation.guesses import Times
+from mlx_flash.speculation import Times
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from mlx_flash.engine.engine import Engine
 from mlx_flash.kv.kvpool import KVPool, KVUsage
-from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout, Unit
+from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.residency.plan import ResidencyPlan

@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.parts import ExpertStack
+from mlx_flash.layout.units import place_experts
 from mlx_flash.memory.arena import SlotArena, StackArena
 from mlx_flash.storage.placement import PlacedRows, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Reads, Ticket

@@ -17,10 +17,10 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.experts.pool import Bytes, ExpertPool
-from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
+from mlx_flash.layout.units import expert_records, matrices_of, place_matrix
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered

@@ -33,7 +33,7 @@ from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.model import FlashLLM, Reads
 from mlx_flash.residency.admission import together_bytes
-from mlx_flash.speculation.guesses import Guesses, Lookup
+from mlx_flash.speculation import Guesses, Lookup
 
 
 class Reading(NamedTuple):

@@ -24,8 +24,7 @@ from mlx_flash.kv.checkpoints import trimmable
 from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM, Reads
-from mlx_flash.speculation.draft import OwnGuesses
-from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
+from mlx_flash.speculation import MAX_GUESSES, Guesses, OwnGuesses
 
 Choice = tuple[mx.array, mx.array]
 """A token that was chosen, ``(1,)``, and the logarithms of all probabilities, ``(1, vocabulary)``."""

@@ -30,8 +30,7 @@ from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
-from mlx_flash.speculation.draft import Draft
-from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Lookup, Source
+from mlx_flash.speculation import MAX_GUESSES, Draft, Guesses, Lookup, Source
 
 _CLEAR_EVERY = 256
 """Tokens after which MLX's freed buffers are released, as mlx-lm does."""

@@ -22,8 +22,7 @@ from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb, round_up_to_mb
 from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.search import best, everything, opening_seconds, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.speculation.draft import OwnGuesses
-from mlx_flash.speculation.guesses import worth_guessing
+from mlx_flash.speculation import OwnGuesses, worth_guessing
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE, SMALL_READS_SHARE
 

@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Unit
+from mlx_flash.layout.units import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.activations import ActivationSizes, measure_activations

@@ -11,8 +11,8 @@ import zoo
 from mlx_flash import FlashLLM
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ABSENT, ExpertPool
-from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import measure

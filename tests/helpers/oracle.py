@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_flash import FlashLLM
-from mlx_flash.speculation.guesses import Source, Times
+from mlx_flash.speculation import Source, Times
 
 
 class FixedTimes(Times):
@@ -22,7 +22,7 @@ def on_a_machine(monkeypatch: pytest.MonkeyPatch, pass_seconds: float, row_secon
     """Let passes and rows take these times, and a guess of a draft model a microsecond."""
     monkeypatch.setattr("mlx_flash.engine.lifecycle.Times", lambda *_: FixedTimes(pass_seconds, row_seconds))
     clock = itertools.count(0, 1e-6)
-    monkeypatch.setattr("mlx_flash.speculation.draft.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("mlx_flash.speculation.time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from mlx_flash import FlashConfig, FlashLLM, ReadError
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.layout.units import trunk_of
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
 

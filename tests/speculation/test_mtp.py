@@ -284,7 +284,7 @@ def test_an_interrupt_leaves_the_callers_cache_right(
                     if len(got) == stop and where == "in a pass":
                         patch.setattr(model.engine.stream, "acquire", interrupted)  # type: ignore[union-attr]
                     elif len(got) == stop:
-                        patch.setattr("mlx_flash.speculation.draft.mx.argmax", interrupted)
+                        patch.setattr("mlx_flash.speculation.mx.argmax", interrupted)
             patch.undo()
             steps.close()  # type: ignore[attr-defined]
             check_equal(got, expected[: len(got)])

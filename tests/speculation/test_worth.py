@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_flash.speculation.guesses import (
+from mlx_flash.speculation import (
     LEAST_GAIN,
     MAX_MATCH,
     Acceptance,

@@ -1,1 +1,0 @@
-"""Guesses of the tokens that come next, which one pass over the weights checks."""

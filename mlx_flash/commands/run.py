@@ -21,7 +21,6 @@ from typing import Any, TextIO
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from rich.console import RenderableType
 from rich.text import Text
 
 from mlx_flash.commands.arguments import DEFAULT_MODEL
@@ -44,14 +43,12 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.parse import (
     Modelfile,
-    Parameters,
     check_model_name,
     find_modelfile,
     named_models,
     parse_parameter,
     parse_stop,
     read_modelfile,
-    read_text,
 )
 from mlx_flash.monitor.words import filled
 from mlx_flash.ranks import launched_group
@@ -251,6 +248,8 @@ Budget: {plan.budget_bytes:GB}
 Context: memory reserved for {plan.context_length:token}
 Messages: {num_messages}, {num_cached} tokens in the KV cache
 Memory: {footprint:GB}, peak {peak:GB}
+System: {system}
+Template: {template}
 """
 """A conversation in words."""
 
@@ -264,13 +263,12 @@ memory {footprint:size}, peak {peak_memory_bytes:size} of {budget_bytes:size}
 BYE = ("/bye", "/exit", "/quit")
 HELP = ("/?", "/help")
 SETTINGS = ("parameter", "system", "verbose", "quiet", "normal")
-VIEWS = ("info", "parameters", "system", "template", "license", "modelfile")
 
 USAGES = {
     "/set parameter NAME VALUE": "such as: /set parameter temperature 0.7",
     "/set system TEXT": "change the system prompt",
     "/set verbose, /set quiet": "all measurements after an answer, or none; /set normal: one line",
-    f"/show {' | '.join(VIEWS)}": "show it",
+    "/show": "model, budget, memory, system prompt, parameters",
     "/clear": "forget the conversation",
     "/save NAME, /load NAME": "keep the conversation, go on with one; run --resume goes on with the last one",
     "/image FILE": "a picture for the next message, where the model sees",
@@ -283,27 +281,14 @@ WITH_NAMES = ("/save", "/load", "/image")
 
 NAMES = ("/set", "/show", "/clear", *WITH_NAMES, *HELP, *BYE)
 COMPLETIONS = (
-    "/clear",
-    *WITH_NAMES,
-    *HELP,
-    *BYE,
+    *NAMES[1:],
     *(f"/set {word}" for word in SETTINGS),
-    *(f"/show {word}" for word in VIEWS),
 )
-
-
-def _parameters(parameters: Parameters, stop: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    yield from ((name, str(value)) for name, value in parameters.given().items())
-    yield from (("stop", repr(text)) for text in stop)
 
 
 def _words(text: str) -> tuple[str, str]:
     first, _, rest = text.strip().partition(" ")
     return first, rest.strip()
-
-
-def _print(text: RenderableType) -> None:
-    print_rich(text, sys.stderr)
 
 
 HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
@@ -416,7 +401,7 @@ class Talk:
         """Run a command that begins with a slash."""
         name, _, rest = line.strip().partition(" ")
         if name in HELP:
-            _print("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()))
+            print_rich("\n".join(f"{usage}\n    {words}" for usage, words in USAGES.items()), sys.stderr)
         elif name == "/clear":
             self._conversation.clear()
         elif name in WITH_NAMES:
@@ -424,7 +409,7 @@ class Talk:
         elif name == "/set":
             self._set(*_words(rest))
         elif name == "/show":
-            self._show(rest.strip() or "info")
+            print_rich(labelled(self._shown()), sys.stderr)
         else:
             raise ConfigError(
                 f"there is no command {name}; there are {', '.join(NAMES)}{did_you_mean(name, NAMES) or '.'} "
@@ -467,31 +452,22 @@ class Talk:
         changed = {name: parse_parameter(name, text)}
         self._conversation.modelfile = replace(described, parameters=replace(described.parameters, **changed))  # type: ignore[arg-type]
 
-    def _show(self, what: str) -> None:
-        described = self._conversation.modelfile
-        views: dict[str, Callable[[], RenderableType]] = {
-            "info": lambda: labelled(self._info()),
-            "parameters": lambda: labelled(_parameters(described.parameters, described.stop)),
-            "system": lambda: described.system or "",
-            "template": lambda: described.template or "the tokenizer's own",
-            "license": lambda: "\n".join(described.licenses),
-            "modelfile": lambda: read_text(described.path) if described.path.is_file() else f"FROM {described.base}",
-        }
-        if what not in views:
-            raise ConfigError(f"/show {what}: it must be one of {', '.join(VIEWS)}{did_you_mean(what, VIEWS)}")
-        _print(views[what]() or f"there is no {what}")
-
-    def _info(self) -> Iterator[tuple[str, str]]:
+    def _shown(self) -> Iterator[tuple[str, str]]:
         conversation, model = self._conversation, self._conversation.model
+        described = conversation.modelfile
         facts = {
-            "model": conversation.modelfile.base,
+            "model": described.base,
             "plan": plan_to_json(model.plan) if isinstance(model, FlashLLM) else None,
             "num_messages": str(len(conversation.messages)),
             "num_cached": str(conversation.num_cached),
             "footprint": footprint(),
             "peak": peak_footprint(),
+            "system": described.system,
+            "template": described.template,
         }
-        return filled(INFO, facts)
+        yield from filled(INFO, facts)
+        yield from ((name, str(value)) for name, value in described.parameters.given().items())
+        yield from (("stop", repr(text)) for text in described.stop)
 
 
 def processors_of_format(text: str, tokenizer: Any) -> Callable[[list[int]], list[Any]]:

@@ -29,13 +29,7 @@ Command = Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The service in the form of a system.
-
-    Attributes:
-        file: its definition.
-        text: what that has.
-        install, status, logs, remove: commands of the system for each action.
-    """
+    """The service as systemd or launchd has it: the file that defines it, and the system's commands for each action."""
 
     file: Path
     text: bytes
@@ -46,11 +40,7 @@ class Service:
 
 
 def service(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash service``: do something with the service, and return the status of the system's command.
-
-    Raises:
-        ConfigError: it is not installed, or the system has no such services. Nothing is written then.
-    """
+    """Run ``mlx-flash service``: do something with the service, and return the status of the system's command."""
     if args.arguments and args.action != "install":
         raise ConfigError(f"service {args.action} takes no flags of serve: {' '.join(args.arguments)}")
     parse_arguments(["serve", *args.arguments])  # wrong flags are errors now, and not in a log

@@ -335,9 +335,7 @@ CREATE = (
 MONITOR = (
     flag("--once", "print one frame and exit; exit status 1 when no engine runs"),
     flag("--json", "print one JSON object for each engine and look, instead of frames"),
-    flag("--pid N", "show only the engines of this process", count),
     flag("--interval SECONDS", "time between two looks", number(float, 0.05, 3600), default=INTERVAL_SECONDS),
-    flag("--no-color", "no colours, as with the variable NO_COLOR"),
 )
 STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
 COMPLETION = (flag("shell", "the shell that runs the printed code", choices=("bash", "zsh", "fish")),)

@@ -220,9 +220,8 @@ HINT = "Hint: start one with: mlx-flash generate --model DIR_OR_REPO"
 
 def monitor(args: argparse.Namespace, out: TextIO) -> int:
     """Show the running engines, until the user quits; Ctrl-C is no failure."""
-    color = True if args.no_color else None
-    console = Console(file=out, no_color=color, highlight=False, markup=False, emoji=False)
-    watcher = Watcher(args.pid)
+    console = Console(file=out, highlight=False, markup=False, emoji=False)
+    watcher = Watcher()
     try:
         return print_looks(watcher, args, console, out) if args.once or args.json else live(watcher, args, console)
     except KeyboardInterrupt as error:
@@ -237,14 +236,14 @@ def print_looks(watcher: Watcher, args: argparse.Namespace, console: Console, ou
     for number in count():
         watcher.look()
         if not watcher.histories and not has_none:
-            print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
+            print(f"flash-monitor: no engine is running. {HINT}", file=sys.stderr)
             has_none = True
         if args.once and has_none:
             return EXIT_NONE
         if args.json and (number or not args.once):
             print_json(watcher, out)
         elif number:
-            print_lines(console, draw(watcher, args, console, None))
+            print_lines(console, draw(watcher, console, None))
         if args.once and number:
             break
         time.sleep(ONCE_SECONDS if args.once else args.interval)
@@ -256,7 +255,7 @@ def live(watcher: Watcher, args: argparse.Namespace, console: Console) -> int:
     with Terminal(console) as terminal:
         while True:
             watcher.look()
-            terminal.show(draw(watcher, args, console, terminal.height))
+            terminal.show(draw(watcher, console, terminal.height))
             key = terminal.wait(args.interval)
             if key in ("q", "Q"):
                 return 0
@@ -264,12 +263,12 @@ def live(watcher: Watcher, args: argparse.Namespace, console: Console) -> int:
                 watcher.choose_next()
 
 
-def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: int | None) -> list[Text]:
+def draw(watcher: Watcher, console: Console, height: int | None) -> list[Text]:
     """Return the frame of the last look."""
     canvas = Canvas(console.width, height)
     shown = [*watcher.histories, *([watcher.ended] if watcher.ended else [])]
     if not shown:
-        return message(f"{_nothing(watcher, args).capitalize()}; waiting.", HINT, canvas)
+        return message("No engine is running; waiting.", HINT, canvas)
     return frame(shown, watcher.chosen, watcher.system, canvas)
 
 
@@ -278,10 +277,3 @@ def print_json(watcher: Watcher, out: TextIO) -> None:
     for state in watcher.to_json():
         print(json.dumps(state, allow_nan=False), file=out)
     out.flush()
-
-
-def _nothing(watcher: Watcher, args: argparse.Namespace) -> str:
-    if args.pid is None:
-        return "no engine is running"
-    others = ", ".join(map(str, watcher.other_pids)) or "none"
-    return f"no engine is running in process {args.pid} (running: {others})"

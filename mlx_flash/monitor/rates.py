@@ -44,7 +44,6 @@ class Watcher:
     Attributes:
         histories: the engines running now, by process and number.
         ended: the engine that ended last, until another one starts.
-        other_pids: processes with engines that are not followed.
         system: memory of the machine.
     """
 
@@ -53,7 +52,6 @@ class Watcher:
         self._known: dict[Path, History] = {}
         self._chosen: Path | None = None
         self._is_picked = False  # by the user
-        self.other_pids: list[int] = []
         self.histories: list[History] = []
         self.ended: History | None = None
         self.system: SystemMemory = system_memory()
@@ -67,8 +65,7 @@ class Watcher:
     def look(self) -> None:
         """Read what engines published since the last look."""
         running: dict[Path, History] = {}
-        found = find()
-        for published in found:
+        for published in find():
             if self._pid not in (None, published.pid):
                 continue
             history = running[published.path] = self._known.get(published.path) or History(published)
@@ -85,7 +82,6 @@ class Watcher:
         if busy and self._chosen not in busy and not self._is_picked:
             self._chosen = busy[0]
         self.histories = list(running.values())
-        self.other_pids = sorted({each.pid for each in found} - {history.latest.pid for history in self.histories})
         self.system = system_memory()
 
     def choose_next(self) -> None:

@@ -22,8 +22,8 @@ from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
 from mlx_flash.server.catalog import Source, source_of
-from mlx_flash.server.prompts import opened_with
-from mlx_flash.server.request import Defaults
+from mlx_flash.server.prompts import opened
+from mlx_flash.server.request import Defaults, GenerationRequest
 from models import GEMMA3, MAMBA2, make_random_model, save
 from terminals import Shell
 
@@ -105,7 +105,7 @@ def test_a_served_modelfile_opens_every_conversation(own_system: bool) -> None:
     first = [{"role": "system", "content": 'A "brief" {% one %} }} é 🦊\n'}, {"role": "user", "content": "Hi"}]
     asked = [{"role": "system", "content": "mine"}] * own_system + [{"role": "user", "content": "What?"}]
     system = {"role": "system", "content": "mine"} if own_system else first[0]
-    assert opened_with(first, asked) == [system, first[1], asked[-1]]
+    assert opened(GenerationRequest(model="", messages=asked), first).messages == [system, first[1], asked[-1]]
 
 
 def test_a_served_modelfile_sets_defaults(model_dir: Path) -> None:

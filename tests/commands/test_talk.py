@@ -24,7 +24,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.loading import load
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.modelfile.parse import parse_modelfile, read_modelfile
+from mlx_flash.modelfile.parse import parse_modelfile
 from terminals import ROOT
 
 MODEL = ROOT / "examples" / "pair" / "draft"

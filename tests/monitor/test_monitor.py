@@ -29,7 +29,6 @@ from children import ROOT
 from interrupt_points import interrupted_in, total_points
 from mlx_flash import __version__
 from mlx_flash import telemetry as facts
-from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.engines import Terminal, draw, print_lines
 from mlx_flash.monitor.frames import GLYPHS, PARTS, REST, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
@@ -234,7 +233,7 @@ def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
     publisher.close()
     watcher.look()
     assert watcher.histories == [] and watcher.to_json() == []
-    lines = [line.plain for line in draw(watcher, parse_arguments(["monitor"]), Console(width=80), 24)]
+    lines = [line.plain for line in draw(watcher, Console(width=80), 24)]
     assert "llama-big" in lines[0] and "tokens: 20 in, 10 out; ended " in lines[1]
     watcher.look()
     assert watcher.ended is not None
@@ -399,13 +398,6 @@ def test_json_line_by_line_until_the_pipe_closes(engine: Publisher) -> None:
         assert process.wait(timeout=30) == 141
         assert process.stderr.read() == ""
     assert clocks == sorted(clocks)
-
-
-def test_a_process_is_chosen_by_its_number(engine: Publisher) -> None:
-    assert run("--once", "--pid", os.getpid()).returncode == 0
-    done = run("--once", "--pid", os.getppid())
-    assert done.returncode == 1
-    assert f"no engine is running in process {os.getppid()} (running: {os.getpid()})" in done.stderr
 
 
 def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> None:
@@ -621,7 +613,7 @@ def test_a_terminal_of_another_size(generating: subprocess.Popen[str], terminal:
 
 def test_without_colours(generating: subprocess.Popen[str], terminal: Any) -> None:
     tmux = terminal()
-    for command, colours in [(MONITOR, True), (f"NO_COLOR=1 {MONITOR}", False), (f"{MONITOR} --no-color", False)]:
+    for command, colours in [(MONITOR, True), (f"NO_COLOR=1 {MONITOR}", False)]:
         tmux.type(command)
         tmux.wait_for(r"^24 layers .*[─▶░]")
         assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", "\n".join(tmux.screen("-e")))) == colours

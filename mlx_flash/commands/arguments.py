@@ -604,7 +604,7 @@ COMMANDS = {
         "rewrite a checkpoint in the order in which it is read", PACK, "SOURCE", usage="TARGET", streams=False
     ),
     "cache": Command(
-        "list models and cached data, or remove the cached data",
+        "list or remove cached data",
         CACHE,
         place="models.cache",
         usage="list|clear",

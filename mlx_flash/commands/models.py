@@ -119,7 +119,6 @@ CACHED = {
     "removed": "packed copy, removed",
     "kept": "packed copy, kept: in use",
     "prefixes": "{tokens} cached tokens",
-    "models": "downloaded, which clear keeps",
 }
 """Texts for the entries of each list of ``cache``. After ``clear`` the prefixes are those in use."""
 
@@ -138,7 +137,6 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
         lists["prefixes"] = [asdict(model) for model in in_use]
     else:
         lists |= {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes]}
-        lists["models"] = list_models()
     tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
     nbytes, prefix_bytes = _total(copies), _total(prefixes) - _total(in_use)
     words: list[RenderableType] = [_cached(lists)] if any(lists.values()) else []
@@ -147,9 +145,6 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
         f"{tokens} tokens in the prefix cache of {size(prefix_bytes)}, and {len(disks)} remembered disk profiles",
         *(f"{name.replace('_', ' ')}: {path}" for name, path in places.items()),
     ]
-    if (models := lists.get("models")) is not None:
-        total = size(sum(model["bytes"] for model in models))
-        words.append(f"{counted(len(models), 'model')} of {total} downloaded from Hugging Face")
     facts = {"bytes": nbytes + prefix_bytes, "prefix_tokens": tokens, "disks": disks, **lists}
     emit(args, {**places, **facts}, words, out)
     return 0
@@ -164,16 +159,6 @@ def _cached(lists: Json) -> Table:
             when = "not complete" if each.get("complete") is False else _days_ago(each["last_used"])
             table.add_row(name, size(each.get("bytes", each.get("nbytes"))), when, formatted(what, each))
     return table
-
-
-def list_models() -> list[Json]:
-    """Return the models in the cache of Hugging Face that have safetensors files, the largest first."""
-    models = [
-        {"model": r.repo_id, "bytes": r.size_on_disk, "last_used": r.last_accessed, "folder": r.repo_path}
-        for r in repositories()
-        if any(file.file_name.endswith(".safetensors") for revision in r.revisions for file in revision.files)
-    ]
-    return sorted(models, key=lambda model: -model["bytes"])
 
 
 def _remove_small_files() -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from huggingface_hub import scan_cache_dir
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
@@ -273,27 +272,6 @@ def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:
     text = " ".join(done.stdout.decode().split())
     expected = ("Cold: the cached pages", "Loading: ", "First token: after ", "Generation: ", "planned: ", "budget of ")
     assert all(words in text for words in expected)
-
-
-def test_cache_lists_downloaded_models_with_their_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    snapshot = tmp_path / "hub/models--org--tiny/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "blobs").mkdir()
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs/main").write_text("abc")
-    (snapshot / "model.safetensors").write_bytes(bytes(303_000))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
-    assert cli.main(["cache", "list"]) == 0
-    assert re.search(r"^org/tiny +303 kB +used today", capsys.readouterr().out, re.MULTILINE)
-    assert cli.main(["cache", "list", "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)["models"]
-    assert (listed["model"], listed["bytes"]) == ("org/tiny", 303_000)
-    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "none"))
-    assert cli.main(["cache", "list"]) == 0
-    assert "0 models of 0 kB" in capsys.readouterr().out
 
 
 def test_cache_clear_lists_prefixes_in_use(

@@ -15,7 +15,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +26,7 @@ import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import KVCache, save_prompt_cache
 
-from mlx_flash import FlashConfig
 from mlx_flash import config as config_module
-from mlx_flash.config import VARIABLE_PREFIX
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
@@ -288,33 +285,6 @@ def few_suggestions() -> Iterator[None]:
 
 
 @contextmanager
-def settings(folder: Path) -> Iterator[Case]:
-    """The TOML file and environment variables."""
-    names = sorted(field.name for field in fields(FlashConfig))
-    variables = [VARIABLE_PREFIX + name.upper() for name in names]
-    texts = [json.dumps(value) for value in VALUES]
-    short = [text for text in texts if len(text) < 100]
-    words = [*map(str, VALUES), "min", "4", "off"]
-    file: Any = SimpleNamespace()  # a path whose file is in memory
-
-    def case(dice: random.Random) -> None:
-        environment = {}
-        file.read_text = lambda encoding: ""
-        if dice.random() < 0.5:
-            choices = texts if dice.random() < 0.1 else short  # the parser takes milliseconds for long lists
-            lines = [f"{dice.choice(names)} = {dice.choice(choices)}" for _ in range(dice.choice((1, 3)))]
-            data = damaged("\n".join(lines).encode(errors="replace"), dice)
-            file.read_text = data.decode
-        else:
-            environment = {dice.choice(variables): dice.choice(words) for _ in range(2)}
-        with suppress(ConfigError):
-            FlashConfig.resolve(file=file, environment=environment)
-
-    with few_suggestions():
-        yield case
-
-
-@contextmanager
 def page(folder: Path) -> Iterator[Case]:
     """A page of the prefix cache."""
     name = "ab" * 32
@@ -381,7 +351,6 @@ TARGETS: dict[str, Target] = {
     "index": index,
     "config": config,
     "modelfile": modelfile,
-    "settings": settings,
     "page": page,
     "prompt_cache": prompt_cache,
 }

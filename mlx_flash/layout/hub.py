@@ -7,13 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
-    DryRunError,
-    GatedRepoError,
     HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -53,26 +47,11 @@ def check_name(name: str) -> None:
 
 def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
     """Return the error for a model that is no folder, and that Hugging Face does not give."""
-    found = error.__cause__ if isinstance(error, DryRunError) else error
-    kinds: list[tuple[type | tuple[type, ...], str]] = [
-        (GatedRepoError, "its licence has to be accepted. Hint: accept it on the model's page, then: hf auth login"),
-        (RevisionNotFoundError, "there is no such revision"),
-        (
-            RepositoryNotFoundError,
-            "there is no such repository, or it is private. Hint: names of repositories are NAMESPACE/NAME, such as "
-            f"{_EXAMPLE}; for a private one: hf auth login",
-        ),
-        (HfHubHTTPError, " ".join(str(found).split())),
-        (OfflineModeIsEnabled, "HF_HUB_OFFLINE is set, and the model was not downloaded before"),
-        (
-            (LocalEntryNotFoundError, HfHubHTTPError.__bases__[0]),  # the latter's other children: no connection
-            "it was not downloaded before, and Hugging Face cannot be reached. Hint: check the name and the network "
-            "(HF_HUB_OFFLINE, HF_ENDPOINT, proxies)",
-        ),
-    ]
-    words = next((words for kind, words in kinds if isinstance(found, kind)), " ".join(str(error).split()))
+    found = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error  # of a dry run
+    words = " ".join(str(found).split()).rstrip(".")
     return CheckpointNotFoundError(
-        f"there is no directory {name!r}, and Hugging Face has no such model here: {words}"
+        f"there is no directory {name!r}, and Hugging Face has no such model here: {words}. Hint: names are "
+        f"NAMESPACE/NAME, such as {_EXAMPLE}; private and gated models need `hf auth login`"
         + did_you_mean(name, known_models())
     )
 

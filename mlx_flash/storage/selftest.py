@@ -46,26 +46,24 @@ _FACTOR = 2654435761
 _Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Memory that is filled and computed from at the same time."""
+_Case = tuple[int, int, bool]
+"""Bytes of a read, places for them, and whether these are slots of one array; otherwise each is one of its own."""
 
-    block_bytes: int  # bytes of one read
-    num_blocks: int  # places for blocks
-    is_shared: bool  # the places are slots of one array; otherwise each is an array of its own
-
-    def places(self) -> tuple[list[memoryview], mx.array | list[mx.array], object]:
-        """Return the memory of each place, MLX's views of them, and their owner: with it the memory would go."""
-        words = self.block_bytes // 4
-        if not self.is_shared:
-            arenas = [Arena(self.block_bytes) for _ in range(self.num_blocks)]
-            return [arena.memory for arena in arenas], [arena.view(0, (words,), mx.uint32) for arena in arenas], arenas
-        slots = SlotArena(self.num_blocks, self.block_bytes + DIRECT_ALIGNMENT)
-        return [slots.memory(i) for i in range(self.num_blocks)], slots.view(0, (words,), mx.uint32), slots
-
-
-CASES = (_Case(3 << 20, 8, True), _Case(64 << 10, 16, True), _Case(64 << 10, 16, False))
+CASES: tuple[_Case, ...] = ((3 << 20, 8, True), (64 << 10, 16, True), (64 << 10, 16, False))
 """Large and small slots of one array, and small arrays: MLX puts those side by side."""
+
+
+def _places(nbytes: int, number: int, is_shared: bool) -> tuple[list[memoryview], mx.array | list[mx.array], object]:
+    """Return the memory of each place, MLX's views of them, and their owner: with it the memory would go."""
+    if not is_shared:
+        arenas = [Arena(nbytes) for _ in range(number)]
+        return (
+            [arena.memory for arena in arenas],
+            [arena.view(0, (nbytes // 4,), mx.uint32) for arena in arenas],
+            arenas,
+        )
+    slots = SlotArena(number, nbytes + DIRECT_ALIGNMENT)
+    return [slots.memory(i) for i in range(number)], slots.view(0, (nbytes // 4,), mx.uint32), slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +175,16 @@ def _lost_in_case(case: _Case, reader: BackgroundPrefetcher, file: Path) -> int:
 
     Return the number of places that are wrong after a round, and end with the first round that has some.
     """
-    memories, views, _owner = case.places()
-    starts = range(0, NUM_FILE_BYTES - case.block_bytes, case.block_bytes)
-    first_words = _words(0, case.block_bytes)
+    block_bytes, num_blocks, _ = case
+    memories, views, _owner = _places(*case)
+    starts = range(0, NUM_FILE_BYTES - block_bytes, block_bytes)
+    first_words = _words(0, block_bytes)
     held: dict[int, int] = {}
     for number in range(ROUNDS):
         tickets = {}
-        for place in range(number % 2, case.num_blocks, 2):
-            held[place] = starts[(number * case.num_blocks + place) % len(starts)]
-            piece = Piece("(self-test)", held[place], case.block_bytes, 0)
+        for place in range(number % 2, num_blocks, 2):
+            held[place] = starts[(number * num_blocks + place) % len(starts)]
+            piece = Piece("(self-test)", held[place], block_bytes, 0)
             segment = Segment(file, piece.offset, piece.nbytes, 0, (piece,))
             tickets[place] = reader.submit([segment], memories[place])
             mx.async_eval(_work(views[place ^ 1]))

@@ -41,7 +41,7 @@ OLD = {"versions": {**FOUND.versions["versions"], "mlx_lm": "0.31.9"}}
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "ROUNDS", 2)
-    monkeypatch.setattr(selftest, "CASES", (selftest._Case(64 << 10, 4, True),))
+    monkeypatch.setattr(selftest, "CASES", ((64 << 10, 4, True),))
     monkeypatch.setattr(selftest, "NUM_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
 

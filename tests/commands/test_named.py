@@ -97,7 +97,7 @@ def test_a_download_that_failed_goes_on_with_the_shards_that_are_missing(
 def test_what_the_hub_does_not_have_is_not_pulled(hub: dict[str, str], tmp_path: Path) -> None:
     done = command(hub, "pull", "some/nothing")
     told = done.stderr.decode()
-    assert done.returncode == 1 and "there is no such repository, or it is private. Hint: " in told
+    assert done.returncode == 1 and "Hint: names are NAMESPACE/NAME" in told and "`hf auth login`" in told
     assert told.count("\n") == 1 and not (tmp_path / "cache" / "models--some--nothing" / "snapshots").exists()
 
 

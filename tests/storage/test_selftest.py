@@ -19,7 +19,7 @@ from mlx_flash.storage.ranges import RangeReader
 from mlx_flash.storage.selftest import RESULTS, reads_directly, run_selftest, way_of_reading
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 
-CASES = tuple(selftest._Case(64 << 10, 4, is_shared) for is_shared in (True, False))
+CASES = tuple((64 << 10, 4, is_shared) for is_shared in (True, False))
 
 
 @pytest.fixture(autouse=True)

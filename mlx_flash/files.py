@@ -88,13 +88,13 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def check_regular(path: Path, limit: int | None = None) -> None:
+def check_regular(path: Path) -> None:
     """Check a file that another library will read.
 
     Raises:
-        OSError: it does not exist, is not a regular file, or has more than ``limit`` bytes.
+        OSError: it does not exist, or is not a regular file.
     """
-    _check(path, path.stat(), limit)
+    _check(path, path.stat())
 
 
 def _check(path: Path, status: os.stat_result, limit: int | None = None) -> None:

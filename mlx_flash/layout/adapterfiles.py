@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,10 @@ from mlx.utils import tree_map
 from mlx_flash.compat.arrays import result_bytes, tape_of
 from mlx_flash.compat.loaders import adapted_part, adapted_product
 from mlx_flash.errors import CheckpointError, FlashError
-from mlx_flash.files import read_regular
-from mlx_flash.layout.load import UNCLEAR_ERRORS
+from mlx_flash.layout.load import UNCLEAR_ERRORS, read_object
 from mlx_flash.layout.parts import CallTrace, Parameter
 from mlx_flash.layout.trace import zeros_for
-from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_shard, refuse_unreadable
+from mlx_flash.storage.safetensors import read_shard, refuse_unreadable
 
 
 def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:
@@ -59,7 +57,10 @@ def check_adapter(folder: Path) -> None:
         CheckpointNotFoundError: there is no such folder, or a file is missing.
         CheckpointError: a file is damaged or no regular file, or mlx-lm would use random numbers for a missing tensor.
     """
-    config = _read_config(folder / CONFIG_NAME)
+    try:
+        config = read_object(folder / CONFIG_NAME)
+    except OSError as fault:
+        refuse_unreadable(folder / CONFIG_NAME, "file", fault)
     is_full = config.get("fine_tune_type") == "full"
     if not is_full:
         _check_settings(folder / CONFIG_NAME, config)
@@ -84,18 +85,6 @@ def mismatch_explained(folder: Path) -> Iterator[None]:
             f"{folder}: mlx-lm cannot apply this adapter ({type(error).__name__}: {first}). "
             f"Hint: compare {CONFIG_NAME}; the adapter may be another model's."
         ) from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_regular(path, MAX_METADATA_BYTES))
-    except OSError as fault:
-        refuse_unreadable(path, "file", fault)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}. {_HINT}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object. {_HINT}")
-    return config
 
 
 def _check_settings(path: Path, config: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from mlx_flash.errors import (
     IndexFileError,
     ReadError,
 )
-from mlx_flash.files import check_regular
+from mlx_flash.files import check_regular, read_regular
 from mlx_flash.folders import cache_directory
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.blocks import LOGICAL_START
@@ -177,32 +177,26 @@ def load_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     _check_files(directory)
-    try:
-        config: dict[str, Any] = mlx_lm_utils.load_config(directory)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path} does not exist. Hint: is {directory} a model directory?") from None
-    except OSError as error:
-        found = error.filename or path
-        raise CheckpointError(f"cannot read {found}: {error.strerror}. Hint: check who may read it.") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long for int(), nested too deep
-        raise CheckpointError(f"{_not_json(directory)} is not JSON: {error}. Hint: download it again.") from error
-    except (TypeError, AttributeError) as error:  # mlx-lm takes what is in the file for an object
-        raise CheckpointError(
-            f"{path} or generation_config.json is no JSON object. Hint: download it again."
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object. Hint: download it again.")
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path} does not exist. Hint: is {directory} a model directory?")
+    config: dict[str, Any] = mlx_lm_utils.load_config(directory)
     return config
 
 
-def _not_json(directory: Path) -> Path:
-    """Return the file of the two that mlx-lm reads that is not JSON."""
-    path = directory / "config.json"
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file.
+
+    Raises:
+        CheckpointError: it is not JSON, or no object.
+        OSError: the file cannot be read, is too large, or no regular file.
+    """
     try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return path
-    return directory / "generation_config.json"
+        found = json.loads(read_regular(path, MAX_METADATA_BYTES))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long for int(), nested too deep
+        raise CheckpointError(f"{path} is not JSON: {error}. Hint: download or copy it again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no JSON object. Hint: download or copy it again.")
+    return found
 
 
 def _check_files(directory: Path) -> None:
@@ -216,8 +210,10 @@ def _check_files(directory: Path) -> None:
     try:
         for path in directory.iterdir():
             is_read = path.suffix in METADATA_SUFFIXES and path.name != INDEX_NAME
-            if is_read and path.exists() and not path.is_dir():
-                check_regular(path, MAX_METADATA_BYTES if path.name in CONFIG_NAMES else None)
+            if path.name in CONFIG_NAMES and path.exists():
+                read_object(path)
+            elif is_read and path.exists() and not path.is_dir():
+                check_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return  # the caller reports a missing folder
     except OSError as error:

@@ -86,7 +86,7 @@ def _engines() -> list[dict[str, Any]]:
 
 
 def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield the metrics that have a value, as :func:`metrics` does."""
+    """Yield the metrics that have a value, of this process."""
     yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", num_requests)
     counts = CounterMetricFamily("mlx_flash_key_requests", "Requests with a key", labels=["key"])
     for each, number in keys.items():
@@ -101,12 +101,6 @@ def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
             family = families.setdefault(name, kind(name, fact.help, labels=["model", "number"]))
             family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], value)
     yield from families.values()
-
-
-def metrics(num_requests: int, keys: Mapping[str, int]) -> bytes:
-    """Return the metrics of this process."""
-    registry: Any = SimpleNamespace(collect=partial(_families, num_requests, keys))
-    return generate_latest(registry)
 
 
 def openai_routes(service: Service) -> list[BaseRoute]:
@@ -150,8 +144,9 @@ def make_app(service: Service, access: Access) -> Starlette:
         return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def show_metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(metrics, service.num_requests, dict(access.num_requests))
-        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        collect = partial(_families, service.num_requests, dict(access.num_requests))
+        registry: Any = SimpleNamespace(collect=collect)
+        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     middleware = [Middleware(AccessMiddleware, access=access)]
     if access.origins:

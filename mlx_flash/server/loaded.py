@@ -32,7 +32,7 @@ from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.sampling import processors_of, sampler_of
-from mlx_flash.server.text import TextStream, check_tools
+from mlx_flash.server.text import TextStream
 
 if TYPE_CHECKING:  # an extra
     from mlx_flash.server.seeing import Sight
@@ -63,13 +63,7 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         self._ranks = ranks
 
     def keep(self, prompt_cache: list[Any], tokens: list[int], kind: str = "assistant") -> None:
-        """Keep a cache that is not computed with any more, if there is room for it.
-
-        Args:
-            prompt_cache: the cache.
-            tokens: those in the cache.
-            kind: of the segment that it ends with: a system prompt is dropped last.
-        """
+        """Keep a cache that is not computed with any more, if there is room for it. System prompts are dropped last."""
         if not tokens:
             return
         nbytes = sum(entry.nbytes for entry in prompt_cache)
@@ -77,8 +71,7 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
             if nbytes > self.limit_bytes:
                 return
             self.trim_to(n_bytes=self.limit_bytes - nbytes)
-        if isinstance(self._model, FlashLLM):  # copies are not evaluated yet
-            enginethread.run(partial(_recall, self._model, nbytes))
+        enginethread.run(partial(_recall, self._model, nbytes))  # copies are not evaluated yet
         for entry in prompt_cache:
             if isinstance(entry, DiskKVCache) and entry.offset and not entry.is_on_disk:
                 with entry.pool.lock:
@@ -154,7 +147,8 @@ class LoadedModel:
     def prepare(self, job: Job) -> None:
         """Make the prompt of a request, and check that the budget has room for it when nothing else runs."""
         request, options = job.request, self.source.defaults.template_options or {}
-        check_tools(self.tokenizer, request.tools)
+        if request.tools and not self.tokenizer.has_tool_calling:
+            raise RefusedError("this chat template shows the model no tools. Hint: use another model.", 400, "tools")
         job.max_tokens = 1 if request.work == "embed" else max(1, request.max_tokens or 0)
         job.reading = self._reading(job) if request.is_read else None
         with refused("prompt" if request.messages is None else "messages"):

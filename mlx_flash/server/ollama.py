@@ -25,8 +25,6 @@ from starlette.routing import BaseRoute, Route
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.modelfile.parse import (
-    Modelfile,
-    lines_of,
     recent_tokens,
 )
 from mlx_flash.monitor.words import seconds_of
@@ -365,8 +363,6 @@ def shown(source: Source) -> dict[str, Any]:
     folder = folder_of(source)
     config = _json(folder / "config.json")
     template = str(source.tokenizer_settings.get("chat_template") or _template(folder))
-    lines = [*lines_of(_modelfile_of(source))]
-    parameters = [each.removeprefix("PARAMETER ") for each in lines if each.startswith("PARAMETER ")]
     entry = listed(source)
     family = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": family, "general.basename": source.name}
@@ -379,11 +375,7 @@ def shown(source: Source) -> dict[str, Any]:
     if folder.is_dir() and is_installed() and loads_with_vlm(folder, source.vision, prefers=False):
         capabilities.append("vision")
     capabilities += ["thinking"] if "enable_thinking" in template or "reasoning_effort" in template else []
-    licenses = sorted(path for path in folder.glob("LICENSE*") if path.is_file())
     return {
-        "license": "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in licenses),
-        "modelfile": "\n".join(lines),
-        "parameters": "\n".join(parameters),
         "template": template,
         "details": entry["details"],
         "model_info": info,
@@ -429,25 +421,6 @@ class NamedRequest(Body):
     model: openai.Name | Literal[""] = ""
     name: openai.Name | Literal[""] = ""
 
-    @model_validator(mode="after")
-    def _has_name(self) -> NamedRequest:
-        if not self.model and not self.name:
-            raise ValueError("model is missing")
-        return self
-
-    @property
-    def asked(self) -> str:
-        """The name."""
-        return self.model or self.name
-
-
-def _modelfile_of(source: Source) -> Modelfile:
-    """Return the settings of a model, with absolute folders."""
-    folder = Path(source.base)
-    base = str(folder.absolute()) if folder.is_dir() else source.base
-    adapter = None if source.adapter is None else Path(source.adapter).absolute()
-    return replace(source.modelfile or Modelfile(path=folder, base=base), base=base, adapter=adapter)
-
 
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
@@ -477,7 +450,7 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
         return JSONResponse({"version": API_VERSION, "mlx_flash": __version__})
 
     async def show(service: Service, request: Request, body: NamedRequest) -> Response:
-        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(body.asked))))
+        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(body.model or body.name))))
 
     async def missing(request: Request) -> Response:
         hint = "Hint: models come with `mlx-flash pull` and `create`."

@@ -127,15 +127,7 @@ class Part(Body):
 
 
 def parts_in(content: str | Sequence[Part] | None, field: str) -> list[dict[str, str]]:
-    """Return texts and pictures of a message.
-
-    Args:
-        content: of the request.
-        field: its place in the request.
-
-    Raises:
-        RefusedError: a picture cannot be used.
-    """
+    """Return texts and pictures of a message. ``field`` is its place in the request."""
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content or ""}]
     found = []
@@ -368,7 +360,7 @@ class Chunks(Writer):
         """Return the part of an answer for an event, an empty one for None; None for events that have no part."""
 
     @abstractmethod
-    def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
         """Return details of the tokens of a part."""
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
@@ -390,9 +382,8 @@ class Chunks(Writer):
     def _choice(
         self, number: int, part: dict[str, Any] | None, tokens: Sequence[TokenDetail] = (), reason: str | None = None
     ) -> dict[str, Any]:
-        part = part or {}
-        logprobs = self.logprobs(number, part, tokens) if tokens else None
-        return {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = self.logprobs(tokens) if tokens else None
+        return {"index": number, **(part or {}), "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, *choices: dict[str, Any]) -> bytes:
         return sent({**self._head, **({"usage": None} if self._wants_usage else {}), "choices": choices})
@@ -529,7 +520,7 @@ class _MessageChunks(Chunks):
             return {"delta": {"tool_calls": [{"index": self._num_calls[number] - 1, **_call(event)}]}}
         return {"delta": {}} if event is None else None
 
-    def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
         """Return details of the tokens of a part."""
         return {"content": shown_logprobs(tokens), "refusal": None}
 
@@ -564,10 +555,6 @@ class _TextChunks(Chunks):
 
     names = ("cmpl", "text_completion", "text_completion")
 
-    def __init__(self, body: CompletionRequest, num_answers: int, num_prompts: int) -> None:
-        super().__init__(body, num_answers, num_prompts)
-        self._lengths = [0] * num_answers
-
     def message(self, whole: Whole) -> dict[str, Any]:
         """Return a complete text."""
         return {"text": whole.text}
@@ -575,22 +562,18 @@ class _TextChunks(Chunks):
     def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
         """Return the part of a text for an event."""
         if isinstance(event, Piece):
-            self._lengths[number] += len(event.text)
             return {"text": event.text}
         return {"text": ""} if event is None else None
 
-    def logprobs(self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail]) -> dict[str, Any]:
-        """Return details of the tokens of a part, each with the number of characters before it."""
-        texts = [chosen.text for chosen, *_ in tokens]
-        offset = max(0, self._lengths[number] - len(part["text"]))
+    def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+        """Return details of the tokens of a part."""
         return {
-            "tokens": texts,
+            "tokens": [chosen.text for chosen, *_ in tokens],
             "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
             "top_logprobs": [
                 None if chosen.logprob is None else {each.text: each.logprob for each in likeliest}
                 for chosen, *likeliest in tokens
             ],
-            "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
         }
 
 

@@ -40,12 +40,7 @@ class KeptResponses:
         self._num_bytes = 0
 
     def keep(self, name: str, value: Messages | dict[str, Any]) -> None:
-        """Keep something for a time, if it is not too long.
-
-        Args:
-            name: its number.
-            value: a conversation without instructions, or an item.
-        """
+        """Keep a conversation without instructions, or an item, for a time, if it is not too long."""
         nbytes = len(json.dumps(value.found if isinstance(value, Messages) else value))
         now = time.monotonic()
         self._kept[name] = now, value, nbytes

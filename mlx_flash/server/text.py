@@ -14,7 +14,6 @@ import regex
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
-from mlx_flash.errors import RefusedError
 from mlx_flash.modelfile.conversation import StopTexts
 from mlx_flash.server.events import Piece, ToolCall
 
@@ -197,9 +196,3 @@ class TextStream:
         yield from calls
         if text and not calls:
             yield Piece(text)
-
-
-def check_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> None:
-    """Check that the model can call functions."""
-    if tools and not tokenizer.has_tool_calling:
-        raise RefusedError("this chat template shows the model no tools. Hint: use another model.", 400, "tools")

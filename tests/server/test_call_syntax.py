@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from call_forms import FUNCTIONS, STOCK, TEMPLATES, rendered, stock_answer, tokenizer_of
-from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import Piece, ToolCall
-from mlx_flash.server.text import Part, TextStream, check_tools
+from mlx_flash.server.text import Part, TextStream
 
 TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items()}
 TOKENIZERS |= {name: tokenizer_of("{{ tools }}", name) for name in STOCK}
@@ -134,14 +133,12 @@ def test_text_around_calls_of_harmony() -> None:
 @pytest.mark.parametrize("text", ["<call fn=weather>Rome</call>", '{"tool_name": "weather", "parameters": {}}'])
 def test_a_form_that_nobody_knows_stays_text(text: str) -> None:
     tokenizer = tokenizer_of("{{ tools }}" + TEMPLATES["llama"].replace('{"name": "{{ f.name }}"', "{{ f.name }}"))
-    check_tools(tokenizer, FUNCTIONS)
+    assert tokenizer.has_tool_calling
     assert text_of(read(tokenizer, text)) == text
 
 
-def test_only_a_template_without_tools_refuses_them() -> None:
-    check_tools(tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}"), [])
-    with pytest.raises(RefusedError, match="template"):
-        check_tools(tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}"), FUNCTIONS)
+def test_only_a_template_without_tools_has_no_calls() -> None:
+    assert not tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}").has_tool_calling
 
 
 @pytest.mark.parametrize("shown", ["{{ '' + f.arguments }}", "{{ f.arguments }}", "{{ f.arguments | tojson }}"])

@@ -80,7 +80,6 @@ def test_echo_has_the_log_probabilities_of_mlx_lm(model: str, served: Live) -> N
             assert found["token_logprobs"][1:-1] == scores_of(model, tokens)
             pairs = zip(found["token_logprobs"][1:-1], found["top_logprobs"][1:-1], strict=True)
             assert found["top_logprobs"][0] is None and all(mine <= max(top.values()) for mine, top in pairs)
-            assert found["text_offset"][-1] == sum(map(len, found["tokens"][:-1]))
     if served.model.plan.read_bytes:  # all prompts and their next tokens in one pass, all heads in another one
         assert served.model.counters.num_passes - before <= 4
 

@@ -73,16 +73,7 @@ FLAGS = {"--ram": "--ram-budget-gb", "--kv-quant": "--kv-bits", "--modelfile": "
 
 
 def own_setting(name: str, value: Any, spell: Callable[[str], str] = str) -> tuple[str, Any]:
-    """Return our name and value of a setting; a name that is no alias, and its value, as they are.
-
-    Args:
-        name: of the setting, which is not idle.
-        value: of the setting, or a text.
-        spell: returns a name as the user writes it, for the message.
-
-    Raises:
-        ConfigError: the value of an alias is wrong.
-    """
+    """Return our name and value of a setting; a name that is no alias, and its value, as they are."""
     if name in _UNSET and value in (_UNSET[name], str(_UNSET[name])):
         value = None
     if name == "disk_kv_enabled" and value is not None:
@@ -102,9 +93,6 @@ def own_settings(
         given: the keys and values of the source.
         source: returns the name of a key for messages. None leaves unknown keys and wrong values to the constructor.
         spell: returns the key of a setting.
-
-    Raises:
-        ConfigError: a key is unknown, a value is wrong, or two names of a setting disagree. None agrees with any value.
     """
     ours = {spell(name): name for name in _type_hints(FlashConfig)}
     names = ours | {spell(name): name for name in OTHER_NAMES}
@@ -355,11 +343,7 @@ NAMES = "models"
 
 
 def own_names() -> dict[str, str]:
-    """Return the user's own names of models, each with its repository or folder.
-
-    Raises:
-        ConfigError: the settings file is unreadable, or what it has is no table of texts.
-    """
+    """Return the user's own names of models, each with its repository or folder."""
     path = settings_file()
     names = _read_toml(path, must_exist=False).get(NAMES, {})
     if not isinstance(names, dict) or not all(isinstance(model, str) and model for model in names.values()):
@@ -395,11 +379,7 @@ def parse_budget(value: object) -> Budget:
 
 
 def parse_setting(name: str, value: object) -> Any:
-    """Return a checked value for a field of :class:`FlashConfig`. Text is parsed as in :meth:`FlashConfig.resolve`.
-
-    Raises:
-        ConfigError: the field does not take this value.
-    """
+    """Return a checked value for a field of :class:`FlashConfig`. Text is parsed as in :meth:`FlashConfig.resolve`."""
     parsed: Any = _from_text(name, value.strip()) if isinstance(value, str) else value
     FlashConfig(**{name: parsed})
     return parsed

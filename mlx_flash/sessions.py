@@ -31,16 +31,9 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 class PrivateFolder:
     """A new folder, locked while this object lives. Making one removes the folders of processes that were killed.
 
-    Args:
-        base: the folder to make it in.
-        purpose: what it is for, in errors.
-
     Attributes:
         path: the folder.
         lock: its lock, until the end.
-
-    Raises:
-        WriteError: it cannot be made.
     """
 
     def __init__(self, base: Path, purpose: str = "the KV cache") -> None:

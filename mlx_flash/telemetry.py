@@ -335,11 +335,7 @@ class Publisher:
 
 
 def find() -> list[Published]:
-    """Return the last states of this user's engines, by process and number. Remove those of dead processes.
-
-    Raises:
-        PermissionError: a folder is not private to the user.
-    """
+    """Return the last states of this user's engines, by process and number. Remove those of dead processes."""
     found: list[Published] = []
     for folder in folders():
         if os.path.lexists(folder):

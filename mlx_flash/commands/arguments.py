@@ -543,11 +543,7 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
 
 
 COMMANDS = {
-    "generate": Command(
-        "generate text",
-        GENERATE,
-        "MODEL",
-    ),
+    "generate": Command("generate text", GENERATE, "MODEL"),
     "run": Command(
         "chat with, or prompt, a model or a Modelfile",
         RUN,
@@ -561,11 +557,7 @@ COMMANDS = {
         place="run.run",
         defaults={"words": (), "prompt": None, "file": None},
     ),
-    "serve": Command(
-        "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
-        SERVE,
-        "[[NAME=]MODEL ...]",
-    ),
+    "serve": Command("answer requests in OpenAI's, Ollama's and Anthropic's dialects", SERVE, "[[NAME=]MODEL ...]"),
     "service": Command(
         "keep the server running as a service of this user",
         SERVICE,

@@ -16,7 +16,7 @@ import sys
 import termios
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -97,8 +97,11 @@ def run_command(argv: Sequence[str]) -> int:
             _set_loudness(args)
             if args.command != "exec":
                 _set_encodings()
-            with _ended_by_signals(), contextlib.redirect_stdout(sys.stderr):  # libraries print
-                with _sign_of_life(args), _ended_at_once(), mlx_explained():
+            # The first SIGTERM, or a terminal that closes, ends it as Ctrl-C does: files are closed and removed.
+            ending = handling((signal.SIGTERM, signal.SIGHUP), _interrupt)
+            with ending, contextlib.redirect_stdout(sys.stderr):  # libraries print
+                # During imports C code may turn an exception into another one or drop it.
+                with _sign_of_life(args), handling((signal.SIGINT,), _end_at_once), mlx_explained():
                     run = _load_command(args.command)
                 return run(args, out)
     except _TerminatedError as error:
@@ -136,7 +139,7 @@ def _drop_unwritable(out: TextIO) -> None:
 
 def end_silently() -> None:
     """Let a later Ctrl-C end the process without a traceback, while Python ends it."""
-    if _handles_signals():
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -176,12 +179,6 @@ class _TerminatedError(KeyboardInterrupt):
         self.number = number
 
 
-def _handles_signals() -> bool:
-    """Return False in other threads, and where SIGINT has a handler of its own or is ignored, as in background jobs."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     _leave_lost_terminal()
@@ -200,21 +197,16 @@ def _leave_lost_terminal() -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let the first SIGTERM, or a terminal that closes, end the command as Ctrl-C does: files are closed and removed.
-
-    A process that ignores one of them, as ``nohup`` has it ignore SIGHUP, goes on ignoring it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = (signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, _interrupt) for n in asked if signal.getsignal(n) is not signal.SIG_IGN}
+def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle signals in a block of the main thread, except those that the process ignores, as background jobs do."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 @contextlib.contextmanager
@@ -232,22 +224,9 @@ def _sign_of_life(args: argparse.Namespace) -> Iterator[None]:
         sys.stderr.flush()
 
 
-@contextlib.contextmanager
-def _ended_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process during imports, where C code may turn an exception into another one or drop it."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        os.write(2, b"\nmlx-flash: interrupted\n" if sys.stderr.isatty() else b"mlx-flash: interrupted\n")
-        os._exit(EXIT_INTERRUPTED)
-
-    if not _handles_signals():
-        yield
-        return
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"\nmlx-flash: interrupted\n" if sys.stderr.isatty() else b"mlx-flash: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _report(error: Exception, with_traceback: bool) -> int:

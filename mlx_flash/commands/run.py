@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -25,6 +24,7 @@ from rich.text import Text
 
 from mlx_flash.commands.arguments import DEFAULT_MODEL
 from mlx_flash.commands.common import Status, labelled, make_config, note, note_lines, print_rich
+from mlx_flash.commands.dispatch import handling
 from mlx_flash.commands.models import ask_to_download, fetched, is_remote
 from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
@@ -230,15 +230,8 @@ def stoppable() -> Iterator[Callable[..., None]]:
         if pressed:
             raise AnswerStoppedError
 
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    with handling((signal.SIGINT,), handle):
         yield check
-        return
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 INFO = """

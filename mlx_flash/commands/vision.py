@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -65,19 +65,42 @@ def prepare_model(path: Path, config: FlashConfig, probe: Path | None = None, *,
 
 
 @contextlib.contextmanager
-def seeing(args: argparse.Namespace, path: Path, config: FlashConfig | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, and its processor."""
+def seeing(
+    args: argparse.Namespace,
+    path: Path,
+    messages: Any,
+    pictures: Sequence[Any],
+    *,
+    num_tokens: int | None = None,
+    config: FlashConfig | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Iterator[tuple[Any, Any, PicturePrompt]]:
+    """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, its processor, and a prompt.
+
+    The plan has room for the prompt's pictures, which may be files, and for ``num_tokens`` more; None is no limit.
+    Further options are those of :func:`mlx_flash.vision.pictures.make_prompt`.
+    """
     import mlx_vlm
 
     from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
+    from mlx_flash.vision.pictures import make_prompt, open_picture
 
     config = config or make_config(args)
     trusts = vars(args).get("trust_remote_code", False)  # commands without the flag do not
+    found: Any = [open_picture(each, str(each)) if isinstance(each, Path) else each for each in pictures]
     if not config.enabled or vars(args).get("resident"):
-        yield mlx_vlm.load(str(path), trust_remote_code=trusts)
+        model, processor = mlx_vlm.load(str(path), trust_remote_code=trusts)
+        yield model, processor, make_prompt(model, processor, messages, found, **options)
         return
     with load_vlm_model(path, config) as model:
-        yield model, load_processor_of(path, model, trust_remote_code=trusts)
+        processor = load_processor_of(path, model, trust_remote_code=trusts)
+        prompt = make_prompt(model, processor, messages, found, **options)
+        del found, pictures  # before the plan, which counts the process
+        model.expect(None if num_tokens is None else len(prompt.tokens) + num_tokens, prompt.keywords)
+        with Status("Loading", args.verbose) as status:
+            model.start(progress or status.show_bytes)
+        yield model, processor, prompt
 
 
 @contextlib.contextmanager
@@ -85,29 +108,17 @@ def seeing_talk(
     args: argparse.Namespace, path: Path, config: FlashConfig, progress: Progress
 ) -> Iterator[tuple[Any, Any]]:
     """Yield a model that sees and its processor, ready for a conversation that begins with ``args.image``."""
-    from mlx_flash.vision.flashvlm import FlashVLM
-    from mlx_flash.vision.pictures import make_prompt, open_picture
-
-    with seeing(args, path, config) as (model, processor):
-        if isinstance(model, FlashVLM):
-            pictures = [open_picture(file, str(file)) for file in args.image or ()]
-            model.expect(None, make_prompt(model, processor, "?", pictures).keywords)
-            del pictures
-            model.start(progress)
+    with seeing(args, path, "?", args.image or (), config=config, progress=progress) as (model, processor, _):
         yield model, processor
 
 
 @contextlib.contextmanager
 def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, PicturePrompt]]:
     """Yield a started model that sees, and a prompt of words and a picture that is the same in every run."""
-    from mlx_flash.vision.pictures import make_prompt, sample_picture
+    from mlx_flash.vision.pictures import sample_picture
 
     words = " ".join(islice(cycle(("What", "is", "in", "this", "picture", "?")), args.prompt_tokens))
-    with seeing(args, path) as (model, processor):
-        prompt = make_prompt(model, processor, words, [sample_picture()])  # before the plan, which counts the process
-        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
-        with Status("Loading", args.verbose) as status:
-            model.start(status.show_bytes)
+    with seeing(args, path, words, [sample_picture()], num_tokens=args.max_tokens) as (model, _, prompt):
         yield model, prompt
 
 
@@ -157,47 +168,40 @@ def _with_places(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> Recorder:
-    """Write the answer to a prompt with pictures as mlx-vlm generates it.
-
-    Returns:
-        The records of the run.
-    """
+    """Write the answer to a prompt with pictures as mlx-vlm generates it. Return the records of the run."""
     from mlx_flash.vision.flashvlm import FlashVLM
-    from mlx_flash.vision.pictures import make_prompt, open_picture, responses
+    from mlx_flash.vision.pictures import responses
 
-    _check_flags(args)
-    began = time.perf_counter()
-    pictures = [open_picture(file, str(file)) for file in args.image or ()]
-    with seeing(args, path) as (model, processor):
-        prompt = make_prompt(
-            model, processor, _messages(args), pictures, is_chat=not args.ignore_chat_template, **_options(args)
-        )
-        del pictures
-        tokenizer = getattr(processor, "tokenizer", processor)
-        tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
-        num_prompt = len(prompt.tokens)
-        language = model
-        if isinstance(model, FlashVLM):
-            model.expect(num_prompt + args.max_tokens if args.max_tokens > 0 else None, prompt.keywords)
-            with Status("Loading", args.verbose) as status:
-                model.start(status.show_bytes)
-            language = model.language_model
-        run = Recorder(language, num_prompt, time.perf_counter() - began, args.prefill_step_size)
-        options = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
-        found = responses(
-            model, processor, prompt, temperature=args.temp, prefill_step_size=run.prefill_step_size, **options
-        )
-        follow(found, run, None if args.json else out)
-    return run
-
-
-def _check_flags(args: argparse.Namespace) -> None:
     for name, default in _WITHOUT.items():
         if getattr(args, name) != default:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is not available for models that see, which mlx-vlm's loops run. "
                 "Hint: leave it out."
             )
+    began, most, options = time.perf_counter(), args.max_tokens, dict[str, Any]()
+    if not args.ignore_chat_template:  # as in mlx-vlm's program, reasoning is off unless it is asked for
+        options = {"enable_thinking": False, **(args.chat_template_config or {})}
+    opening = seeing(
+        args,
+        path,
+        _messages(args),
+        args.image or (),
+        num_tokens=most if most > 0 else None,
+        is_chat=not args.ignore_chat_template,
+        **options,
+    )
+    with opening as (model, processor, prompt):
+        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
+        num_prompt = len(prompt.tokens)
+        language = model.language_model if isinstance(model, FlashVLM) else model
+        run = Recorder(language, num_prompt, time.perf_counter() - began, args.prefill_step_size)
+        loop = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
+        found = responses(
+            model, processor, prompt, temperature=args.temp, prefill_step_size=run.prefill_step_size, **loop
+        )
+        follow(found, run, None if args.json else out)
+    return run
 
 
 def _messages(args: argparse.Namespace) -> Any:
@@ -205,8 +209,3 @@ def _messages(args: argparse.Namespace) -> Any:
     if args.ignore_chat_template or args.system_prompt is None:
         return prompt
     return [{"role": "system", "content": args.system_prompt}, {"role": "user", "content": prompt}]
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the variables of chat templates: as mlx-vlm's program, reasoning is off unless it is asked for."""
-    return {} if args.ignore_chat_template else {"enable_thinking": False, **(args.chat_template_config or {})}

@@ -72,18 +72,6 @@ FLAGS = {"--ram": "--ram-budget-gb", "--kv-quant": "--kv-bits", "--modelfile": "
 """Other names of flags, each with ours."""
 
 
-def own_setting(name: str, value: Any, spell: Callable[[str], str] = str) -> tuple[str, Any]:
-    """Return our name and value of a setting; a name that is no alias, and its value, as they are."""
-    if name in _UNSET and value in (_UNSET[name], str(_UNSET[name])):
-        value = None
-    if name == "disk_kv_enabled" and value is not None:
-        known = BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else value
-        if not isinstance(known, bool):
-            raise ConfigError(f"{spell(name)} is {value!r}: it must be true or false. Hint: {spell('kv_cache')} disk")
-        value = "disk" if known else None
-    return ALIASES.get(name, name), value
-
-
 def own_settings(
     given: Mapping[str, Any], source: Callable[[str], str] | None = None, spell: Callable[[str], str] = str
 ) -> dict[str, Any]:
@@ -109,7 +97,14 @@ def own_settings(
                 idle.setdefault(IDLE[name], []).append(where.removesuffix(": ") or key)
             continue
         try:
-            name, own = own_setting(name, value, spell)
+            own = None if name in _UNSET and value in (_UNSET[name], str(_UNSET[name])) else value
+            if name == "disk_kv_enabled" and value is not None:
+                known = BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else value
+                if not isinstance(known, bool):
+                    hint = f"Hint: {spell('kv_cache')} disk"
+                    raise ConfigError(f"{spell(name)} is {value!r}: it must be true or false. {hint}")
+                own = "disk" if known else None
+            name = ALIASES.get(name, name)
             own = parse_setting(name, own) if where else own
             if found.setdefault(name, own) is None:
                 found[name] = own

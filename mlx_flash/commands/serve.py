@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -62,12 +62,9 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         draft = None if args.draft_model is None else find_modelfile(args.draft_model).base
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=draft)
     catalog = Catalog(sources, other, describe=describe, any_name=args.any_model_name)
-    return serve_catalog(catalog, _batch_options(args), args, args.allowed_origins)
-
-
-def _batch_options(args: argparse.Namespace) -> BatchOptions:
     given = {field.name: getattr(args, field.name) for field in fields(BatchOptions)}
-    return BatchOptions(**{**given, "prefill_step_size": args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE})
+    step = args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
+    return serve_catalog(catalog, BatchOptions(**{**given, "prefill_step_size": step}), args)
 
 
 def _is_modelfile(base: str) -> bool:
@@ -95,16 +92,11 @@ def _describing(args: argparse.Namespace, other: Source) -> Callable[[str, str |
     return describe
 
 
-def serve_catalog(
-    catalog: Catalog,
-    options: BatchOptions,
-    args: argparse.Namespace,
-    origins: Sequence[str] = (),
-) -> int:
+def serve_catalog(catalog: Catalog, options: BatchOptions, args: argparse.Namespace) -> int:
     """Serve models until a signal ends it."""
     if catalog.default is not None and not catalog.default.config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.server.")
-    access = make_access(args.host, origins, args.api_key_file, args.no_auth)
+    access = make_access(args.host, args.allowed_origins, args.api_key_file, args.no_auth)
     room = EngineRoom(catalog, options, args.keepalive)
     group = launched_group()
     if group is not None and group.rank() > 0:  # rank 0 has the clients

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_flash.config import ALIASES, IDLE, FlashConfig, did_you_mean, own_setting, parse_setting
+from mlx_flash.config import ALIASES, IDLE, FlashConfig, did_you_mean, own_settings, parse_setting
 from mlx_flash.errors import ConfigError
 from mlx_flash.files import make_private, write_atomically, write_errors
 from mlx_flash.folders import settings_file
@@ -375,8 +375,11 @@ def parse_modelfile(text: str, path: Path | str, find_base: Callable[[str, Path]
 
 def _own_instruction(alias: str, rest: list[str]) -> tuple[str, list[str]]:
     """Return our instruction for another name of a setting, and its value if it has one."""
-    spell = lambda name: _INSTRUCTION_OF.get(name, f"FLASH_{name.upper()}")  # noqa: E731
-    setting, value = own_setting(alias, rest[0] if rest else None, spell)
+
+    def spell(name: str) -> str:
+        return _INSTRUCTION_OF.get(name, f"FLASH_{name.upper()}")
+
+    ((setting, value),) = own_settings({spell(alias): rest[0] if rest else None}, spell=spell).items()
     return _INSTRUCTION_OF[setting], [str(value)] if rest else []
 
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
     from mlx_flash.integration.modelfile import parse_flash_directives
     from mlx_flash.kv.diskcache import DiskKVCache
-    from mlx_flash.loading import load, load_model
-    from mlx_flash.manager import FlashGenerationLoop, FlashManager
+    from mlx_flash.loading import FlashGenerationLoop, FlashManager, load, load_model
     from mlx_flash.model import FlashLLM
     from mlx_flash.vision.loadvlm import load_vlm
 
@@ -86,12 +85,11 @@ __all__ = [
 
 _HOMES = {
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
-    "mlx_flash.manager": {"FlashGenerationLoop", "FlashManager"},
     "mlx_flash.generation": {"batch_generate", "generate", "generate_step", "stream_generate"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
     "mlx_flash.integration.modelfile": {"parse_flash_directives"},
     "mlx_flash.kv.diskcache": {"DiskKVCache"},
-    "mlx_flash.loading": {"load", "load_model"},
+    "mlx_flash.loading": {"FlashGenerationLoop", "FlashManager", "load", "load_model"},
     "mlx_flash.model": {"FlashLLM"},
     "mlx_flash.vision.loadvlm": {"load_vlm"},
 }

@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 Tell = Callable[[], object]
 
+Progress = Callable[[int, int], None]
+"""Called with what is done and what there is to do: bytes of weights, or tokens of a prompt."""
+
 
 class CallEndedError(Exception):
     """The caller does not wait for the result any more. Nobody but the work itself sees it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
 from mlx_flash.layout.adapterfiles import check_adapter, mismatch_explained
@@ -108,3 +110,83 @@ def apply_adapter(model: nn.Module, folder: str) -> None:
     with mismatch_explained(Path(folder)):
         mlx_lm_utils.load_adapters(model, folder)
     model.eval()  # new layers train, and drop out
+
+
+class FlashManager:
+    """The models that a program loads with the same settings: those given, or of environment and settings file.
+
+    All models of a process share one budget.
+
+    Attributes:
+        models: the models that it loaded and did not close.
+    """
+
+    def __init__(self, config: FlashConfig | None = None) -> None:
+        self.config = config
+        self.models: list[FlashLLM] = []
+
+    @staticmethod
+    def of_process() -> ModelManager:
+        """Return the manager of all models of this process."""
+        return ModelManager.of_process()
+
+    def load(self, path_or_hf_repo: str | Path, **options: Any) -> tuple[FlashLLM, Any]:
+        """Load a model and its tokenizer, as :func:`mlx_flash.load` with the manager's settings."""
+        model, tokenizer = load(str(path_or_hf_repo), self.config, **options)
+        self.models.append(model)
+        return model, tokenizer
+
+    def shutdown(self) -> None:
+        """Close the models that this manager loaded. Harmless when repeated."""
+        while self.models:
+            self.models.pop().close()
+
+    def __enter__(self) -> FlashManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class FlashGenerationLoop:
+    """A streamed model and its tokenizer, from prompts to text.
+
+    Args:
+        model: a streamed model; or a folder or repository, which is loaded.
+        tokenizer: of the model. After a path, the settings may stand in its place.
+        config: how to stream a model that is loaded here.
+
+    Attributes:
+        flash_model: the streamed model.
+        tokenizer: its tokenizer.
+
+    Raises:
+        ConfigError: a model without a tokenizer, or settings for a model that streams already.
+    """
+
+    def __init__(self, model: FlashLLM | str | Path, tokenizer: Any = None, config: FlashConfig | None = None) -> None:
+        if isinstance(tokenizer, FlashConfig):
+            tokenizer, config = None, tokenizer
+        if isinstance(model, str | Path):
+            self.flash_model, loaded = load(str(model), config)
+            self.tokenizer = tokenizer or loaded
+            return
+        if tokenizer is None or config is not None:
+            raise ConfigError(
+                "FlashGenerationLoop takes a streamed model and its tokenizer, or a path and settings. Hint: "
+                "model, tokenizer = mlx_flash.load(path, config)"
+            )
+        self.flash_model, self.tokenizer = model, tokenizer
+
+    def stream_generate(self, prompt: str | list[int], **options: Any) -> Iterator[str]:
+        """Yield the text that follows a prompt, in parts.
+
+        Args:
+            options: as of :func:`mlx_flash.stream_generate`, such as ``max_tokens`` and ``sampler``.
+        """
+        for response in stream_generate(self.flash_model, self.tokenizer, prompt, **options):
+            yield response.text
+
+    def shutdown(self) -> None:
+        """Close the model. Harmless when repeated."""
+        self.flash_model.close()

@@ -3,41 +3,209 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from mlx_flash.compat.arrays import TRAINING_FLAG
 from mlx_flash.compat.caches import CACHE_STEP, CacheKinds
-from mlx_flash.compat.callers import requested_kv_size
+from mlx_flash.compat.callers import adapter_file, is_load_adapters, is_save_model, requested_kv_size
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.call import ForwardCall, Row, parse_call, token_call
-from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
-from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.call import DroppedResult, ForwardCall, Row, parse_call, result_is_dropped, token_call
+from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
-from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.prepare import Prepared
-from mlx_flash.engine.wrapped import prepare_loaded
-from mlx_flash.errors import BudgetError
+from mlx_flash.engine.prepare import prepare_loaded
+from mlx_flash.engine.prepared import Prepared
+from mlx_flash.enginethread import Progress
+from mlx_flash.errors import BudgetError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import arrays_of, make_caches
 from mlx_flash.kv.owed import Owed, owed_token
+from mlx_flash.layout.adapterfiles import check_adapter
 from mlx_flash.layout.load import model_name
-from mlx_flash.layout.parts import body_of, head_of
+from mlx_flash.layout.parts import ModelLayout, body_of, head_of
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.residency.admission import rows_bytes
-from mlx_flash.residency.plan import ResidencyPlan, step_in_words
+from mlx_flash.residency.plan import ResidencyPlan, rows_bytes, step_in_words
 from mlx_flash.speculation import OwnGuesses, Times
+
+T = TypeVar("T")
+
+
+class OfLifecycle(Generic[T]):
+    """An attribute of a model that its lifecycle keeps."""
+
+    def __set_name__(self, owner: type[ModelFacade], name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: ModelFacade, owner: type[ModelFacade]) -> T:
+        value: T = getattr(model._life, self._name)
+        return value
+
+    def __set__(self, model: ModelFacade, value: T) -> None:
+        setattr(model._life, self._name, value)
+
+
+def _is_floating(dtype: mx.Dtype) -> bool:
+    return mx.issubdtype(dtype, mx.floating)
+
+
+class ModelFacade(nn.Module):
+    """Answers to every attribute of mlx-lm's model, with a module tree of its own that is empty.
+
+    Attributes:
+        engine: None before streaming begins.
+        tokenizer: the one that was loaded with it; None without.
+    """
+
+    _generates: Callable[..., Iterator[Any]] | None = None
+    tokenizer: Any = None
+
+    layout = OfLifecycle[ModelLayout]()
+    engine = OfLifecycle[Engine | None]()
+
+    def __init__(self, model: nn.Module, life: Lifecycle) -> None:
+        nn.Module.__init__(self)
+        delattr(self, TRAINING_FLAG)  # the model's own counts
+        # nn.Module would put the model into the module tree if it were set as usual.
+        object.__setattr__(self, "_model", model)
+        self._life = life
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of mlx-lm's model, for programs that ask with ``isinstance``; ``type()`` tells the truth."""
+        return type(self._model)
+
+    def belongs_with(self, tokenizer: Any, generates: Callable[..., Iterator[Any]]) -> None:
+        """Note the tokenizer, and the function that generates, for :meth:`stream_generate`."""
+        object.__setattr__(self, "tokenizer", tokenizer)
+        object.__setattr__(self, "_generates", generates)
+
+    def __getattr__(self, key: str) -> Any:
+        if key in ("_model", "_life"):  # not there yet: being made by copy or pickle
+            raise AttributeError(key)
+        return getattr(self._model, key)
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that are always in memory, as a tree. While adapters are applied, all of them, lazily loaded.
+
+        Raises: StreamedWeightsError: mlx-lm asks in order to save them.
+        """
+        caller = sys._getframe(1)
+        if is_save_model(caller):
+            raise _refusal("mlx_lm.utils.save_model()")
+        if is_load_adapters(caller) and self.engine is None:
+            return cast(dict[str, Any], self._model.parameters())
+        elsewhere = {(id(p.container), p.key) for unit in self.layout.units for p in unit.large}
+        engine = self.engine
+
+        def in_memory(module: nn.Module, key: str, value: Any) -> bool:
+            is_streamed = (id(module), key) in elsewhere if engine is None else engine.is_streamed(module, key)
+            return nn.Module.valid_parameter_filter(module, key, value) and not is_streamed
+
+        return cast(dict[str, Any], self._model.filter_and_map(in_memory))
+
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> ModelFacade:
+        """As ``nn.Module.load_weights``; refused once weights are streamed.
+
+        An adapter's tensors are loaded again: those that mlx-lm loaded belong to this thread until they are computed.
+
+        Raises:
+            StreamedWeightsError: weights are streamed.
+            CheckpointError: mlx-lm would use random numbers for tensors that an adapter lacks.
+        """
+        adapter = adapter_file(sys._getframe(1))
+        if self.engine is not None:
+            raise _refusal("load_weights()")
+        if adapter is not None:
+            check_adapter(adapter.parent)
+        with self._life.prepared.loaded.streams.in_force():
+            self._model.load_weights(file_or_weights if adapter is None else str(adapter), strict)
+        return self
+
+    def set_dtype(self, dtype: mx.Dtype, predicate: Callable[[mx.Dtype], bool] | None = _is_floating) -> None:
+        """As ``nn.Module.set_dtype``; refused once weights are streamed.
+
+        Parameters that change cannot be read from the checkpoint any more: they are computed when the model starts, and
+        stay in memory. The budget has to hold them.
+        """
+        if self.engine is not None:
+            raise _refusal("set_dtype()")
+        with self._life.prepared.loaded.streams.in_force():
+            self._model.set_dtype(dtype, lambda found: found != dtype and (predicate is None or predicate(found)))
+
+    def stream_generate(self, prompt: str | list[int], **options: Any) -> Iterator[str]:
+        """Yield the text that follows a prompt, in parts, with the tokenizer that ``mlx_flash.load`` loaded.
+
+        Raises:
+            ConfigError: the model was loaded without a tokenizer.
+        """
+        if self._generates is None:
+            raise ConfigError(
+                f"{self._life.name} was loaded without a tokenizer. Hint: mlx_flash.load(), or "
+                "FlashGenerationLoop(model, tokenizer)."
+            )
+        for response in self._generates(self, self.tokenizer, prompt, **options):
+            yield response.text
+
+    def trainable_parameters(self) -> dict[str, Any]:
+        """None: weights that are read again on every pass cannot be trained."""
+        return {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelFacade:
+        raise StreamedWeightsError("a streamed model cannot be copied: its weights are on disk. Hint: load it again.")
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise StreamedWeightsError("a streamed model cannot be pickled: its weights are on disk. Hint: load it again.")
+
+
+def _refusal(what: str) -> StreamedWeightsError:
+    return StreamedWeightsError(
+        f"{what} on a streamed model would take what happens to be in the slots for its weights. "
+        "Hint: load the model with mlx_lm, or call close() and use the model that it returns."
+    )
+
+
+def _delegate(name: str, *, until_start: bool = False) -> Callable[..., Any]:
+    """Return a method of mlx-lm's model; one that changes weights is refused once they are streamed."""
+
+    def method(self: ModelFacade, *args: Any, **kwargs: Any) -> Any:
+        if until_start and self.engine is not None:
+            raise _refusal(f"{name}()")
+        with self._life.prepared.loaded.streams.in_force() if until_start else nullcontext():
+            result = getattr(self._model, name)(*args, **kwargs)
+        return self if until_start or result is self._model else result
+
+    method.__name__ = name
+    method.__doc__ = f"As ``nn.Module.{name}``{'; refused once weights are streamed' * until_start}."
+    return method
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def method(self: ModelFacade, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(f"{name}()")
+
+    method.__name__, method.__doc__ = name, "Refused: it would see slot contents."
+    return method
+
+
+for _name in ("children", "leaf_modules", "modules", "named_modules", "train", "eval", "freeze", "unfreeze"):
+    setattr(ModelFacade, _name, _delegate(_name))
+for _name in ("update", "update_modules", "apply_to_modules"):
+    setattr(ModelFacade, _name, _delegate(_name, until_start=True))
+for _name in ("save_weights", "apply"):
+    setattr(ModelFacade, _name, _refuse(_name))
+
 
 _NO_LIMIT = (
     "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the context. "
@@ -60,24 +228,17 @@ class FlashLLM(ModelFacade):
 
     Args:
         prepared: the model and the plan for it; or a model that mlx-lm loaded lazily and nobody changed.
-        config: the settings.
-        name: what to call it; None takes the folder's name.
         model_path: the folder of a lazily loaded model; None finds it.
 
     Attributes:
         plan: what is in memory, and what is not. Made anew by :meth:`start`.
-        layout: the model's units.
         engine: None before :meth:`start`; its ``stream.stats`` and ``reader.stats`` count.
         kv: what its KV caches share; None where they are mlx-lm's own.
-        name: what to call it.
         counters: what its calls did so far.
-        batching: the setting.
         times: measured times of its passes. There from :meth:`start` on.
-        prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
     """
 
     plan = OfLifecycle[ResidencyPlan]()
-    prefixes = OfLifecycle[PrefixCache | None]()
     times = OfLifecycle[Times]()
 
     def __init__(
@@ -104,9 +265,6 @@ class FlashLLM(ModelFacade):
 
         Other models of this process that are waiting to be started are started too, the smallest first, since they
         share the budget: each leaves those after it what they need at least.
-
-        Args:
-            progress: called with (bytes read, bytes to read) while pinned weights are loaded.
 
         Raises:
             BudgetError: the budget cannot hold the plan.
@@ -161,7 +319,6 @@ class FlashLLM(ModelFacade):
 
         Args:
             tokens: ``(1, length)``.
-            cache: the prompt cache, which the tokens are added to.
             step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, or of the
                 plan's step if that is smaller, and the last one alone, as mlx-lm does.
             wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
@@ -172,13 +329,12 @@ class FlashLLM(ModelFacade):
             owed: what the caller has the cache say between two tokens. The first token is the one that is owed.
             reads: returns what is kept of the hidden states of each part, ``(1, length, dimensions)``, in
                 ``Row.outputs``; None computes no more than the prompt cache needs. The part with logits has none.
-            reader: as in :class:`ForwardCall`.
         """
         self._life.start()
         if num_guesses:
             whole = token_call(tokens, cache)
             whole.checkpoints, whole.reader = Checkpoints(), reader  # of all its parts
-            return Row(whole, whole.parts(1), owed)
+            return Row(whole, [whole], 1, owed)
         given, before = tokens, 0
         if owed is None and (owed := owed_token(cache)) is not None:
             assert owed.debt is not None
@@ -186,28 +342,25 @@ class FlashLLM(ModelFacade):
         if given.shape[1] == 1 and wants_logits:
             call = token_call(given, cache)
             call.reader = reader
-            return Row(call, [call], owed)
+            return Row(call, [call], owed=owed)
         whole = token_call(given, cache, wants_logits=False)
         whole.reader = reader
         num_together = tokens.shape[1] - wants_logits
-        step = self.prefill_step(step, num_together)
-        starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
-        borders = sorted({*starts, num_together, tokens.shape[1]})
-        parts: list[ForwardCall] = []
-        for start, stop in pairwise(borders):
-            number = bisect_left(ends, stop)  # of the segment that ends there, or later
-            segment_end = ends[number] if number < len(ends) else num_together + segment_left
-            chunk = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
-            chunk.segment_left, chunk.reader = max(0, segment_end - stop), reader
-            parts.append(chunk)
-        if reads is not None:
-            for part in parts[: -1 if wants_logits else None]:
-                part.runs = partial(_applied, reads, self.body)
-        parts[-1].wants_logits = wants_logits
+        stretches: list[ForwardCall] = []
         if before:  # in a call of its own, as mlx-lm has computed it
-            parts.insert(0, whole.part(0, 1))
-            parts[0].wants_logits = True
-        return Row(parts[0] if len(parts) == 1 else whole, parts, owed, before)
+            stretches.append(whole.part(0, 1))
+            stretches[0].wants_logits = True
+        for start, stop in pairwise([0, *ends, num_together]):
+            if start < stop:
+                call = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
+                call.segment_left, call.reader = 0 if stop in ends else segment_left, reader
+                call.runs = None if reads is None else partial(_applied, reads, self.body)
+                stretches.append(call)
+        if wants_logits:
+            call = token_call(given[:, -1:], cache)
+            call.reader = reader
+            stretches.append(call)
+        return Row(whole, stretches, self.prefill_step(step, num_together), owed, before)
 
     def prefill_step(self, step: int, num_tokens: int) -> int:
         """Return mlx-lm's ``prefill_step_size``, or the plan's if it is smaller. Warn where it cuts so many tokens."""
@@ -229,7 +382,7 @@ class FlashLLM(ModelFacade):
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
         life = self._life
-        life.run(lambda passes: passes.advance(life.plan, rows, lends=life.lends), lambda: _arrays_of(rows))
+        life.run(lambda passes: passes.advance(rows, lends=life.lends()), lambda: _arrays_of(rows))
 
     @property
     def body(self) -> nn.Module | None:
@@ -267,7 +420,7 @@ class FlashLLM(ModelFacade):
                 for (states, _), run in zip(heads, runs, strict=True)
             ]
             rows = [Row(call, [call]) for call in calls]
-            passes.advance(self.plan, rows, lends=self._life.lends)
+            passes.advance(rows, lends=self._life.lends())
             return [row.error or row.outputs[0] for row in rows]
 
         return self._life.run(compute, lambda: [states for states, _ in heads])
@@ -293,7 +446,7 @@ class FlashLLM(ModelFacade):
         self.start()
         if not self._life.config.speculation:
             return "speculation is switched off"
-        return self._life.passes.sharing.refusal(cache)
+        return self._life.passes.refusal(cache)
 
     def own_guesses(self, num_tokens: int | None) -> list[OwnGuesses]:
         """Return the source of guesses that is the model's own head, if that is in memory and its cache has room.
@@ -312,6 +465,11 @@ class FlashLLM(ModelFacade):
         return [source]
 
     @property
+    def prefixes(self) -> PrefixCache | None:
+        """The prefix cache; None before :meth:`start`, and where the settings want none."""
+        return None if self.engine is None else self.engine.prefixes
+
+    @property
     def _has_own_head(self) -> bool:
         return self.engine is not None and self.engine.has_own_head
 
@@ -322,9 +480,9 @@ class FlashLLM(ModelFacade):
         step = call.step_within(self.plan.prefill_step_size)
         if step is not None:
             self._warn_once(step_in_words(step, self._life.config))
-        row = Row(call, [call] if step is None else call.parts(step), joins=call.wants_logits)
+        row = Row(call, [call], step, joins=call.wants_logits)
         while not row.is_done:
-            passes.advance(self.plan, [row], lends=self._life.lends)
+            passes.advance([row], lends=self._life.lends())
         if row.error is not None:
             raise row.error
         return row.outputs[0] if row.outputs else DroppedResult()

@@ -122,7 +122,7 @@ def _interruptible() -> None:
             signal.signal(number, handler)
 
 
-SPEEDS = {"compute_bytes_per_second": 4e9, "prompt_speedup": 4.0}
+SPEEDS = {"read_products": 4e9, "prompt_speedup": 4.0}
 """Speeds of this processor, by the functions that measure them."""
 
 DISK_BYTES_PER_SECOND = 1e9
@@ -142,7 +142,7 @@ def _same_speeds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "probe_disk", probe_disk)
         for name, speed in SPEEDS.items():
-            patch.setattr(machine, name, lambda layout, speed=speed: speed)
+            patch.setattr(machine, name, lambda given, speed=speed: speed)
         patch.setattr(machine, "barrier_seconds", lambda: 5e-5)
         yield
 

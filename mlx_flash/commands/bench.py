@@ -39,8 +39,8 @@ from mlx_flash.commands.vision import is_vision, prepare_model, sampled, steps_a
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.layershares import layer_bytes, share_equally
-from mlx_flash.engine.prepare import Prepared
+from mlx_flash.engine.prepare import layer_bytes, share_equally
+from mlx_flash.engine.prepared import Prepared
 from mlx_flash.folders import cache_directory
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model

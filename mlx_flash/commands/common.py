@@ -108,10 +108,10 @@ def load_tokenizer(
     config: FlashConfig | None = None,
 ) -> Any:
     """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it. With a config, its budget is checked first."""
-    from mlx_flash.engine import tokenizer
+    from mlx_flash.engine import prepared
 
     trust = vars(args).get("trust_remote_code", False)  # commands without the flag do not
-    return tokenizer.load_tokenizer(path, {**(settings or {}), "trust_remote_code": trust}, config)
+    return prepared.load_tokenizer(path, {**(settings or {}), "trust_remote_code": trust}, config)
 
 
 def tokenizer_if_any(path: Path, args: argparse.Namespace) -> Any:

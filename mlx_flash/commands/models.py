@@ -47,9 +47,9 @@ from mlx_flash.modelfile.parse import (
 from mlx_flash.monitor.words import counted, formatted, printable, size
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from mlx_flash.residency.activations import RESULTS as ATTENTION
 from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of
+from mlx_flash.residency.sizes import RESULTS as ATTENTION
 from mlx_flash.residency.sizes import expected_hits
 from mlx_flash.sessions import remove_orphans
 from mlx_flash.storage.probe import PROFILES, sample_in

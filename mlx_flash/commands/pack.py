@@ -16,7 +16,7 @@ from mlx_flash.files import nearest
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.monitor.words import counted, filled
-from mlx_flash.residency.machine import compute_bytes_per_second, computes_on_cores
+from mlx_flash.residency.machine import computes_on_cores, largest_linear, read_products
 from mlx_flash.storage.blocks import Compression, check_installed, decode_speed
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import profile_for
@@ -53,7 +53,7 @@ class _Decision:
         shard = max(checkpoint.shards, key=lambda shard: shard.nbytes).path
         is_there = shard.stat().st_dev == folder.stat().st_dev
         disk = profile_for(shard if is_there else folder, "auto")
-        compute = compute_bytes_per_second(make_layout(load_lazily(source, checkpoint)))
+        compute = read_products(largest_linear(make_layout(load_lazily(source, checkpoint))))
         speeds = decode_speed(), disk.bytes_per_second, compute
         self._expected = Compression(1.0, *speeds, shares_cores=computes_on_cores())
 

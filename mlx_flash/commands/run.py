@@ -29,9 +29,9 @@ from mlx_flash.commands.models import ask_to_download, fetched, is_remote
 from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
 from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
 from mlx_flash.config import FlashConfig, did_you_mean
-from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError, FlashError, WriteError
 from mlx_flash.files import make_private, write_atomically, write_errors
 from mlx_flash.folders import home_directory

@@ -16,8 +16,9 @@ import mlx.nn as nn
 from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text
 from mlx_flash.commands.report import Recorder, follow
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.prepare import Prepared, prepare
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.prepared import Prepared
+from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.parse import Modelfile

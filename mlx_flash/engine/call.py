@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
-from typing import Any
+from functools import lru_cache, partial
+from itertools import islice, takewhile
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_flash import enginethread
 from mlx_flash.compat.caches import entries_of, refuses_single_tokens
-from mlx_flash.engine.engine import Progress
+from mlx_flash.enginethread import Progress
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import PooledCache
 from mlx_flash.kv.kvpool import KVPool
@@ -24,36 +28,117 @@ from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
 from mlx_flash.speculation import OwnGuesses
 
+_MAX_FRAMES = 4
+_MISSING = object()
+_VARIABLES = {"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+
+
+class DroppedResult:
+    """The result of a call that computed no logits because its caller drops them. Only debuggers see it."""
+
+    def __repr__(self) -> str:
+        return "<logits that were not computed, since the caller drops them>"
+
+
+def result_is_dropped(called: FrameType) -> bool:
+    """Return whether a call's result is thrown away, as in the statement ``model(tokens, cache=cache)``.
+
+    mlx-lm's prefill drops the logits, which MLX, being lazy, never computes. A head that passes through the slots is
+    computed at once, so it has to know. The answer is yes only if it is certain: the caller's instructions show that
+    its call is that of the model, and not that of a function in C which calls the model (``outputs.extend(map(model,
+    inputs))``). ``called`` is the frame of the function that was called. A caller that returns the result is followed
+    to its own.
+    """
+    for _ in range(_MAX_FRAMES):
+        caller = called.f_back
+        call = None if caller is None else _call_at(caller.f_code, caller.f_lasti)
+        if caller is None or call is None or call.following not in {"POP_TOP", "RETURN_VALUE"}:
+            return False
+        if _code_of(_find(call, caller)) is not called.f_code:
+            return False
+        if call.following == "POP_TOP":
+            return True
+        called = caller
+    return False
+
+
+class _Call(NamedTuple):
+    """A call in some code: the names that lead to what is called, and the instruction after it."""
+
+    names: Sequence[str]
+    is_global: bool
+    following: str
+
+
+@lru_cache(maxsize=256)
+def _call_at(code: CodeType, offset: int) -> _Call | None:
+    """Return the call at an offset, if it calls a variable, or an attribute of one."""
+    instructions = list(dis.get_instructions(code))
+    index = next(i for i in reversed(range(len(instructions))) if instructions[i].offset <= offset)
+    call, begin = instructions[index], _begin(instructions[index])
+    # The variable that is called stands where the call begins in the source, and its arguments come later.
+    starts = [i for i, each in enumerate(instructions[:index]) if each.opname in _VARIABLES and _begin(each) == begin]
+    if not call.opname.startswith("CALL") or begin is None or not starts:
+        return None
+    start = instructions[starts[-1]]
+    attributes = takewhile(lambda each: each.opname in _ATTRIBUTES, instructions[starts[-1] + 1 : index])
+    names = [start.argval, *(each.argval for each in attributes)]
+    return _Call(names, start.opname == "LOAD_GLOBAL", instructions[index + 1].opname)
+
+
+def _begin(instruction: dis.Instruction) -> tuple[int, int] | None:
+    """Return the line and column where its expression begins; None if Python was told to keep no columns."""
+    at = instruction.positions
+    return None if at is None or at.lineno is None or at.col_offset is None else (at.lineno, at.col_offset)
+
+
+def _find(call: _Call, frame: FrameType) -> object:
+    """Return what a call in a frame calls; runs no code of others."""
+    name, *attributes = call.names
+    scopes = [frame.f_globals, frame.f_builtins] if call.is_global else _scopes(frame)
+    found = next((scope[name] for scope in scopes if name in scope), _MISSING)
+    for attribute in attributes:
+        if isinstance(found, nn.Module) and attribute in found:
+            found = found[attribute]
+        else:
+            found = inspect.getattr_static(found, attribute, _MISSING)
+    return found
+
+
+def _scopes(frame: FrameType) -> Iterator[dict[str, Any]]:
+    yield frame.f_locals
+    yield frame.f_globals
+    yield frame.f_builtins
+
+
+def _code_of(function: object) -> CodeType | None:
+    """Return the code that runs when an object is called; None if it is not Python's, or not found."""
+    if isinstance(function, MethodType | staticmethod | classmethod):
+        function = function.__func__
+    elif not isinstance(function, FunctionType):
+        function = inspect.getattr_static(type(function), "__call__", None)
+    return function.__code__ if isinstance(function, FunctionType) else None
+
 
 @dataclass(slots=True, eq=False)  # frozen, one takes five times as long to make, for each token
 class ForwardCall:
-    """The arguments of one call, and what they say about it. It does not change.
+    """The arguments of one call, and what they say about it. It does not change."""
 
-    Attributes:
-        arguments: as the caller gave them; mlx-lm's models take the tokens first, then the prompt cache.
-        keywords: as the caller gave them.
-        num_tokens: new tokens, over all sequences; 1 if the first argument is no array.
-        tokens: the first argument, if it is an array ``(sequences, length)``.
-        cache: mlx-lm's prompt cache, one entry a layer, if there is one.
-        is_plain: tokens and a prompt cache, and nothing else.
-        wants_logits: False where the caller drops the result.
-        checkpoints: of the prompt cache before each part of the call, if the parts are guesses; None if none is.
-        segment_left: tokens of each sequence that come after it in its segment of the prompt, such as a system prompt.
-        runs: what computes it in place of the whole model: the model without its head, or the head alone; None for the
-            model.
-        reader: gets the hidden states of the model's final norm, to guess the tokens that follow.
-    """
-
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # as the caller gave them; mlx-lm's models take the tokens first, then the prompt cache
     keywords: Mapping[str, Any]
-    num_tokens: int
-    tokens: mx.array | None
-    cache: Sequence[Any] | None
-    is_plain: bool
-    wants_logits: bool = True
+    num_tokens: int  # new tokens, over all sequences; 1 if the first argument is no array
+    tokens: mx.array | None  # the first argument, if it is an array ``(sequences, length)``
+    cache: Sequence[Any] | None  # mlx-lm's prompt cache, one entry a layer, if there is one
+    is_plain: bool  # tokens and a prompt cache, and nothing else
+    wants_logits: bool = True  # False where the caller drops the result
+    # of the prompt cache before each part of the call, if the parts are guesses; None if none is
     checkpoints: Checkpoints | None = None
+    # tokens of each sequence that come after it in its segment of the prompt, such as a system prompt
     segment_left: int = 0
+    # what computes it in place of the whole model: the model without its head, or the head alone; None for the model
     runs: Callable[..., Any] | None = None
+    # gets the hidden states of the model's final norm, to guess the tokens that follow
     reader: OwnGuesses | None = None
 
     @property
@@ -104,11 +189,6 @@ class ForwardCall:
             self.runs,
             self.reader,
         )
-
-    def comes_before(self, after: ForwardCall) -> bool:
-        """Return whether it and the part of a prompt after it may be cut at other tokens."""
-        is_alike = self.wants_logits == after.wants_logits and (self.runs is None) == (after.runs is None)
-        return is_alike and self.segment_left == after.segment_left + after.length
 
     def parts(self, step: int) -> list[ForwardCall]:
         """Return calls with at most ``step`` new tokens of each sequence, one after another.
@@ -170,12 +250,10 @@ class Lane:
     """The calls of one row that share a pass, which add tokens to one prompt cache. It looks at its entries once.
 
     Args:
-        calls: the calls, in order.
         step: new tokens of each sequence that go through the model at a time; None for those of a call.
         num_kept: tokens whose logits are kept while others compute, as in ``NewTokens``.
 
     Attributes:
-        calls, num_kept: as given.
         step: as given; None if all tokens go through the model at once.
         own: the caches that belong to a pool.
         reader: the source of guesses that reads hidden states, if there is one.
@@ -241,35 +319,35 @@ class Row:
 
     Args:
         whole: all of it as one call.
-        parts: the calls that it consists of; more than at first, once they are cut.
+        stretches: the calls that it consists of, which may be cut at any token.
+        step: new tokens of each sequence in a part at most; None for those of a stretch.
         owed: what the prompt cache says, if it is watched between two tokens. The first part makes up for a token.
         num_extra: tokens before those that the caller has given: an owed one.
         joins: whether the logits of all parts become one array. Then the one of each part is dropped.
-
-    Attributes:
-        report: called with (tokens done, tokens to do), if given, in the thread that waits for the pass; during a pass
-            if the row is alone in it. What it raises ends the pass, where the cache can be put back.
-        left: the parts that are not computed yet.
-        outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
-        error: the reason why it cannot be computed.
-        was_sought: whether the prefix cache was asked for the parts that are left.
-        num_restored: tokens that came from it.
     """
 
     whole: ForwardCall
-    parts: Sequence[ForwardCall]
+    stretches: Sequence[ForwardCall]
+    step: int | None = None
     owed: Owed | None = None
     num_extra: int = 0
     joins: bool = False
+    # called with (tokens done, tokens to do), if given, in the thread that waits for the pass; during a pass if the row
+    # is alone in it. What it raises ends the pass, where the cache can be put back.
     report: Progress | None = None
-    left: deque[ForwardCall] = field(init=False)
+    left: deque[ForwardCall] = field(init=False)  # the parts that are not computed yet
+    is_one_part: bool = field(init=False)  # whether it was never cut
+    # of the parts whose logits are wanted, or of the only part; or one array with those of all parts
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    was_sought: bool = False
-    num_restored: int = 0
+    was_sought: bool = False  # whether the prefix cache was asked for the parts that are left
+    num_restored: int = 0  # tokens that came from it
 
     def __post_init__(self) -> None:
-        self.left = deque(self.parts)
+        self.left = deque(self.stretches if self.step is None else _cut(self.stretches, self.step))
+        self.is_one_part = len(self.left) == 1
+        if self.is_one_part:
+            self.whole = self.left[0]
 
     @property
     def is_done(self) -> bool:
@@ -286,7 +364,7 @@ class Row:
     @property
     def num_joined(self) -> int:
         """Tokens whose logits will be in one array that is not made yet."""
-        return 0 if len(self.parts) == 1 or self.outputs or not self.joins else self.whole.num_tokens
+        return 0 if self.is_one_part or self.outputs or not self.joins else self.whole.num_tokens
 
     @property
     def length(self) -> int:
@@ -314,34 +392,24 @@ class Row:
 
     def cut(self) -> int:
         """Cut the tokens that are left into parts of half the length. Return the new tokens of each sequence in one."""
-        step, length, joined = self.length, self.length, self._joined_parts()
+        step, length, stretches = self.length, self.length, list[ForwardCall]()
+        num_left = sum([part.length for part in self.left])
+        for call in reversed(self.stretches):
+            if num_left > 0:
+                stretches.insert(0, call.part(call.length - num_left) if num_left < call.length else call)
+            num_left -= call.length
         while self.length == length and step > 1:  # twice if a single token may not be left over
             step = (step + 1) // 2
-            self.left = deque(part for call in joined for part in call.parts(step))
-        self.parts, self.was_sought = tuple(self.left), False
+            self.left = deque(_cut(stretches, step))
+        self.is_one_part = self.was_sought = False
         return step
-
-    def _joined_parts(self) -> list[ForwardCall]:
-        """Return the parts that are left, joined to calls that may be cut anywhere."""
-        whole, start = self.whole.tokens, self.whole.length
-        assert whole is not None  # only such calls have parts
-        joined: list[tuple[ForwardCall, int, int]] = []  # the last part of each, and where it starts and stops
-        after = None
-        for part in reversed(self.left):
-            start, stop = start - part.length, start
-            if after is not None and part.comes_before(after):
-                joined[-1] = joined[-1][0], start, joined[-1][2]
-            else:
-                joined.append((part, start, stop))
-            after = part
-        return [last.with_tokens(whole[:, start:stop]) for last, start, stop in reversed(joined)]
 
     def keep(self, number: int) -> None:
         """Keep the first tokens of a row that ends with guesses, and take the others back. Harmless when repeated."""
         enginethread.run(partial(self._keep, number))  # which no interrupt cuts in two
 
     def _keep(self, number: int) -> None:
-        checkpoints = self.parts[0].checkpoints
+        checkpoints = self.whole.checkpoints
         assert checkpoints is not None
         if self.owed is not None:
             self.owed.lift()
@@ -368,9 +436,9 @@ class Row:
         for call, output in zip(calls, outcome, strict=True):
             first = self.left.popleft()
             assert first is call
-            if self.joins and len(self.parts) > 1:
+            if self.joins and not self.is_one_part:
                 self._join(call, output)
-            elif call.wants_output or len(self.parts) == 1:
+            elif call.wants_output or self.is_one_part:
                 self.outputs.append(output)
         if self.owed is not None:
             self.owed.debt, self.owed.found = self.guessed(1), self
@@ -378,7 +446,7 @@ class Row:
     def guessed(self, number: int) -> Debt | None:
         """Return what a prompt cache has too much whose caller knows the first tokens; None if it has no guesses."""
         num_more = len(self.outputs) - number
-        is_guessed = self.parts[0].checkpoints is not None and num_more > 0
+        is_guessed = self.whole.checkpoints is not None and num_more > 0
         return Debt(-num_more, partial(self.keep, number)) if is_guessed else None
 
     def _join(self, call: ForwardCall, logits: mx.array) -> None:
@@ -390,6 +458,10 @@ class Row:
         self.outputs[0][:, end - call.length : end] = logits
         if self.left:  # the array must not refer to the logits of a part any more
             mx.eval(self.outputs)
+
+
+def _cut(stretches: Sequence[ForwardCall], step: int) -> list[ForwardCall]:
+    return [part for call in stretches for part in call.parts(step)]
 
 
 def teller(lanes: Mapping[Row, Lane]) -> Callable[[float], None]:

@@ -1,11 +1,19 @@
-"""A streamed model from loading to its end: it waits for its first call, runs, and may be planned again."""
+"""A streamed model from loading to its end, and the models of a process, which share one budget.
+
+A model waits for its first call, runs, and may be planned again. A thread makes the budget follow free memory.
+"""
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,47 +22,103 @@ import mlx.nn as nn
 
 from mlx_flash import enginethread
 from mlx_flash.compat.arrays import evaluate
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import GB, FlashConfig, parse_budget
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.engine.modelmanager import ModelManager
+from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.prepare import Prepared
-from mlx_flash.engine.session import Session
-from mlx_flash.engine.status import PassCounters
-from mlx_flash.errors import ClosedError
-from mlx_flash.forks import finalize
+from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.enginethread import Progress
+from mlx_flash.errors import BudgetError, ClosedError, ConfigError, FlashError
+from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.diskcache import arrays_of
 from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.memory.footprint import footprint, free_unused
+from mlx_flash.logs import log
+from mlx_flash.memory.footprint import MemoryReading, footprint, free_unused, read_memory
 from mlx_flash.prefixes.leaves import forget
-from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan, in_gb
 from mlx_flash.speculation import Times
 
+DEADBAND = 0.05
+"""Changes of less than this share of the budget are not made."""
+
+HIGH_PRESSURE = 0.1
+"""Share of time that tasks wait for memory from which on the budget falls, however much seems to be free."""
+
+PRESSURE_STEP = 0.1
+"""Share of the budget that goes then."""
+
+PRESSURE_SECONDS = 10.0
+"""Time between two such steps: the pressure is an average over as long."""
+
+CALM_SECONDS = 30.0
+MOST_CALM_SECONDS = 960.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tide:
+    """The budget and what it depends on.
+
+    Attributes:
+        raised_at, fallen_at: when the budget last rose and fell.
+    """
+
+    budget: int
+    since: float  # when the calm period began, in seconds
+    lowest: float = math.inf  # the least room since then
+    calm: float = CALM_SECONDS  # length of a calm period
+    raised_at: float = -math.inf
+    fallen_at: float = -math.inf
+
+    def after(self, reading: MemoryReading, held: int, now: float) -> Tide:
+        """Return the tide after a look at the machine, given the footprint of this process and the time in seconds."""
+        room = reading.room(held)
+        if reading.pressure >= HIGH_PRESSURE:
+            is_due = now - self.fallen_at >= PRESSURE_SECONDS
+            room = min(room, int(self.budget * (1 - PRESSURE_STEP * is_due)))
+        if room < self.budget * (1 - DEADBAND):
+            return self._fallen(room, now)
+        lowest = min(self.lowest, room)
+        if now - self.since < self.calm:
+            return replace(self, lowest=lowest)
+        if lowest > self.budget * (1 + DEADBAND):
+            return self._raised(int(lowest), now)
+        return replace(self, since=now, lowest=math.inf)
+
+    def at(self, budget: int) -> Tide:
+        """Return the tide with the budget that was set."""
+        return replace(self, budget=budget)
+
+    def _fallen(self, budget: int, now: float) -> Tide:
+        has_just_risen = now - self.raised_at < 2 * self.calm
+        calm = min(2 * self.calm, MOST_CALM_SECONDS) if has_just_risen else self.calm
+        return replace(self, budget=budget, since=now, lowest=math.inf, calm=calm, fallen_at=now)
+
+    def _raised(self, budget: int, now: float) -> Tide:
+        calm = CALM_SECONDS if now - self.fallen_at > MOST_CALM_SECONDS else self.calm
+        return replace(self, budget=budget, since=now, lowest=math.inf, calm=calm, raised_at=now)
+
+
 T = TypeVar("T")
+
+NUM_CHANGES = 8
+"""Changes of the budget that are kept for flash-monitor."""
+
+INTERVAL_SECONDS = 1.0
+"""Time between two looks at the machine's memory."""
 
 
 class Lifecycle:
     """A model as the manager of the process knows it. It knows nothing of the object that is called.
 
-    Args:
-        prepared: the model and the plan for it.
-        config: the settings.
-        name: what to call it.
-
     Attributes:
         prepared, config, name: as given; the name says which rank this is.
-        plan: what is in memory, and what is not. Made anew by :meth:`start`.
         promised_bytes: of other models, which the plan counts as memory of the process.
-        layout: the model's units.
         kv: what its KV caches share; None where they are mlx-lm's own.
-        counters: what its calls did so far.
-        governor: counts writes.
-        engine, prefixes: those of the session; None without one.
+        engine: the plan in force; None before :meth:`start`, and while none is.
         passes, times: its passes, and their measured times. There from :meth:`start` on.
     """
 
@@ -64,11 +128,10 @@ class Lifecycle:
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
         self.prepared = prepared
         self.config = config
-        self.plan, self.layout = prepared.plan, prepared.layout
+        self._plan, self.layout = prepared.plan, prepared.layout
         self.promised_bytes = 0
-        self._sessions: list[Session] = []
+        self._started: list[Engine] = []  # the engine, also while it starts
         self.engine: Engine | None = None
-        self.prefixes: PrefixCache | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
         self._lock = threading.RLock()
@@ -77,13 +140,24 @@ class Lifecycle:
         peers = None if prepared.chain is None else prepared.chain.peers
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
         self._pid = os.getpid()
-        finalize(self, enginethread.leave, partial(_end_all, self._sessions))
+        finalize(self, enginethread.leave, partial(_end_all, self._started))
         self._closed = self._has_ended = False
         self._is_planned = False
         self._manager = ModelManager.of_process()
         self._manager.add(self)
         if config.ram_budget_gb == "auto":
             enginethread.run(self._manager.watch)  # an interrupt of `Thread.start` may leave one that never runs
+
+    @property
+    def plan(self) -> ResidencyPlan:
+        """The weights in memory, and those that are not. Made anew by :meth:`start`; another one adapts the engine."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: ResidencyPlan) -> None:
+        self._plan = plan
+        if self.engine is not None:
+            self.engine.adapt(plan)
 
     def start(self, progress: Progress | None = None) -> None:
         """Start the model, and all others that wait. As :meth:`FlashLLM.start`."""
@@ -93,11 +167,6 @@ class Lifecycle:
             raise _closed()
         if self.engine is None:
             self._manager.start(self, progress and partial(_told, progress))
-
-    @property
-    def session(self) -> Session | None:
-        """The plan in force; None before :meth:`start`."""
-        return self._sessions[0] if self._sessions else None
 
     @property
     def is_as_loaded(self) -> bool:
@@ -116,15 +185,19 @@ class Lifecycle:
 
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
         """Read the pinned weights of a plan, and begin to stream the rest. The model runs once it has an engine."""
-        # Known before it changes anything, for begin()
-        session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor)
-        self._sessions.append(session)
-        session.start(progress)
+        engine = Engine(prepared, self.config, self.name, self.kv, self.governor)
+        self._started.append(engine)  # before it changes anything, for begin()
+        engine.start(progress)
+        if self.config.telemetry:
+            sections = {"writes": self.governor.telemetry, "budget": self._manager.telemetry}
+            sections |= {} if engine.chain is None else {"ranks": engine.chain.telemetry}
+            sections |= {} if engine.prefixes is None else {"prefixes": engine.prefixes.telemetry}
+            status = Status(self.name, engine, self.counters, prepared.layout, _running, sections)
+            engine.publish(status.collect)
         self.layout, self.plan = prepared.layout, prepared.plan
-        self.prefixes = session.prefixes
-        self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters)
+        self.passes = Passes(prepared.loaded.called, engine, self.counters)
         self.times = Times(self.plan.seconds, self.plan.row_seconds)
-        self.engine = session.engine
+        self.engine = engine
 
     def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:
         """Start the model, and return what some work returns that has the passes to itself.
@@ -132,7 +205,6 @@ class Lifecycle:
         It is done in the engine thread.
 
         Args:
-            work: what is to be done.
             given: returns what the caller made: caches, and objects with arrays. They are evaluated, which only the
                 caller's thread can do.
         """
@@ -163,9 +235,9 @@ class Lifecycle:
             if self.engine is None or self._closed or not isinstance(cache, list | tuple):
                 return None
             is_small = tokens.shape[1] == 1 and tokens_fit(cache)
-            if not is_small and not self.passes.admit(self.plan, parse_call(args, kwargs)):
+            if not is_small and not self.passes.admit(parse_call(args, kwargs)):
                 return None
-            if self.prefixes is not None:
+            if self.engine.prefixes is not None:
                 forget(cache)
             self.counters.begin(tokens.size, len(tokens), len(tokens) if tokens.shape[1] == 1 else 0)
             try:
@@ -194,7 +266,7 @@ class Lifecycle:
     def share_budget(self, nbytes: int) -> None:
         """Take the budget of the process. With ``min``, a plan's own one counts only the models before it."""
         if nbytes > self.plan.budget_bytes:
-            self._adapt(replace(self.plan, budget_bytes=nbytes))
+            self.plan = replace(self.plan, budget_bytes=nbytes)
 
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
@@ -203,20 +275,14 @@ class Lifecycle:
             if self.engine is not None and is_alone and self.config.lend_reserves:
                 adapted = self.engine.lending.adapt(self.plan, nbytes)
                 if adapted is not None:
-                    self._adapt(adapted)
+                    self.plan = adapted
                     self.engine.lending.recall(footprint() - nbytes)
                     return
             self.prepared = self.prepared.planned(self.config, base_bytes)
             self.plan, self._is_planned = self.prepared.plan, is_alone
             self.promised_bytes = 0
-            self.engine = self.prefixes = None
+            self.engine = None
             self._stop()
-
-    def _adapt(self, plan: ResidencyPlan) -> None:
-        """Go on with a plan for another budget, in the same session."""
-        self.plan = plan
-        if self.engine is not None and self.session is not None:
-            self.session.adapt(plan)
 
     def close(self) -> nn.Module:
         """End streaming. As :meth:`FlashLLM.close`."""
@@ -239,18 +305,22 @@ class Lifecycle:
                 self._has_ended = True
 
     def _stop(self) -> None:
-        """End the session, if there is one. Each step may be repeated."""
-        if (session := self.session) is not None:
-            session.end()
-            session.engine.close()
-            self._sessions.clear()
-            del session
+        """End the engine, if there is one. May be repeated."""
+        if self._started:
+            self._started[0].close()
+            self._started.clear()
             free_unused()
 
 
-def _end_all(sessions: Sequence[Session]) -> None:
-    for session in sessions:
-        session.end()
+def _end_all(engines: Sequence[Engine]) -> None:
+    for engine in engines:
+        engine.end()
+
+
+def _running() -> list[tuple[Engine, PassCounters]]:
+    """Return the running models of the process, and their counters."""
+    models = [(model.engine, model.counters) for model in ModelManager.of_process().running]
+    return [(engine, counters) for engine, counters in models if engine is not None]
 
 
 def _told(progress: Progress, done: int, total: int) -> None:
@@ -268,3 +338,224 @@ def _forked(pid: int) -> ClosedError:
         f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
         "model after the fork, or use the spawn method of multiprocessing."
     )
+
+
+class ModelManager:
+    """The models that share the budget of a process: those that run, and those that wait for their first call.
+
+    Attributes:
+        lock: held while models are started, added and removed.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._changes: deque[dict[str, Any]] = deque(maxlen=NUM_CHANGES)
+        self._watcher: Watcher | None = None
+        self._models: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
+
+    @staticmethod
+    def of_process() -> ModelManager:
+        """Return the manager of this process."""
+        return _OF_PROCESS
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of the process; 0 without models."""
+        return max((model.plan.budget_bytes for model in list(self._models.values())), default=0)
+
+    def watch(self) -> None:
+        """Make the budget follow the machine's free memory until the last model is closed."""
+        with self.lock:
+            if self._watcher is None or not self._watcher.is_alive:
+                self._watcher = Watcher(self)
+                self._watcher.start()
+
+    def telemetry(self) -> dict[str, Any]:
+        """Return the budget and its last changes for the published state."""
+        watcher = self._watcher
+        reading = watcher.reading if watcher is not None and watcher.is_alive else None
+        return {
+            "bytes": self.budget_bytes,
+            "is_auto": reading is not None,
+            "machine": None if reading is None else asdict(reading),
+            "changes": list(self._changes),
+        }
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget in bytes that all models of the process can run within."""
+        plans = [model.plan for model in self._models.values()]
+        return self._base_bytes + sum(max(0, plan.minimum_bytes - plan.base_bytes) for plan in plans)
+
+    @property
+    def _base_bytes(self) -> int:
+        """The process without models, and what running adds to it."""
+        return min((model.plan.base_bytes - model.promised_bytes for model in self._models.values()), default=0)
+
+    def set_ram_budget(self, ram_budget_gb: float, reason: str = "set by the program") -> None:
+        """Change the budget of all models of the process, running or not. The output does not change.
+
+        Memory above a smaller budget is freed before this returns, which waits for the pass that is computed now. A
+        model gives back what it was lent and then experts. If that is not enough, it ends and starts again with another
+        plan when it is called next. Memory of a larger budget is lent to weights as they are read.
+
+        Args:
+            ram_budget_gb: peak memory of the process in GB (10**9 bytes).
+            reason: why, for flash-monitor.
+
+        Raises:
+            BudgetError: the models need more; nothing has changed.
+            ConfigError: it is no number of GB.
+        """
+        budget = parse_budget(ram_budget_gb)
+        if not isinstance(budget, float):
+            raise ConfigError(f"set_ram_budget() was given {ram_budget_gb!r}: it must be a number of GB (10**9 bytes)")
+        enginethread.run(partial(self._set_budget, round(budget * GB), reason))
+
+    def _set_budget(self, nbytes: int, reason: str) -> None:
+        with self.lock:
+            models = [*self.running, *self.waiting]
+            if nbytes < self.least_budget:
+                needs = ", ".join(f"{model.name} {in_gb(model.plan.minimum_bytes)}" for model in models)
+                raise BudgetError(
+                    f"set_ram_budget() was given {nbytes / GB:g} GB, but the models of this process need at least "
+                    f"{in_gb(self.least_budget)} together (each alone: {needs}). Hint: give more, or close a model.",
+                    self.least_budget,
+                )
+            base_bytes, before = self._base_bytes, self.budget_bytes
+            self._changes.append({"at": time.time(), "before": before, "after": nbytes, "reason": reason})
+            for model in models:
+                model.set_budget(nbytes, base_bytes, is_alone=len(models) == 1)
+
+    @property
+    def running(self) -> list[Lifecycle]:
+        """Models whose weights are streamed now."""
+        return [model for model in list(self._models.values()) if model.engine is not None]
+
+    @property
+    def waiting(self) -> list[Lifecycle]:
+        """Models that were not called yet, the smallest first."""
+        waiting = [model for model in self._models.values() if model.engine is None]
+        return sorted(waiting, key=lambda model: model.plan.model_bytes)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there is only one model, which need not leave memory to others."""
+        return len([*self._models.values()]) == 1  # whatever the dictionary still counts
+
+    def add(self, model: Lifecycle) -> None:
+        """Take in a model that was loaded. It stays until :meth:`remove`, or until nobody refers to it."""
+        with self.lock:
+            self._models[id(model)] = model
+
+    def remove(self, model: Lifecycle) -> None:
+        """Forget a model that was closed. Harmless when repeated."""
+        with self.lock:
+            self._models.pop(id(model), None)
+            _CLOSED.add(model)
+
+    def start(self, model: Lifecycle, progress: Progress | None = None) -> None:
+        """Start a model and all others that wait, the smallest first: each leaves those after it what they need.
+
+        Raises:
+            FlashError: the model could not be started. Another one that could not fails when it is called itself.
+        """
+        start = partial(self._start, model, progress)
+        with self.lock:
+            are_as_loaded = all(waiting.is_as_loaded for waiting in self.waiting)
+        if are_as_loaded:
+            enginethread.run(start)
+        else:
+            start()
+
+    def _start(self, model: Lifecycle, progress: Progress | None) -> None:
+        with self.lock:
+            self.end_loans()
+            for waiting in self.waiting:
+                try:
+                    waiting.begin(self._promised_by_others(waiting), progress if waiting is model else None)
+                except FlashError:
+                    if waiting is model:
+                        raise
+            for running in self.running:
+                running.share_budget(self.budget_bytes)
+
+    def end_loans(self) -> None:
+        """Free the memory that running models were lent: another one may need it."""
+        with self.lock:
+            for running in self.running:
+                running.end_loans()
+
+    def _promised_by_others(self, model: Lifecycle) -> int:
+        """Return the bytes of the budget that other models will take, or may."""
+        running = [other.plan for other in self.running if other is not model]
+        waiting = [other.plan for other in self.waiting if other is not model]
+        return sum(plan.reserved_bytes for plan in running) + sum(
+            max(0, plan.minimum_bytes - plan.base_bytes) for plan in waiting
+        )
+
+
+class Watcher:
+    """A thread that watches the machine's memory, and changes the budget of a manager's models between passes.
+
+    Attributes:
+        reading: the last look; None before the first one.
+    """
+
+    def __init__(
+        self,
+        manager: ModelManager,
+        read: Callable[[], MemoryReading] = read_memory,
+        held: Callable[[], int] = footprint,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reading: MemoryReading | None = None
+        self._manager = manager
+        self._read = read
+        self._held = held
+        self._clock = clock
+        self._tide: Tide | None = None
+        self._thread = threading.Thread(target=self._run, name="mlx-flash-watcher", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the last model was closed; not in a forked child, which has no such thread."""
+        # not the thread's own `is_alive`, of which Python 3.11 makes False for good if an interrupt ends it
+        return self._thread in threading.enumerate()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def look(self) -> None:
+        """Look at the machine once, and change the budget if it is time to."""
+        budget = self._manager.budget_bytes
+        tide = self._tide if self._tide is not None and self._tide.budget == budget else Tide(budget, self._clock())
+        self.reading = self._read()
+        self._tide = tide.after(self.reading, self._held(), self._clock())
+        wanted = max(self._tide.budget, self._manager.least_budget)
+        if wanted != budget:
+            self._manager.set_ram_budget(wanted / 1e9, "others need memory" if wanted < budget else "memory is free")
+        self._tide = self._tide.at(self._manager.budget_bytes)
+
+    def _run(self) -> None:
+        while self._manager.budget_bytes:
+            try:
+                self.look()
+            except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago
+                log.warning("the budget was not changed: %s", error)
+            time.sleep(INTERVAL_SECONDS)
+
+
+_OF_PROCESS = ModelManager()
+_CLOSED: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
+
+
+def make_room() -> None:
+    """Free what is not to count for the plan of another model: closed models that only garbage refers to, and loans."""
+    with _OF_PROCESS.lock:
+        if _CLOSED:
+            gc.collect()
+            _CLOSED.clear()
+    wait_for_finalizers()  # which leave the ends of models to the engine thread
+    enginethread.run(_OF_PROCESS.end_loans)

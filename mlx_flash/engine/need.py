@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.engine.call import Lane
-from mlx_flash.engine.lending import Lending
+from mlx_flash.engine.engine import Lending
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvledger import KVLedger, Way
@@ -29,33 +29,19 @@ _LITTLE_BYTES = 16_000_000
 
 @dataclass
 class Need:
-    """The memory of the process in a pass, in bytes: what there is now, and what the pass adds.
-
-    Attributes:
-        plan: the plan of the model, with the budget.
-        lanes: the calls.
-        process: the process itself without arrays, and buffers.
-        in_use: arrays now: weights, keys and values.
-        activations: intermediate results of the calls that compute, and of those that wait.
-        waiting: intermediate results of more parts of the same prompts, or of a layer that begins ahead.
-        growth: what comes to caches of mlx-lm, and to those of a head that guesses.
-        states: what recurrent states keep of a call.
-        pool: of the caches that the plan knows; None where there are none in the calls.
-        adding: the tokens that come to these.
-        kv: the layers of all caches of the pool, with those tokens.
-    """
+    """The memory of the process in a pass, in bytes: what there is now, and what the pass adds."""
 
     plan: ResidencyPlan
     lanes: Sequence[Lane]
-    process: int
-    in_use: int
-    activations: int
-    waiting: int
-    growth: int
-    states: int
-    pool: KVPool | None
-    adding: Adding
-    kv: KVLedger
+    process: int  # the process itself without arrays, and buffers
+    in_use: int  # arrays now: weights, keys and values
+    activations: int  # intermediate results of the calls that compute, and of those that wait
+    waiting: int  # intermediate results of more parts of the same prompts, or of a layer that begins ahead
+    growth: int  # what comes to caches of mlx-lm, and to those of a head that guesses
+    states: int  # what recurrent states keep of a call
+    pool: KVPool | None  # of the caches that the plan knows; None where there are none in the calls
+    adding: Adding  # the tokens that come to these
+    kv: KVLedger  # the layers of all caches of the pool, with those tokens
 
     @property
     def total(self) -> int:
@@ -81,8 +67,7 @@ class Need:
     def fits(self, lent: int, *, offloads: bool = False) -> bool:
         """Return whether the pass has room once ``lent`` bytes are given back. If it ``offloads``, layers go to disk.
 
-        Raises:
-            WriteError: keys and values would have to go to disk, which has no room.
+        Raises: WriteError: keys and values would have to go to disk, which has no room.
         """
         if self.missing - lent + (self.kv_growth_on_disk() if offloads else self.kv_growth) > 0:
             return False
@@ -165,11 +150,7 @@ _NO_LAYERS = KVLedger(KVOptions(copies_slots=False), ())
 
 
 def need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int = 0) -> Need:
-    """Return what a pass needs; ``waiting`` are bytes of parts of prompts that wait in it.
-
-    Raises:
-        ConfigError: a prompt cache has layers of several pools.
-    """
+    """Return what a pass needs; ``waiting`` are bytes of parts of prompts that wait in it."""
     found = _need(plan, lanes, waiting)
     if found.missing > 0:  # a prompt may still be computed, and GPUs let go of the last results late
         mx.synchronize()

@@ -2,94 +2,233 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, cast
+from math import inf
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from mlx_flash import enginethread
 from mlx_flash.compat.arrays import explained
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.engine.call import ForwardCall, Lane, Row, teller
-from mlx_flash.engine.dropped import DroppedResult
-from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.lending import Lending
-from mlx_flash.engine.need import admit_in_memory, layers_at_once, make_room, need
-from mlx_flash.engine.session import Session
-from mlx_flash.engine.sharing import Sharing
+from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row, teller
+from mlx_flash.engine.engine import Engine, Lending
+from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_once, make_room, need
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.errors import CacheError, FlashError
-from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, trim_all_to, trimmable
+from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
+from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to, trimmable
 from mlx_flash.kv.diskcache import PooledCache, arrays_of
-from mlx_flash.kv.kvpool import CacheGroup, KVPool
+from mlx_flash.kv.kvpool import CacheGroup
 from mlx_flash.kv.owed import Debt, Owed, owed_to
-from mlx_flash.kv.views import can_be_viewed
+from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
+from mlx_flash.logs import log
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.prefixes.call import KnownCall
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.streaming.lockstep import CALL_ERRORS
+from mlx_flash.ranks import is_elsewhere
+from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
+from mlx_flash.streaming.lockstep import CALL_ERRORS, Lockstep, Results
+from mlx_flash.streaming.stream import Place
+
+Outcome = list[Any] | Exception | None
+"""Outputs of the calls of a lane, or why there are none; None if its calls need an order."""
+
+
+class _LaneRun:
+    """Calls that share one prompt cache.
+
+    Args:
+        is_proven: whether the model is known to need no order.
+        observer: gets the entries of the cache between the calls.
+
+    Attributes:
+        can_repeat: whether the cache can be put back after calls that were in no order.
+    """
+
+    def __init__(self, calls: Sequence[ForwardCall], is_proven: bool, observer: Observer | None) -> None:
+        self.cache = calls[0].cache or ()
+        self.can_repeat = False
+        self.views = None
+        self.calls = list(calls)
+        if len(calls) > 1:
+            lengths, checkpoints = [call.length for call in calls], calls[0].checkpoints
+            self.can_repeat = checkpoints is not None or (not is_proven and is_empty(self.cache))
+            self.views = CacheViews(self.cache, lengths, observer if checkpoints is None else checkpoints)
+            self.calls = [
+                replace(call, arguments=(call.tokens,), keywords={"cache": view}, cache=view)
+                for call, view in zip(calls, self.views.views, strict=True)
+            ]
+
+    def task(self, index: int, compute: Callable[[ForwardCall], Any]) -> Any:
+        """Compute one call, and what it adds to the cache. An output that nobody wants would keep keys and values."""
+        output = compute(self.calls[index])
+        if not self.calls[index].wants_output:
+            output = DroppedResult()
+        mx.eval(arrays_in(output, [entry for entry in entries_of(self.cache) if not is_elsewhere(entry)]))
+        return output
+
+    def after(self, index: int) -> None:
+        """Let the next call have the cache."""
+        if self.views is not None:
+            self.views.after(index)
+
+    def outcome(self, found: list[Any] | Exception) -> Outcome:
+        """Return the outcome of the calls. If it is not their outputs, the caller puts the cache back."""
+        if isinstance(found, SharedEntryError):
+            found.__traceback__ = None  # its frames refer to the error, and to the calls with their logits
+            return None if self.can_repeat else _out_of_order(found)
+        return found
+
+
+_OUTCOMES: tuple[type, ...] = (list, SharedEntryError, Exception)
+"""From good to bad."""
+
+
+def _failed_on(rank: int, kind: type) -> Exception:
+    if kind is SharedEntryError:
+        return SharedEntryError()
+    return PeerError(f"rank {rank} cannot compute a call that shares a pass with others. Hint: see what it prints.")
+
+
+def _out_of_order(cause: SharedEntryError) -> StreamedWeightsError:
+    error = StreamedWeightsError(
+        "the parts of a prompt shared a pass, and one used the prompt cache out of order. "
+        "Hint: start again with a new prompt cache."
+    )
+    error.__cause__ = cause
+    return error
+
+
+class _Asked(NamedTuple):
+    """Rows whose next parts share a pass, and the rows of parts after these that may share it with them, in order."""
+
+    plan: ResidencyPlan
+    lending: Lending | None
+    rows: Sequence[Row]
+    more: Sequence[Row]
+
+    def lanes(self, number: int) -> list[Lane]:
+        """Return the next part of each row, and so many more."""
+        counts = Counter(self.more[:number])
+        return [row.lane(1 + counts[row]) for row in self.rows]
+
+    def need(self, number: int = 0, waiting: int = 0) -> Need:
+        """Return what a pass with so many more parts needs, which take so many bytes while they wait."""
+        return need(self.plan, self.lanes(number), waiting)
+
+    @property
+    def lent(self) -> int:
+        """Bytes that weights have beyond the plan."""
+        return 0 if self.lending is None else max(0, self.lending.nbytes)
+
+    def fitting(self, *, offloads: bool) -> list[int]:
+        """Return the bytes of one, two and more parts while they wait, as many as there is room for.
+
+        Layers are where they are, or on disk. Raises: WriteError: they would have to go there, which has no room.
+        """
+        room, parts = self.lent - self.need().missing, [lane.calls for lane in self.lanes(len(self.more))]
+        waiting = waiting_bytes(self.plan, parts, room, on_disk=offloads)
+
+        def is_too_much(number: int) -> bool:
+            return not self.need(number, waiting[number - 1]).fits(self.lent, offloads=offloads)
+
+        return waiting[: bisect_left(range(1, len(waiting) + 1), True, key=is_too_much)]
+
+
+class Chosen(NamedTuple):
+    """Calls that share the next pass."""
+
+    lanes: dict[Row, Lane]
+    layers_at_once: int | None = None  # as :func:`layers_at_once` returns it
+    computes_ahead: bool = False  # as of :class:`WeightStream`
+
+
+def waiting_bytes(
+    plan: ResidencyPlan, rows: Sequence[Sequence[ForwardCall]], most: float = inf, *, on_disk: bool = False
+) -> list[int]:
+    """Return the bytes of one, two and more parts after the first ones of the rows while another part computes.
+
+    It ends with the first number of parts that take more than ``most`` with their keys and values: a prompt may have
+    thousands of parts that are left, before each of many passes. Where keys and values are ``on_disk``, the parts of a
+    row use one slot, which counts with the layers on disk.
+    """
+    found, waiting, cost = list[int](), 0, 0
+    ledger, per_token = plan.ledger, 0 if on_disk else plan.kv_bytes_per_token
+    for before, *others in rows:
+        cache, end = list(entries_of(before.cache or ())), Lane(before).tokens.context
+        for number, part in enumerate(others):
+            kept = plan.cache.states_bytes(before.num_tokens, end) if plan.keeps_states else 0
+            if part.checkpoints is not None:  # guesses are taken back to what was before
+                kept += sum(map(kept_bytes, cache))
+            new, batch_size, before = part.num_tokens, part.batch_size, part
+            end += new // batch_size
+            nbytes = ledger.part_waiting(new, batch_size, end, is_first=not number, on_disk=on_disk, kept=kept)
+            waiting, cost = waiting + nbytes, cost + max(1, nbytes + new * per_token)
+            if cost > most:
+                return found
+            found.append(waiting)
+    return found
 
 
 class Passes:
     """The passes of a running model.
 
-    Args:
-        model: mlx-lm's model.
-        session: its weights, and what counts beside them.
-        kv: what its KV caches share; None where they are mlx-lm's own.
-        counters: of its calls.
-
     Attributes:
-        group, sharing: the calls that share a pass, and their choice.
         is_in_memory: True if nothing is streamed: a token that needs no more memory is a call of mlx-lm's own.
     """
 
-    def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
-        self.group = CallGroup(session.engine, session.chain)
-        self.sharing = Sharing(session, self.group)
-        self._model = model
-        self._body = body_of(model)
-        self._session = session
-        self._kv = kv
-        self._counters = counters
-        self.is_in_memory = session.chain is None and session.engine.is_resident
+    def __init__(self, model: Any, engine: Engine, counters: PassCounters) -> None:
+        self._model, self._body = model, body_of(model)
+        self._engine, self._chain, self._kv, self._counters = engine, engine.chain, engine.kv, counters
+        self._lending: Lending | None = None  # None where the pass may not lend
+        self._is_proven = self._needs_order = False
+        self.is_in_memory = engine.chain is None and engine.is_resident
+        self._told_steps: set[int] = set()
+        self._all_have_room = nullcontext if engine.chain is None else engine.chain.all_have_room
+        self._least: Callable[[int], int] = int if engine.chain is None else engine.chain.least
+        # On CUDA, MLX lets go of results late. Experts and other ranks are waited for inside a layer.
+        has_units = bool(engine.stream.units) and engine.experts is None
+        self._may_be_ahead = has_units and engine.chain is None and not has_own_memory()
 
-    def admit(self, plan: ResidencyPlan, call: ForwardCall) -> bool:
+    def admit(self, call: ForwardCall) -> bool:
         """Let a call of a model in memory begin as it is, if there is room for it. Return whether it may.
 
         Not a call with something to look up or to undo, with more tokens than the plan's step, or whose layers a GPU
         has to be waited for.
         """
-        if self._session.prefixes is not None or not call.is_plain or call.length > plan.prefill_step_size:
+        if self._engine.prefixes is not None or not call.is_plain or call.length > self._engine.plan.prefill_step_size:
             return False
         if owed_to(call.cache):
             return False
-        needed, num_layers = need(plan, [Lane(call)]), len(self._session.engine.pinned.modules)
+        needed, num_layers = need(self._engine.plan, [Lane(call)]), len(self._engine.pinned.modules)
         if num_layers and layers_at_once(needed, num_layers) is not None:
             return False
         return admit_in_memory(needed)
 
-    def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: Callable[[], bool]) -> None:
+    def advance(self, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
 
         Rows with few parts go first. What fails in one row is noted there.
 
         Args:
-            plan: the plan of the model.
-            rows: the rows.
-            lends: returns whether reserved memory may be lent.
+            lends: whether reserved memory may be lent.
 
         Raises:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
-        lending = self._session.engine.lending if lends() else None
+        self._lending = self._engine.lending if lends else None
         lifted = list[Owed]()
         try:
             for row in rows:
@@ -98,18 +237,18 @@ class Passes:
             waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
             if self._kv is not None:  # parked between two tokens, a row would be copied for each of them
                 self._kv.in_turns = _groups_of(waiting) if self.is_in_memory and len(waiting) > 1 else frozenset()
-            while waiting := self._without_cached(plan, waiting, lending):
+            while waiting := self._without_cached(waiting):
                 enginethread.check()
-                lanes, at_once, is_ahead = self.sharing.choose(plan, waiting, lending)
-                if self._session.prefixes is not None and not all(row.was_sought for row in lanes):
+                lanes, at_once, is_ahead = self.choose(waiting)
+                if self._engine.prefixes is not None and not all(row.was_sought for row in lanes):
                     continue  # parts were cut, and may be cached as they are now
                 if lanes:
-                    self._session.engine.pinned.compute_at_once(at_once)
-                    self._session.engine.stream.computes_ahead = is_ahead
+                    self._engine.pinned.compute_at_once(at_once)
+                    self._engine.stream.computes_ahead = is_ahead
                     self._run(lanes)
-                    self._session.engine.stream.computes_ahead = False  # a program may call single layers
+                    self._engine.stream.computes_ahead = False  # a program may call single layers
                     if self.is_in_memory:
-                        self._session.engine.pinned.compute_at_once(None)  # tokens are mlx-lm's own calls
+                        self._engine.pinned.compute_at_once(None)  # tokens are mlx-lm's own calls
                 waiting = waiting[max(1, len(lanes)) :]
                 for row in waiting:
                     row.was_sought = False  # this pass may have computed the prefix
@@ -117,6 +256,195 @@ class Passes:
             for each in lifted:
                 if each.debt is not None:  # its token was not computed, or guesses were
                     each.put()
+
+    def choose(self, rows: Sequence[Row]) -> Chosen:
+        """Return as many of the rows as memory allows, each with the parts that share the next pass.
+
+        Each row computes its next part. If all of them do not fit the budget, half of the rows wait; if one alone does
+        not fit, its parts get smaller, or it gets the error, and nothing is returned. What the budget has left goes to
+        more parts of the same prompts. Such a part waits while another one computes, and takes memory meanwhile. All
+        ranks choose the same.
+
+        Where keys and values of a prompt do not fit into memory, they go to disk in the pass that its parts share, and
+        not only once memory is full: a pass over the weights costs more.
+        """
+        plan, lending = self._engine.plan, self._lending
+        num_rows, step, is_collected = len(rows) if self.can_share else 1, 0, False
+        while True:
+            chosen, can_cut = rows[:num_rows], False
+            asked = _Asked(plan, lending, chosen, [row for row in chosen for _ in range(self._num_more(row))])
+            try:
+                with self._all_have_room():
+                    for row in chosen:
+                        if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
+                            check_least(plan, Lane(row.whole, num_kept=row.num_joined), lending)
+                can_cut = rows[0].length > 1
+                found = self._with_room(asked, can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen))
+                if step:
+                    self._tell_step(rows[0], step)
+                return found
+            except FlashError as error:
+                if isinstance(error, BudgetError) and not is_collected:
+                    gc.collect()  # a cache that was dropped while it owed a token refers to itself
+                    is_collected = True
+                elif num_rows > 1:
+                    num_rows //= 2
+                elif isinstance(error, BudgetError) and can_cut:
+                    step = rows[0].cut()
+                else:
+                    rows[0].error = error
+                    return Chosen({})
+
+    def _with_room(self, asked: _Asked, may_shrink: bool) -> Chosen:
+        """Make room for the next part of each row, and for as many more as there is room for on every rank."""
+        fitting, offloads = list[int](), False  # bytes of one, two and more parts while they wait
+        if asked.more:
+            with self._all_have_room():
+                fitting = asked.fitting(offloads=False)
+                if len(fitting) < len(asked.more) and self._offloads(asked):
+                    others = asked.fitting(offloads=True)
+                    if len(others) > len(fitting):
+                        fitting, offloads = others, True
+        number = self._least(len(fitting)) if asked.more else 0
+        while True:
+            try:
+                with self._all_have_room():
+                    found = asked.need(number, fitting[number - 1] if number else 0)
+                    is_ahead = self._may_be_ahead and not asked.more and found.begin_ahead(asked.lent)
+                    found = make_room(found, asked.lending, may_shrink=may_shrink or number > 0, offloads=offloads)
+            except BudgetError:
+                if not number:
+                    raise
+                number, offloads = number // 2, offloads and number > 1
+                continue
+            num_layers = len(self._engine.pinned.modules)
+            at_once = layers_at_once(found, num_layers, len(asked.rows) + number) if num_layers else None
+            return Chosen(dict(zip(asked.rows, found.lanes, strict=True)), at_once, is_ahead)
+
+    def _num_more(self, row: Row) -> int:
+        """Return how many parts of a row may share a pass with the first one that is left."""
+        first, num_others = row.left[0], len(row.left) - 1
+        if not num_others or first.cache is None:
+            return 0
+        is_guessed = first.checkpoints is not None  # such tokens can be taken back
+        can_share = self.refusal(first.cache) is None if is_guessed else self.fits(first.cache)
+        return num_others if can_share else 0
+
+    def _offloads(self, asked: _Asked) -> bool:
+        """Return whether keys and values of the tokens that are left go to disk sooner or later."""
+        if self._chain is not None or not asked.plan.ledger.shares_on_disk:
+            return False
+        whole = need(asked.plan, [row.lane(len(row.left)) for row in asked.rows])
+        return whole.goes_to_disk(0 if asked.lending is None else asked.lending.recallable)
+
+    def _tell_step(self, row: Row, step: int) -> None:
+        """Log that the parts of a row get smaller; warn once of each size."""
+        level = logging.INFO if step in self._told_steps else logging.WARNING
+        self._told_steps.add(step)
+        log.log(
+            level,
+            "from token %d of a prompt on the budget has room for %d tokens at a time: output is mlx-lm's own for "
+            "--prefill-step-size %d from there on",
+            row.num_done,
+            step * row.whole.batch_size,
+            step,
+        )
+
+    @property
+    def can_share(self) -> bool:
+        """True if calls gain by sharing a pass, and nobody counts passes of single calls."""
+        experts = self._engine.experts
+        if experts is None:  # other ranks may read, and all do the same
+            return bool(self._engine.stream.units) or self._chain is not None
+        return not experts.listeners
+
+    def fits(self, cache: Sequence[Any]) -> bool:
+        """Return whether several calls with one prompt cache can share a pass."""
+        return self._refusal(cache) is None and (self._is_proven or is_empty(cache))
+
+    def refusal(self, cache: Sequence[Any]) -> str | None:
+        """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
+        if self._chain is not None:
+            return "how many are guessed depends on measured times, which differ between ranks"
+        if any(isinstance(entry, PooledCache) and entry.rows.disk is not None for entry in cache):
+            return "keys and values are on disk"
+        return self._refusal(cache)
+
+    def _refusal(self, cache: Sequence[Any]) -> str | None:
+        if not self.can_share:
+            return "all weights are in memory" if self._engine.experts is None else "experts are traced call by call"
+        if self._needs_order:
+            return "layers of the model share entries of the prompt cache"
+        if not can_be_viewed(cache):
+            return "the model has a prompt cache of its own kind"
+        return None
+
+    def run(
+        self,
+        lanes: Sequence[Sequence[ForwardCall]],
+        observers: Sequence[Observer | None],
+        progress: Callable[[float], None],
+    ) -> list[Outcome]:
+        """Run calls in lockstep, with the output of the calls one after another, bit for bit.
+
+        Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
+
+        A model may use an entry of the cache again in a later layer. The parts of its prompts must run in order. The
+        first prompt of a model starts with an empty cache, so that it can be undone. Until one has succeeded, prompts
+        that start with a filled cache run in order.
+
+        Args:
+            observers: for each lane, what gets its cache between the calls.
+
+        Raises:
+            ReadError: weights could not be read. The caller puts the caches back.
+            PeerError: the ranks were called differently, or one was lost.
+        """
+        with self._messages(lanes):
+            made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
+            places = [(lane, index) for lane in made for index in range(len(lane.calls))]
+            num_units = max(1, len(self._engine.stream.units))
+            lockstep = Lockstep(
+                self._engine.stream,
+                before=lambda number: self._before(*places[number]),
+                after=lambda number: places[number][0].after(places[number][1]),
+                progress=lambda done: progress(min(1.0, done / num_units)),
+                agree=self._agree,
+                num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
+            )
+            found = lockstep.run(
+                [[partial(lane.task, index, self._compute) for index in range(len(lane.calls))] for lane in made]
+            )
+        outcomes = [lane.outcome(each) for lane, each in zip(made, found, strict=True)]
+        for lane, outcome in zip(made, outcomes, strict=True):
+            self._is_proven |= lane.views is not None and isinstance(outcome, list)
+            self._needs_order |= outcome is None
+        return outcomes
+
+    def _messages(self, lanes: Sequence[Sequence[ForwardCall]]) -> AbstractContextManager[object]:
+        """Return what exchanges the messages of a pass, where there are several ranks."""
+        if self._chain is None:
+            return nullcontext()
+        tokens = [call.tokens for calls in lanes for call in calls]
+        return self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._wait_turn)
+
+    def _wait_turn(self, place: Place) -> None:
+        wait_turn = self._engine.stream.wait_turn
+        assert wait_turn is not None
+        wait_turn(place)
+
+    def _agree(self, results: Results) -> Results:
+        """Let a lane that has failed on one rank fail on all, since the others would wait for its messages."""
+        if self._chain is None:
+            return results
+        own = [next(i for i, kind in enumerate(_OUTCOMES) if isinstance(result, kind)) for result in results]
+        return [
+            result if mine == worst else _failed_on(rank, _OUTCOMES[worst])
+            for result, mine, (worst, rank) in zip(results, own, self._chain.worst(own), strict=True)
+        ]
+
+    def _before(self, lane: _LaneRun, index: int) -> None:
+        self._engine.drop_logits(not lane.calls[index].wants_logits)
 
     def _run(self, lanes: Mapping[Row, Lane]) -> None:
         """Compute parts of some rows in a pass."""
@@ -126,8 +454,7 @@ class Passes:
             outcomes: list[Outcome] = [None]
             known = {row: self._known(lane.calls) for row, lane in lanes.items()}
             if sum(map(len, calls)) > 1:
-                compute = partial(self._compute, is_pass=False)
-                run = partial(self.group.run, calls, compute, [*known.values()], teller(lanes))
+                run = partial(self.run, calls, [*known.values()], teller(lanes))
                 outcomes = self._counted(calls, run)
             ended = dict[Row, list[Any] | Exception]()
             for (row, lane), outcome in zip(lanes.items(), outcomes, strict=True):
@@ -156,12 +483,12 @@ class Passes:
         except BaseException:
             for each in undo.values():
                 each()
-            self._session.engine.recover()
+            self._engine.recover()
             raise
 
     def _alone(self, call: ForwardCall) -> list[Any] | Exception:
         """Return the output of a call in a pass of its own, or why there is none."""
-        self._session.engine.drop_logits(not call.wants_logits)
+        self._engine.drop_logits(not call.wants_logits)
         try:
             output = self._counted([[call]], partial(self._compute, call, is_pass=True))
             mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
@@ -171,7 +498,7 @@ class Passes:
 
     def _known(self, calls: Sequence[ForwardCall]) -> KnownCall | None:
         """Plan what the prefix cache keeps of calls that share a prompt cache and a pass. Return them as it does."""
-        prefixes, cache = self._session.prefixes, calls[0].cache
+        prefixes, cache = self._engine.prefixes, calls[0].cache
         if prefixes is None or cache is None:
             return None
         tokens = [call.tokens for call in calls if call.tokens is not None and call.is_plain]
@@ -186,20 +513,20 @@ class Passes:
         if isinstance(outcome, Exception):
             return explained(outcome)
         try:
-            if self._session.prefixes is not None and known is not None:
-                self._session.prefixes.end(known)
+            if self._engine.prefixes is not None and known is not None:
+                self._engine.prefixes.end(known)
         except CALL_ERRORS as error:
             return explained(error)
         return outcome
 
-    def _without_cached(self, plan: ResidencyPlan, rows: Sequence[Row], lending: Lending | None) -> list[Row]:
+    def _without_cached(self, rows: Sequence[Row]) -> list[Row]:
         """Take from disk what is cached of some rows. Return those with parts that are left."""
-        if (prefixes := self._session.prefixes) is not None:
+        if (prefixes := self._engine.prefixes) is not None:
             for row in rows:
-                self._take_cached(prefixes, plan, row, lending)
+                self._take_cached(prefixes, row)
         return [row for row in rows if not row.is_done]
 
-    def _take_cached(self, prefixes: PrefixCache, plan: ResidencyPlan, row: Row, lending: Lending | None) -> None:
+    def _take_cached(self, prefixes: PrefixCache, row: Row) -> None:
         """Take the longest cached prefix of a prompt from disk, in one go, before its parts are computed."""
         if row.was_sought:
             return
@@ -212,7 +539,7 @@ class Passes:
             return
         call = row.left[0].with_tokens(cached.tokens[:, : cached.num_restored])
         try:
-            make_room(need(plan, [Lane(call, step=1)]), lending)
+            make_room(need(self._engine.plan, [Lane(call, step=1)]), self._lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
         undo = Undo([call])
@@ -224,13 +551,13 @@ class Passes:
                 row.error = explained(error)
         row.tell(0)
 
-    def _compute(self, call: ForwardCall, *, is_pass: bool) -> Any:
+    def _compute(self, call: ForwardCall, *, is_pass: bool = False) -> Any:
         """Call the model; in a chain of ranks, with the messages of a pass if the call is one."""
-        if (chain := self._session.chain) is None:
-            reads = call.reader is not None and self._session.engine.has_own_head
+        if (chain := self._chain) is None:
+            reads = call.reader is not None and self._engine.has_own_head
             run = partial(self._read, call) if reads else self._model
             output = (call.runs or run)(*call.arguments, **call.keywords)
-            self._session.engine.stream.release_computed()
+            self._engine.stream.release_computed()
             return output
         with ExitStack() as stack:
             if is_pass:
@@ -260,7 +587,7 @@ class Passes:
             output = run()
         except BaseException:
             self._counters.end(failed=True)
-            self._session.engine.recover()
+            self._engine.recover()
             raise
         self._counters.end()
         return output

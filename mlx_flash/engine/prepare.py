@@ -1,132 +1,53 @@
-"""Everything that comes before weights are read: the lazily loaded model, its layout and its plan."""
+"""Everything that comes before weights are read: the model is loaded lazily, shared among ranks, and planned."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_flash.compat import loaders
+from mlx_flash.compat.arrays import num_nodes
 from mlx_flash.compat.expertstacks import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
-from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.layershares import make_chain
-from mlx_flash.engine.modelmanager import make_room
-from mlx_flash.engine.tokenizer import reached_bytes
-from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
+from mlx_flash.engine.lifecycle import make_room
+from mlx_flash.engine.prepared import Prepared, agreed, reached_bytes, settings_of_ranks
+from mlx_flash.enginethread import Progress
+from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import ModelIdentity, fingerprint_of, state_of
-from mlx_flash.layout.load import LoadedModel, check_direct, load_lazily
+from mlx_flash.layout.load import LoadedModel, check_direct, iter_parameters, load_lazily
 from mlx_flash.layout.mtp import find_head
 from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.footprint import free_unused, map_large_blocks
-from mlx_flash.ranks import Chain, Peers, RankFolder, complete_folder, needed_files
-from mlx_flash.residency.kv import for_context, with_stock_caches
-from mlx_flash.residency.machine import Machine, has_grown, look_at_machine, look_at_memory
+from mlx_flash.ranks import (
+    Chain,
+    Peers,
+    RankSpeed,
+    complete_folder,
+    follow_files,
+    needed_files,
+    share_layers,
+)
+from mlx_flash.residency.ledger import for_context
+from mlx_flash.residency.machine import Machine, look_at_machine
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
-from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Everything that is known before weights are read.
-
-    Attributes:
-        loaded: mlx-lm's model, every weight a lazily loaded array.
-        layout: the model's units.
-        sizes: the model in numbers.
-        machine: the machine in numbers.
-        plan: what will be in memory.
-        identity: the modules and arrays that were loaded.
-        checkpoint: the tensors on disk.
-        fingerprint: of what decides their output; None where there is no prefix cache.
-        chain: what each rank computes; None where there is one rank.
-        folder: the model's folder on this rank; None where there is one rank.
-        needed_context: tokens that the caller is going to compute at most; None where it is unknown.
-    """
-
-    loaded: LoadedModel
-    layout: ModelLayout
-    sizes: ModelSizes
-    machine: Machine
-    plan: ResidencyPlan
-    identity: ModelIdentity
-    checkpoint: Checkpoint
-    fingerprint: str | None = None
-    chain: Chain | None = None
-    folder: RankFolder | None = None
-    needed_context: int | None = None
-
-    def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
-        """Return it as of now: adapters may have changed modules, and other models may have taken memory, or will."""
-        config = self._settings(config)
-        machine = look_at_memory(self.machine, promised_bytes)
-        machine = replace(machine, reached_bytes=reached_bytes(self.checkpoint.directory))
-        is_unchanged = self.identity.is_unchanged
-        has_reached_more = machine.reached_bytes > self.machine.reached_bytes  # a tokenizer was loaded
-        if is_unchanged and not has_reached_more and not has_grown(self.machine, machine):
-            return replace(self, plan=_agreed(self.plan, self.sizes, config, machine, self.chain))
-        layout, sizes = self.layout, self.sizes
-        if not is_unchanged:
-            layout = replace(make_layout(self.loaded), head=self.layout.head)
-            layout = layout if self.chain is None else self.chain.own_part(layout)
-            sizes = measure(layout, self.loaded.config)
-        plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, self.chain)
-        return replace(self, layout=layout, sizes=sizes, plan=plan)
-
-    def planned(self, config: FlashConfig, base_bytes: int) -> Prepared:
-        """Return it with a plan for other settings. It keeps the prefill step, on which last bits depend, if it can.
-
-        The process without models, and what running adds to it, takes ``base_bytes``.
-        """
-        config = self._settings(config)
-        others = max(0, self.machine.base_bytes - (base_bytes - self.machine.runtime_bytes))
-        machine = replace(
-            self.machine,
-            base_bytes=base_bytes,
-            runtime_bytes=0,  # else what running has added would seem to be growth
-            active_bytes=max(0, self.machine.active_bytes - others),
-        )
-        plan = make_plan(self.sizes, config, machine)
-        with suppress(BudgetError):
-            same = replace(config, prefill_step_size=self.plan.prefill_step_size)
-            plan = replace(make_plan(self.sizes, same, machine), minimum_bytes=plan.minimum_bytes)
-        return replace(self, plan=plan, machine=machine)
-
-    def expecting(self, config: FlashConfig, num_tokens: int | None, extra_bytes: int) -> Prepared:
-        """Return it with a plan for a prompt that is known now, and memory as it is now.
-
-        Args:
-            config: how to stream.
-            num_tokens: of prompt and answer; None if the answer has no limit.
-            extra_bytes: what is computed before the prompt takes so much, while its caches are empty.
-
-        Raises:
-            BudgetError: the budget has no room for them.
-        """
-        found = replace(self, machine=look_at_memory(self.machine, 0), needed_context=num_tokens)
-        settings = found._settings(config)
-        plan = make_plan(found.sizes, settings, found.machine)
-        if (more := extra_bytes - plan.kv_bytes - plan.activation_bytes) > 0:
-            found = replace(found, machine=replace(found.machine, runtime_bytes=found.machine.runtime_bytes + more))
-            plan = make_plan(found.sizes, settings, found.machine)
-        return replace(found, plan=plan)
-
-    def _settings(self, config: FlashConfig) -> FlashConfig:
-        config = config if self.chain is None else _settings_of_ranks(config)
-        return for_context(self.sizes, config, self.needed_context)
+from mlx_flash.storage.safetensors import read_checkpoint
 
 
 @contextmanager
@@ -159,8 +80,6 @@ def prepare(
     """Load a model lazily, find its units, and plan. Reads headers, no weights.
 
     Args:
-        model_path: the model directory.
-        config: how to stream.
         model_config: entries that replace those of ``config.json``.
         progress: called with (bytes done, bytes to do) while large derived parameters are written to the cache.
         writes: whether they may be written; if not, the plan is that of when they are.
@@ -174,7 +93,7 @@ def prepare(
     make_room()
     free_unused()  # it would count beside what loading takes
     peers = Peers(group) if group is not None and group.size() > 1 else None
-    config = config if peers is None else _settings_of_ranks(config)
+    config = config if peers is None else settings_of_ranks(config)
     path = Path(model_path)
     _check_folder(path)
     folder = None if peers is None else complete_folder(path, peers)
@@ -208,34 +127,17 @@ def prepare(
         layout = chain.own_part(layout)
     sizes = measure(layout, loaded.config)
     config = for_context(sizes, config, needed_context)
-    plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, chain)
+    plan = agreed(make_plan(sizes, config, machine), sizes, config, machine, chain)
     identity = ModelIdentity(loaded.model)  # with the classes that the chain gives layers
     return Prepared(
         loaded, layout, sizes, machine, plan, identity, checkpoint, fingerprint, chain, folder, needed_context
     )
 
 
-def _settings_of_ranks(config: FlashConfig) -> FlashConfig:
-    return with_stock_caches(config, "when several ranks share a model")
-
-
-def _agreed(
-    plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine, chain: Chain | None
-) -> ResidencyPlan:
-    """Return a plan with the smallest prefill step of all ranks: they have to cut prompts at the same tokens."""
-    step = plan.prefill_step_size
-    if chain is not None:
-        step = chain.least(step)
-    return (
-        plan if step == plan.prefill_step_size else make_plan(sizes, replace(config, prefill_step_size=step), machine)
-    )
-
-
 def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
     """Return the directory of a model; one with a Hugging Face repository or a short name is downloaded.
 
-    Raises:
-        CheckpointNotFoundError: there is neither.
+    Raises: CheckpointNotFoundError: there is neither.
     """
     path_or_hf_repo = repository_of(os.path.expanduser(path_or_hf_repo))  # noqa: PTH111 - no repository becomes a path
     path = Path(path_or_hf_repo)
@@ -277,3 +179,103 @@ def _check_kernels(model: nn.Module, layout: ModelLayout, path: Path) -> None:
                 f"{str(module.weight.dtype).removeprefix('mlx.core.')}. Hint: convert the model with "
                 "`mlx_lm.convert --dtype float32`, or quantize it (`mlx_lm.convert -q`), or use a GPU."
             )
+
+
+def make_chain(
+    loaded: LoadedModel,
+    sizes: ModelSizes,
+    config: FlashConfig,
+    machine: Machine,
+    able: Sequence[Sequence[int]],
+    peers: Peers,
+) -> Chain:
+    """Give every rank layers that it has the files of, from what all ranks can keep in memory, and their speeds.
+
+    ``able`` are for each layer the ranks that have its files. A plan for the whole model shows how much this machine
+    can keep in memory.
+    """
+    try:
+        plan = make_plan(sizes, config, machine)
+    except BudgetError:  # the whole model may be too much for a budget that has room for a part
+        plan = None
+    ranks = [RankSpeed(*numbers) for numbers in peers.gather(astuple(_speed(machine, plan)))]
+    nbytes = layer_bytes(loaded)
+    owners = follow_files(share_layers(nbytes, ranks), nbytes, able)
+    return Chain(layers_of(loaded.model), owners, peers)
+
+
+def share_equally(loaded: LoadedModel, plan: ResidencyPlan, machine: Machine, num_ranks: int) -> list[int]:
+    """Return the rank of each layer, if a model is shared by some machines like this one."""
+    return share_layers(layer_bytes(loaded), [_speed(machine, plan)] * num_ranks)
+
+
+def layer_bytes(loaded: LoadedModel) -> list[int]:
+    """Return the bytes of each layer."""
+    layers = layers_of(loaded.model)
+    return [sum(array.nbytes for _, _, _, array in iter_parameters(layer)) for layer in layers]
+
+
+def _speed(machine: Machine, plan: ResidencyPlan | None) -> RankSpeed:
+    """Return a machine in numbers. Without a plan it keeps nothing in memory."""
+    return RankSpeed(
+        0.0 if plan is None else plan.resident_bytes + plan.pinned_bytes + plan.pool_bytes,
+        machine.disk.bytes_per_second,
+        machine.compute_bytes_per_second,
+        machine.kept_bytes_per_second,
+    )
+
+
+_HINT = "Hint: load it with mlx_flash.load(path, config), then change it."
+
+
+def prepare_loaded(model: nn.Module, config: FlashConfig, path: Path | None) -> Prepared:
+    """Plan for a model that mlx-lm loaded lazily. Its files are read again: nothing of the given model is used.
+
+    ``path`` is its folder; None finds it from the files that this process has open. Raises: ConfigError: the folder is
+    unknown, or the model is not as mlx-lm loads it from there.
+    """
+    given = _recorded(model)
+    if not any(operations for *_, operations in given.values()):
+        raise ConfigError(f"FlashLLM takes a lazily loaded model, and the weights of this one are in memory. {_HINT}")
+    folder = path or _folder_of_open_files()
+    prepared = prepare(folder, config)
+    fresh = _recorded(prepared.loaded.model)
+    changed = [name for name in given.keys() | fresh.keys() if given.get(name) != fresh.get(name)]
+    if changed:
+        raise ConfigError(
+            f"FlashLLM was given a model whose {min(changed)!r} is not as mlx-lm loads it from {folder}: "
+            f"{len(changed)} parameters were changed or computed. {_HINT}"
+        )
+    return prepared
+
+
+def _recorded(model: nn.Module) -> dict[str, tuple[Any, mx.Dtype, int]]:
+    """Return the shape, the dtype and the number of recorded operations of each parameter."""
+    named = {id(array) for _, array in cast(Any, tree_flatten(model.parameters()))}
+    found = [(name, array) for name, _, _, array in iter_parameters(model) if id(array) in named]
+    return {name: (array.shape, array.dtype, num_nodes(array)) for name, array in found}
+
+
+def _folder_of_open_files() -> Path:
+    folders = {path.parent for path in _open_files() if path.match("model*.safetensors")}
+    if len(folders) != 1:
+        names = ", ".join(sorted(map(str, folders))) or "none"
+        raise ConfigError(
+            f"the folder of a lazily loaded model is not known: this process has shards open in {names}. "
+            "Hint: FlashLLM(model, config, model_path=...)"
+        )
+    return folders.pop()
+
+
+def _open_files() -> list[Path]:
+    found = []
+    for fd in os.listdir("/dev/fd"):  # noqa: PTH208
+        try:
+            if sys.platform == "darwin":
+                name = fcntl.fcntl(int(fd), fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0").decode()
+            else:
+                name = os.readlink(f"/dev/fd/{fd}")  # noqa: PTH115
+        except OSError:
+            continue  # closed meanwhile, or no file
+        found.append(Path(name))
+    return found

@@ -10,7 +10,6 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from mlx_flash.engine.engine import Engine
-from mlx_flash.kv.kvpool import KVPool, KVUsage
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.arena import active_memory
@@ -93,82 +92,55 @@ class PassCounters:
         self.num_tokens_out += num_right
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A model that runs: its plan, its engine, the counters of its calls, and what its KV caches share, if anything."""
-
-    plan: ResidencyPlan
-    engine: Engine
-    counters: PassCounters
-    kv: KVPool | None
-
-    @property
-    def usage(self) -> KVUsage:
-        """The memory of its KV caches; none where they are mlx-lm's own."""
-        return KVUsage() if self.kv is None else self.kv.usage
-
-    @property
-    def pool_bytes(self) -> int:
-        """Experts in memory."""
-        return 0 if self.engine.experts is None else self.engine.experts.pool.slots.committed
-
-    @property
-    def weight_bytes(self) -> int:
-        """All weights in memory, and slots for others."""
-        plan, lent = self.plan, self.engine.loans.nbytes
-        return plan.resident_bytes + plan.pinned_bytes + plan.mtp_bytes + plan.slots_bytes + self.pool_bytes + lent
-
-
 class Status:
     """The state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
 
     Args:
-        name: of the model, for people.
-        own: the model.
         layout: its units; only numbers are taken from it.
-        running: returns the models of the process that run.
+        running: returns the models of the process that run, and their counters.
         sections: returns further sections by name, whose numbers may belong to any thread.
     """
 
     def __init__(
         self,
         name: str,
-        own: Running,
+        engine: Engine,
+        counters: PassCounters,
         layout: ModelLayout,
-        running: Callable[[], Sequence[Running]] = tuple,
+        running: Callable[[], Sequence[tuple[Engine, PassCounters]]] = tuple,
         sections: Mapping[str, Callable[[], Json]] = MappingProxyType({}),
     ) -> None:
-        self._own, self._running, self._sections = own, running, sections
-        self._num_units = len(own.engine.stream.units)
-        trunk = layout if own.plan.pool is None else trunk_of(layout)
-        self._parts = _parts(trunk, own.plan, own.engine.units)
-        self._model = {"name": name, "bytes": own.plan.model_bytes}
-        self._told_plan = plan_numbers(own.plan)
+        self._engine, self._counters, self._running, self._sections = engine, counters, running, sections
+        self._num_units = len(engine.stream.units)
+        trunk = layout if engine.plan.pool is None else trunk_of(layout)
+        self._parts = _parts(trunk, engine.plan, engine.units)
+        self._model = {"name": name, "bytes": engine.plan.model_bytes}
+        self._told_plan = plan_numbers(engine.plan)
 
     def collect(self) -> Json:
         """Return the state now. Touches no MLX array, so any thread may call it.
 
         :mod:`mlx_flash.telemetry` has the units and meanings of its numbers.
         """
-        stream = self._own.engine.stream
+        stream = self._engine.stream
         return {
             "model": self._model,
             "plan": self._told_plan,
             "units": self._units(),
-            "passes": asdict(self._own.counters),
+            "passes": asdict(self._counters),
             "stream": asdict(stream.stats),
             "read": {
-                **asdict(self._own.engine.reader.stats),
-                "cached_file_bytes": self._own.engine.reader.cached.file_bytes,
+                **asdict(self._engine.reader.stats),
+                "cached_file_bytes": self._engine.reader.cached.file_bytes,
             },
             "memory": self._memory(),
             "experts": self._experts(),
-            "kv": None if self._own.kv is None else asdict(self._own.kv.usage),
+            "kv": None if self._engine.kv is None else asdict(self._engine.kv.usage),
             **{section: collect() for section, collect in self._sections.items()},
         }
 
     def _experts(self) -> Json | None:
-        plan, experts = self._own.plan.pool, self._own.engine.experts
+        plan, experts = self._engine.plan.pool, self._engine.experts
         if plan is None or experts is None:
             return None
         return {
@@ -182,26 +154,27 @@ class Status:
 
     def _units(self) -> list[Json]:
         # A closed engine has a stream without units.
-        states = unit_states(self._own.engine.stream, self._own.counters.last_began) or ["waiting"] * self._num_units
+        states = unit_states(self._engine.stream, self._counters.last_began) or ["waiting"] * self._num_units
         return [
             {**part, "state": _joint_state([states[i] for i in numbers]) if numbers else "pinned"}
             for part, numbers in self._parts
         ]
 
     def _memory(self) -> Json:
-        own, active = self._own, active_memory()
-        others = [other for other in self._running() if other.engine is not own.engine]
+        own, active = self._engine, active_memory()
+        running = [(engine, counters) for engine, counters in self._running() if engine is not own]
+        others = [engine for engine, _ in running]
         models = (own, *others)
         rest = active - sum(model.weight_bytes + model.usage.reserved_bytes for model in models)
         rest -= min(model.plan.active_bytes for model in models)  # arrays of the program
-        is_latest = all(other.counters.last_began <= own.counters.last_began for other in others)
+        is_latest = all(counters.last_began <= self._counters.last_began for _, counters in running)
         return {
             "footprint": footprint(),
             "peak_footprint": peak_footprint(),
             "active": active,
             "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
-            "lent": own.engine.loans.nbytes,
+            "lent": own.loans.nbytes,
             "pool": own.pool_bytes,
             # All other arrays belong to the last call. A cache may take less than it reserves.
             "kv_and_activations": own.usage.memory_bytes + (max(0, rest) if is_latest else 0),

@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlx_flash.generation.batches import RowGenerator, SharingGenerator, batch_generate
-from mlx_flash.generation.steps import generate, generate_step, speculative_generate_step, stream_generate
+from mlx_flash.generation.sequence import generate, generate_step, speculative_generate_step, stream_generate
 
 if TYPE_CHECKING:
-    from mlx_flash.manager import FlashGenerationLoop
+    from mlx_flash.loading import FlashGenerationLoop
     from mlx_flash.model import FlashLLM
 
 __all__ = [

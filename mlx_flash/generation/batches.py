@@ -32,22 +32,16 @@ from mlx_flash.compat.generation import (
 from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.model import FlashLLM, Reads
-from mlx_flash.residency.admission import together_bytes
+from mlx_flash.residency.plan import together_bytes
 from mlx_flash.speculation import Guesses, Lookup
 
 
 class Reading(NamedTuple):
-    """The hidden states of a prompt that are wanted.
+    """The hidden states of a prompt that are wanted."""
 
-    Attributes:
-        step: the most tokens of a part.
-        keeps: as ``reads`` of :meth:`FlashLLM.row`.
-        is_all: nothing else is wanted: the sequence ends with its prompt.
-    """
-
-    step: int
-    keeps: Reads
-    is_all: bool = False
+    step: int  # the most tokens of a part
+    keeps: Reads  # as ``reads`` of :meth:`FlashLLM.row`
+    is_all: bool = False  # nothing else is wanted: the sequence ends with its prompt
 
 
 class RowGenerator(BatchGenerator):
@@ -59,7 +53,6 @@ class RowGenerator(BatchGenerator):
     that token yet.
 
     Args:
-        model: the streamed model.
         completes_caches: for ``batch_generate``: given prompt caches stay as they are. True adds the last tokens to the
             others when all sequences have ended, in one pass for all. If False, nobody wants these: a sequence that has
             ended makes room for the next one. None uses the given ones, and hands them out with the last tokens.
@@ -117,8 +110,7 @@ class RowGenerator(BatchGenerator):
         """Compute a part of each sequence. Return the progress of prompts, and tokens.
 
         Raises:
-            ReadError: weights could not be read.
-            FlashError: a sequence could not be computed, and nobody takes its error. It is removed.
+            FlashError: weights could not be read; or a sequence could not be computed, and nobody takes its error.
         """
         self._join()
         began, num_left = time.perf_counter(), self._num_left
@@ -280,15 +272,8 @@ def _choose_next(sequence: GeneratedSequence) -> None:
 def shares_passes(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list[Any]] = ()) -> bool:
     """Return whether sequences share passes, each computed as if it were alone. If not, they are mlx-lm's batches.
 
-    They share passes, too, where mlx-lm's batches, which are padded, have no room.
-
-    Args:
-        model: the model, which is started.
-        lengths: the most tokens of each sequence, prompt and answer.
-        caches: those to go on from, if there are any.
-
-    Raises:
-        BudgetError: the budget cannot hold the plan.
+    They share passes, too, where mlx-lm's batches, which are padded, have no room. ``lengths`` are the most tokens of
+    each sequence, prompt and answer, and ``caches`` those to go on from. The model is started.
     """
     if not may_batch(model, caches):
         return True
@@ -298,14 +283,7 @@ def shares_passes(model: FlashLLM, lengths: Sequence[int], caches: Sequence[list
 def may_batch(model: FlashLLM, caches: Sequence[list[Any]] = ()) -> bool:
     """Return whether sequences go to mlx-lm's batches: all weights are in memory, or the settings want it.
 
-    These batches must keep to the settings, and have to be able to merge the caches.
-
-    Args:
-        model: the model. It is started.
-        caches: those to go on from, if there are any.
-
-    Raises:
-        BudgetError: the budget cannot hold the plan.
+    These batches must keep to the settings, and be able to merge the caches to go on from. The model is started.
     """
     if (not model.is_in_memory and model.batching != "stock") or not model.is_batchable:
         return False

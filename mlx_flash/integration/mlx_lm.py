@@ -28,7 +28,7 @@ from mlx_flash.compat.loaders import (
 from mlx_flash.compat.require import require
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.tokenizer import counted, load_tokenizer
+from mlx_flash.engine.prepared import counted, load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
 from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.residency.kv import KVShare, in_memory, ledger_of, on_disk, prefix_bytes
-from mlx_flash.residency.ledger import Ledger, reader_bytes
+from mlx_flash.residency.ledger import KVShare, Ledger, in_memory, ledger_of, on_disk, prefix_bytes, reader_bytes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, TensorSize, UnitSize
@@ -30,8 +29,6 @@ class Tokens(NamedTuple):
     """The memory that is set aside for the tokens of a reserve, in bytes.
 
     Attributes:
-        reserve: the tokens.
-        ledger: says what they take.
         kv, prefix_bytes, activation_bytes, spare_bytes, mtp_bytes: as in a plan.
     """
 
@@ -51,25 +48,15 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """The input of a plan.
-
-    Attributes:
-        sizes: the model.
-        config: the settings.
-        machine: the machine.
-        promised_bytes: for keys, values and activations of a long context.
-        cache_limit: what MLX may keep of freed buffers.
-        kv_on_disk: whether the KV cache is planned to be on disk.
-        kv_room: memory that it may take then, if that is of use.
-    """
+    """The input of a plan."""
 
     sizes: ModelSizes
     config: FlashConfig
     machine: Machine
-    promised_bytes: int
-    cache_limit: int
-    kv_on_disk: bool = False
-    kv_room: int = 0
+    promised_bytes: int  # for keys, values and activations of a long context
+    cache_limit: int  # what MLX may keep of freed buffers
+    kv_on_disk: bool = False  # whether the KV cache is planned to be on disk
+    kv_room: int = 0  # memory that it may take then, if that is of use
 
     @property
     def process_bytes(self) -> int:
@@ -122,23 +109,14 @@ TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The streamed tensors of some layers. Sizes in bytes.
+    """The streamed tensors of some layers. Sizes in bytes."""
 
-    Attributes:
-        layers: all of them.
-        pieces: those of each layer, or the layer itself for all of them.
-        reads: bytes that are read of each layer.
-        num_layers: layers of which anything is streamed.
-        buffer_bytes: memory that all of it would take.
-        largest: buffer bytes of the layer that takes most.
-    """
-
-    layers: Sequence[UnitSize]
-    pieces: Sequence[Sequence[TensorSize | UnitSize]]
-    reads: Sequence[int]
-    num_layers: int
-    buffer_bytes: int
-    largest: int
+    layers: Sequence[UnitSize]  # all of them
+    pieces: Sequence[Sequence[TensorSize | UnitSize]]  # those of each layer, or the layer itself for all of them
+    reads: Sequence[int]  # bytes that are read of each layer
+    num_layers: int  # layers of which anything is streamed
+    buffer_bytes: int  # memory that all of it would take
+    largest: int  # buffer bytes of the layer that takes most
 
     @property
     def names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -181,19 +159,12 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> Strea
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The heads that are streamed, in tiles of rows.
-
-    Attributes:
-        heads: these.
-        rows: of a tile of each.
-        number: of all tiles.
-        slot_bytes: size of a slot, for tiles and for what is streamed of a layer.
-    """
+    """The heads that are streamed, in tiles of rows."""
 
     heads: Sequence[UnitSize]
-    rows: Sequence[int]
-    number: int
-    slot_bytes: int
+    rows: Sequence[int]  # of a tile of each
+    number: int  # of all tiles
+    slot_bytes: int  # size of a slot, for tiles and for what is streamed of a layer
 
 
 def cut_heads(heads: Sequence[UnitSize], largest_layer: int, tile_bytes: int, *, is_exact: bool) -> Tiles:
@@ -274,7 +245,6 @@ def _steps(sizes: ModelSizes, machine: Machine, layers: Streamed, tiles: Tiles) 
 def simulate(
     steps: Sequence[tuple[float, float]],
     num_slots: int,
-    num_passes: int = 4,
     unevenness: float = 0.0,
     late: float = 0.0,
 ) -> float:
@@ -283,7 +253,6 @@ def simulate(
     Args:
         steps: (seconds to read, seconds to compute) of each unit in calling order; nothing to read means pinned.
         num_slots: units that are read take turns in this many slots; a slot is filled again once it was released.
-        num_passes: passes to run before the last two are taken, whose mean is returned.
         unevenness: every other read takes longer by this share of its time, the others as much less; in the next pass
             it is the other way round.
         late: seconds from the end of a unit's reads until it can be computed: its last bytes are decoded.
@@ -294,7 +263,7 @@ def simulate(
     released = [0.0] * num_slots
     disk = now = 0.0
     ends = []
-    for number in range(num_passes + 1):
+    for number in range(5):  # enough for the steady state, of which the mean of the last two is taken
         turn = 0
         for read, compute in steps:
             if not read:
@@ -331,23 +300,14 @@ def pool_of(machine: Machine, experts: ExpertSizes, num_slots: int) -> Pool:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model that is cut in some way, on a machine.
-
-    Attributes:
-        sizes: the model.
-        machine: the machine.
-        num_slots: buffers that were asked for; None leaves that open.
-        pool_slots: of the pool of experts that was asked for; 0 leaves that open.
-        cut: the way its layers are cut, as in ``Streaming.cut``.
-        is_tiled: whether some linear layers pass through the slots in tiles of rows.
-    """
+    """The weights of a model that is cut in some way, on a machine."""
 
     sizes: ModelSizes
     machine: Machine
-    num_slots: int | None = None
-    pool_slots: int = 0
-    cut: int = 0
-    is_tiled: bool = False
+    num_slots: int | None = None  # buffers that were asked for; None leaves that open
+    pool_slots: int = 0  # of the pool of experts that was asked for; 0 leaves that open
+    cut: int = 0  # the way its layers are cut, as in ``Streaming.cut``
+    is_tiled: bool = False  # whether some linear layers pass through the slots in tiles of rows
 
     @cached_property
     def cuts(self) -> tuple[Weights, ...]:
@@ -410,21 +370,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One choice of pinned and streamed weights.
+    """One choice of pinned and streamed weights."""
 
-    Attributes:
-        weights: the model, its layers cut in some way.
-        num_slots: slots at most.
-        layers: what is streamed of the layers.
-        tiles: the heads that are streamed: all of them or none.
-        pins_tables: whether embedding tables that are no heads stay in memory.
-    """
-
-    weights: Weights
+    weights: Weights  # the model, its layers cut in some way
     num_slots: int
     layers: Streamed
-    tiles: Tiles
-    pins_tables: bool = False
+    tiles: Tiles  # the heads that are streamed: all of them or none
+    pins_tables: bool = False  # whether embedding tables that are no heads stay in memory
 
     @property
     def num_units(self) -> int:

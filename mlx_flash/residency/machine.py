@@ -20,7 +20,7 @@ from mlx_flash.memory.arena import Arena, active_memory
 from mlx_flash.memory.driver import clear, context_bytes, has_own_memory
 from mlx_flash.memory.footprint import available_memory, footprint, free_unused, total_memory
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.activations import bytes_per_pair
+from mlx_flash.residency.sizes import bytes_per_pair
 from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH
@@ -73,51 +73,34 @@ _FALLBACK_BYTES_PER_SECOND = 10e9
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that a plan is made for.
+    """The machine that a plan is made for."""
 
-    Attributes:
-        total_memory: bytes this process could ever have.
-        available_memory: bytes that are free now.
-        base_bytes: footprint of the process before any weight.
-        active_bytes: the part of it that MLX arrays of others take.
-        context_bytes: the part of it that CUDA takes on a GPU with memory of its own: its context, and kernels.
-        runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
-        disk: how the checkpoint's disk reads.
-        compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
-        barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
-        has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
-        exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
-            head that is streamed passes through a slot whole.
-        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads need bounce buffers.
-        kv_disk_bytes: free where files of the KV cache are put.
-        largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
-        prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
-        resident_bytes_per_second: as ``compute_bytes_per_second``, for weights that stay in a GPU's own memory; 0 where
-            the processor and MLX's device share memory, so that all weights compute equally fast.
-        operation_seconds: starting an operation on a GPU with memory of its own; 0 elsewhere.
-        reached_bytes: the peak of the process while it loaded the tokenizer; 0 for none that counts.
-        compression: of the checkpoint; None where nothing is compressed.
-    """
-
-    total_memory: int
-    available_memory: int
-    base_bytes: int
-    active_bytes: int
+    total_memory: int  # bytes this process could ever have
+    available_memory: int  # bytes that are free now
+    base_bytes: int  # footprint of the process before any weight
+    active_bytes: int  # the part of it that MLX arrays of others take
+    # what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap
     runtime_bytes: int
-    disk: DiskProfile
-    compute_bytes_per_second: float
-    barrier_seconds: float
-    has_buffer_cache: bool
+    disk: DiskProfile  # how the checkpoint's disk reads
+    compute_bytes_per_second: float  # weight bytes the processor works through when decoding, fresh from the reader
+    barrier_seconds: float  # what it costs to wait for a layer's result before the next layer is begun
+    has_buffer_cache: bool  # whether MLX keeps freed buffers (GPU back ends do)
+    # whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a head that is
+    # streamed passes through a slot whole.
     exact_tiles: bool
+    # how bytes get to MLX's memory, as the self-test found. If not in place, reads need bounce buffers.
     arrival: Arrival = "in place"
-    kv_disk_bytes: int = 1 << 62
+    kv_disk_bytes: int = 1 << 62  # free where files of the KV cache are put
+    # the most bytes of one array: Metal's buffers have a limit below the memory of the machine
     largest_array: int = 1 << 62
-    prompt_speedup: float = 1.0
+    prompt_speedup: float = 1.0  # time to compute a token that is decoded, over that of a token in a call of many
+    # as ``compute_bytes_per_second``, for weights that stay in a GPU's own memory; 0 where the processor and MLX's
+    # device share memory, so that all weights compute equally fast
     resident_bytes_per_second: float = 0.0
-    operation_seconds: float = 0.0
-    reached_bytes: int = 0
-    compression: Compression | None = None
-    context_bytes: int = 0
+    operation_seconds: float = 0.0  # starting an operation on a GPU with memory of its own; 0 elsewhere
+    reached_bytes: int = 0  # the peak of the process while it loaded the tokenizer; 0 for none that counts
+    compression: Compression | None = None  # of the checkpoint; None where nothing is compressed
+    context_bytes: int = 0  # the part of it that CUDA takes on a GPU with memory of its own: its context, and kernels
 
     @property
     def kept_bytes_per_second(self) -> float:
@@ -137,13 +120,13 @@ def look_at_machine(
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
     """
     disk = profile_for(shard, config.io)
-    compute_speed, compression = compute_bytes_per_second(layout), None
+    compute_speed, compression = read_products(largest_linear(layout)), None
     if checkpoint is not None and checkpoint.tables:
         cores = computes_on_cores()
         compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, compute_speed, cores)
         disk = replace(disk, bytes_per_second=compression.weight_bytes_per_second)
     read_size, queue_depth = _reads(config, disk, compression)
-    speeds = prompt_speedup(layout), resident_bytes_per_second(layout), operation_seconds()
+    speeds = prompt_speedup(layout), kept_products(largest_linear(layout)), operation_seconds()
     bytes_per_pair(layout.trace.attention)  # before the footprint: on a GPU, kernels that have run take memory
     return Machine(
         total_memory=total_memory(),
@@ -221,18 +204,14 @@ def has_grown(before: Machine, now: Machine) -> bool:
     return now.base_bytes > before.base_bytes or now.active_bytes > before.active_bytes + BASE_STEP
 
 
-def compute_bytes_per_second(layout: ModelLayout) -> float:
-    """Return weight bytes a second in a matrix-vector product of the kind that the model's layers are made of."""
-    linear = _largest_linear(layout)
-    return _FALLBACK_BYTES_PER_SECOND if linear is None else read_products(linear)
-
-
-def read_products(linear: nn.Module) -> float:
-    """Return weight bytes a second in matrix-vector products of a linear layer whose weights were just read.
+def read_products(linear: nn.Module | None) -> float:
+    """Return weight bytes a second in matrix-vector products of a linear layer, or any, whose weights were just read.
 
     The weights are written before each run, as the reader writes them: a GPU with memory of its own has to fetch those
     that the processor wrote.
     """
+    if linear is None:
+        return _FALLBACK_BYTES_PER_SECOND
     part, arena = _some_rows(linear)
     x = _inputs(linear, part, 1)
     return _nbytes(part) / _least(lambda: _seconds_after_writing(part, x, arena))
@@ -250,18 +229,12 @@ def _nbytes(part: nn.Module) -> int:
     return sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
 
 
-def resident_bytes_per_second(layout: ModelLayout) -> float:
-    """Return weight bytes a second in such products with weights that a GPU's own memory holds; 0 on other devices.
+def kept_products(linear: nn.Module | None) -> float:
+    """Return the same as :func:`read_products`, for weights that a GPU's own memory holds; 0 on other devices.
 
-    On other devices nothing has to be fetched, and :func:`compute_bytes_per_second` holds for all weights.
+    On other devices nothing has to be fetched, and :func:`read_products` holds for all weights.
     """
-    linear = _largest_linear(layout)
-    return 0.0 if linear is None else kept_products(linear)
-
-
-def kept_products(linear: nn.Module) -> float:
-    """Return the same as :func:`read_products`, for weights that a GPU's own memory holds; 0 on other devices."""
-    if not has_own_memory():
+    if linear is None or not has_own_memory():
         return 0.0
     part, arena = _some_rows(linear)
     arena.fill(0)
@@ -297,7 +270,7 @@ def prompt_speedup(layout: ModelLayout) -> float:
     It is near 1 where the processor computes one token after another, and 16 where it waits for weights. A GPU with
     memory of its own fetches weights once for all tokens, so there it is more: the call of one token fetches them.
     """
-    linear = _largest_linear(layout)
+    linear = largest_linear(layout)
     if linear is None:
         return 1.0
     # fewer rows on the processor, which takes up to 16 times as long for 16 tokens
@@ -320,7 +293,8 @@ def _back_end() -> str:
     return "cuda" if has_own_memory() else "metal"
 
 
-def _largest_linear(layout: ModelLayout) -> nn.Module | None:
+def largest_linear(layout: ModelLayout) -> nn.Module | None:
+    """Return the largest linear layer of the first layer."""
     modules = [
         (parameter.nbytes, parameter.container)
         for unit in layout.layers[:1]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.errors import RefusedError
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.residency.kv import KVShare
-from mlx_flash.residency.ledger import Ledger
+from mlx_flash.residency.ledger import KVShare, Ledger, NewTokens, stock_capacity
 from mlx_flash.residency.machine import BASE_STEP
+from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.storage.blocks import Compression
 
 MB = 1_000_000
@@ -34,33 +36,21 @@ PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The weights that pass through the slots on every pass.
+    """The weights that pass through the slots on every pass."""
 
-    Attributes:
-        layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
-        heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
-        tables: names of the embedding tables of which rows are read on demand.
-        is_tiled: whether linear layers of the layers are in ``heads``.
-        cut: the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout.
-        num_units: number of units that take turns in the slots: layers, and tiles of heads.
-        num_slots: number of slots.
-        slot_bytes: size of each.
-        read_bytes: bytes read on a pass that decodes one token, embedding rows aside.
-        seconds: predicted time of that pass.
-        compute_seconds: the part of it that is not spent reading.
-    """
-
+    # of each layer that is not in memory whole, its name and the names of the parameters that are read
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # rows a tile of each head, or embedding table serving as head, that is computed tile by tile
     heads: tuple[tuple[str, int], ...] = ()
-    tables: tuple[str, ...] = ()
-    num_units: int = 0
+    tables: tuple[str, ...] = ()  # names of the embedding tables of which rows are read on demand
+    num_units: int = 0  # number of units that take turns in the slots: layers, and tiles of heads
     num_slots: int = 0
     slot_bytes: int = 0
-    read_bytes: int = 0
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    cut: int = 0
-    is_tiled: bool = False
+    read_bytes: int = 0  # bytes read on a pass that decodes one token, embedding rows aside
+    seconds: float = 0.0  # predicted time of that pass
+    compute_seconds: float = 0.0  # the part of it that is not spent reading
+    cut: int = 0  # the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout
+    is_tiled: bool = False  # whether linear layers of the layers are in ``heads``
 
     def parameters(self, layout: ModelLayout) -> set[str]:
         """Return the names of the parameters that are read on every pass, or by rows."""
@@ -72,23 +62,14 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Experts that are kept from token to token.
-
-    Attributes:
-        num_slots: how many.
-        slot_bytes: memory for each.
-        num_experts: how many there are, over all layers.
-        hit_rate: share of the experts of a token that will be in the pool, as predicted.
-        read_bytes: bytes of those that will not.
-        seconds: what experts add to the time of a decoding pass, as predicted.
-    """
+    """Experts that are kept from token to token."""
 
     num_slots: int
     slot_bytes: int
-    num_experts: int
-    hit_rate: float
-    read_bytes: int
-    seconds: float
+    num_experts: int  # how many there are, over all layers
+    hit_rate: float  # share of the experts of a token that will be in the pool, as predicted
+    read_bytes: int  # bytes of those that will not
+    seconds: float  # what experts add to the time of a decoding pass, as predicted
 
     @property
     def nbytes(self) -> int:
@@ -98,75 +79,43 @@ class Pool:
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """The weights in memory, the streamed weights, and the memory of all parts. Sizes in bytes.
+    """The weights in memory, the streamed weights, and the memory of all parts. Sizes in bytes."""
 
-    Attributes:
-        budget_bytes: the promise.
-        minimum_bytes: the smallest budget that would do for these settings.
-        model_bytes: all weights.
-        base_bytes: the process before any weight, and what running adds to it.
-        active_bytes: the part of it that MLX arrays of others took when the plan was made.
-        context_bytes: the part of it that CUDA's context and kernels take on a GPU.
-        resident_bytes: small and derived parameters, always in memory.
-        pinned_bytes: layers, heads and tables that stay in memory.
-        streaming: the rest.
-        pool: the experts that are kept, if experts are read one by one.
-        kv: the KV cache.
-        prefix_bytes: set aside for pages of the prefix cache on their way to disk and back.
-        activation_bytes: set aside for a forward call's intermediate results.
-        spare_bytes: set aside, besides ``kv`` and activations, so that a context of ``PROMISED_CONTEXT`` tokens can be
-            computed with its keys and values on disk, or parts of a prompt can wait for each other, whatever is more.
-        bounce_bytes: the reader's own buffers.
-        read_size: bytes of one read.
-        queue_depth: reads in flight at once.
-        disk_bytes_per_second: what the disk was probed to give.
-        cache_limit: what MLX may keep of freed buffers.
-        prefill_step_size: new tokens in a call that ``activation_bytes`` is enough for.
-        context_length: tokens that ``kv`` is enough for.
-        kv_bytes_per_token: what one more token adds to the KV cache of all layers.
-        activations: what a forward call allocates, by its size.
-        cache: sizes of the KV cache of one sequence.
-        opening_seconds: predicted time of a pass that decodes one token at the beginning of a conversation, while
-            memory that is set aside for its tokens is lent to weights.
-        kv_seconds: what reading the KV cache of that context adds to a pass.
-        lent_seconds: what weights in the room for waiting parts of prompts save a pass that decodes.
-        prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
-        compression: of the checkpoint; None where nothing is compressed.
-        keeps_states: whether the prefix cache keeps windows and states after each call of a prompt.
-        mtp_bytes: the model's own head for guesses, with its keys and values; 0 where it is not used.
-    """
-
-    budget_bytes: int
-    minimum_bytes: int
-    model_bytes: int
-    base_bytes: int
-    active_bytes: int
-    resident_bytes: int
-    pinned_bytes: int
+    budget_bytes: int  # the promise
+    minimum_bytes: int  # the smallest budget that would do for these settings
+    model_bytes: int  # all weights
+    base_bytes: int  # the process before any weight, and what running adds to it
+    active_bytes: int  # the part of it that MLX arrays of others took when the plan was made
+    resident_bytes: int  # small and derived parameters, always in memory
+    pinned_bytes: int  # layers, heads and tables that stay in memory
     streaming: Streaming
-    pool: Pool | None
+    pool: Pool | None  # the experts that are kept, if experts are read one by one
     kv: KVShare
-    prefix_bytes: int
-    activation_bytes: int
-    bounce_bytes: int
+    prefix_bytes: int  # set aside for pages of the prefix cache on their way to disk and back
+    activation_bytes: int  # set aside for a forward call's intermediate results
+    bounce_bytes: int  # the reader's own buffers
     read_size: int
     queue_depth: int
-    disk_bytes_per_second: float
-    cache_limit: int
-    prefill_step_size: int
-    context_length: int
-    kv_bytes_per_token: int
+    disk_bytes_per_second: float  # what the disk was probed to give
+    cache_limit: int  # what MLX may keep of freed buffers
+    prefill_step_size: int  # new tokens in a call that ``activation_bytes`` is enough for
+    context_length: int  # tokens that ``kv`` is enough for
+    kv_bytes_per_token: int  # what one more token adds to the KV cache of all layers
     activations: ActivationSizes
     cache: CacheSizes
+    # set aside, besides ``kv`` and activations, so that a context of ``PROMISED_CONTEXT`` tokens can be computed with
+    # its keys and values on disk, or parts of a prompt can wait for each other, whatever is more
     spare_bytes: int = 0
+    # predicted time of a pass that decodes one token at the beginning of a conversation, while memory that is set aside
+    # for its tokens is lent to weights
     opening_seconds: float = 0.0
-    kv_seconds: float = 0.0
-    lent_seconds: float = 0.0
-    prompt_seconds_per_token: float = 0.0
-    compression: Compression | None = None
-    keeps_states: bool = False
-    context_bytes: int = 0
-    mtp_bytes: int = 0
+    kv_seconds: float = 0.0  # what reading the KV cache of that context adds to a pass
+    lent_seconds: float = 0.0  # what weights in the room for waiting parts of prompts save a pass that decodes
+    prompt_seconds_per_token: float = 0.0  # predicted time to compute one token of a prompt, without reading
+    compression: Compression | None = None  # of the checkpoint; None where nothing is compressed
+    keeps_states: bool = False  # whether the prefix cache keeps windows and states after each call of a prompt
+    context_bytes: int = 0  # the part of it that CUDA's context and kernels take on a GPU
+    mtp_bytes: int = 0  # the model's own head for guesses, with its keys and values; 0 where it is not used
 
     @property
     def kv_bytes(self) -> int:
@@ -358,3 +307,71 @@ def step_in_words(step: int, config: FlashConfig) -> str:
     """Return the limit that cuts prompts into parts, and the mlx-lm run that has the same output."""
     limit = "prefill_step_size is" if config.prefill_step_size == step else "the budget has room for"
     return f"{limit} {step} prompt tokens at a time: output is mlx-lm's own for --prefill-step-size {step}"
+
+
+Decision = Literal["batch", "alone", "wait"]
+
+
+def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
+    """Return the most memory of a batch. Lengths are tokens of each request, prompt and answer."""
+    if not lengths:
+        return 0
+    ledger, num_rows, longest = plan.ledger, len(lengths), stock_capacity(max(lengths))
+    copies = (num_rows - 1) * ledger.cache.largest_row * longest
+    return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(ledger, num_rows, max(lengths))
+
+
+def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_offload: bool) -> int:
+    """Return the most memory of requests that share passes, each with a cache of its own length.
+
+    ``may_offload`` says that keys and values may go to disk.
+    """
+    if not lengths:
+        return 0
+    ledger, num_others = plan.ledger, len(lengths) - 1
+    nbytes = ledger.in_memory([*map(ledger.capacity, lengths)])
+    if may_offload and ledger.may_offload:
+        others = sum([ledger.others.nbytes(tokens) for tokens in lengths])
+        nbytes = min(nbytes, ledger.on_disk(lengths, ledger.step) + others)
+    return nbytes + _call_bytes(ledger, 1, max(lengths)) + num_others * ledger.waiting(NewTokens(1, 1, 1))
+
+
+def alone_bytes(plan: ResidencyPlan, length: int) -> int:
+    """Return the least memory of a request that is in no batch: token by token, with keys and values on disk."""
+    ledger = plan.ledger
+    return batch_bytes(plan, [length]) if ledger.options is None else ledger.one_by_one(length, length)
+
+
+def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:
+    """Return the most memory of requests that are answered together."""
+    if batching == "stock":
+        return batch_bytes(plan, lengths)
+    return rows_bytes(plan, lengths, may_offload=bool(plan.kv.num_on_disk))
+
+
+def _call_bytes(ledger: Ledger, num_rows: int, context: int) -> int:
+    return ledger.computing(num_rows, context) + ledger.states(ledger.step)
+
+
+def decide(
+    plan: ResidencyPlan, num_prompt: int, num_answer: int, running: Sequence[int], *, may_batch: bool, batching: str
+) -> Decision:
+    """Return where a request is answered now: in a batch with those that run, alone, or not yet.
+
+    ``running`` are the tokens of each request that is being answered, prompt and answer.
+
+    Raises: RefusedError: the budget has no room for it, even when nothing else runs.
+    """
+    room, length = plan.room_bytes, num_prompt + num_answer
+    if may_batch and together_bytes(plan, [length], batching) <= room:
+        return "batch" if together_bytes(plan, [*running, length], batching) <= room else "wait"
+    needed = alone_bytes(plan, length)
+    if needed <= room:
+        return "wait" if running else "alone"
+    raise RefusedError(
+        f"a prompt of {num_prompt} tokens and an answer of at most {num_answer} need {in_mb(needed)} MB for keys, "
+        f"values and activations; the budget is {in_mb(plan.budget_bytes)} MB, which leaves {in_mb(max(0, room))} MB "
+        f"beside the model. Hint: send a shorter prompt or set a smaller max_tokens, or serve with --ram-budget-gb "
+        f"{in_gb(plan.budget_bytes + needed - room)}.",
+        413,
+    )

@@ -6,25 +6,382 @@ What is streamed is spread evenly over the layers, so that reading overlaps comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import tee
+from operator import attrgetter, itemgetter
 
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.footprint import MemoryReading
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.candidate import Candidate, Task, Weights, cache_limit_of
-from mlx_flash.residency.kv import KV_SHARE, PROMISED_CONTEXT, check_kv, promised_bytes
+from mlx_flash.residency.candidate import (
+    TILE_SLACK_BYTES,
+    Candidate,
+    Reserve,
+    Task,
+    Tokens,
+    Weights,
+    all_streamed,
+    cache_limit_of,
+    pool_of,
+    spread,
+)
+from mlx_flash.residency.ledger import KV_SHARE, PROMISED_CONTEXT, check_kv, ledger_of, promised_bytes
 from mlx_flash.residency.machine import BASE_STEP, Machine
-from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb, round_up_to_mb
-from mlx_flash.residency.reserve import least_reserve, reserves
-from mlx_flash.residency.search import best, everything, opening_seconds, smallest, with_room_for_parts
-from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, in_gb, round_up_to_mb
+from mlx_flash.residency.sizes import ModelSizes, UnitSize
 from mlx_flash.speculation import OwnGuesses, worth_guessing
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE, SMALL_READS_SHARE
+
+ACTIVATION_SHARE = 0.2
+"""Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
+
+CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
+CONTEXT_LENGTHS_ON_DISK = (131072, 65536, 32768, 16384, 8192)
+"""To try besides when the KV cache is to be on disk, and the length of the context was left open."""
+
+DISK_SHARE = 0.5
+"""Share of the free disk that it may take then."""
+
+PROCESS_BYTES = 128_000_000
+"""The process without models, as the choice counts it. The real one differs a little from run to run."""
+
+SLOTS_FIRST = 2
+"""Tokens get only the least context, and steps up to `LEAST_STEP`, where the budget has no room for so many layers."""
+
+LEAST_STEP = 128
+"""A prefill step is not made smaller for the sake of fewer passes, or of one more slot: many small parts are slow."""
+
+DRIVER_STEP = 256_000_000
+"""With a GPU that has memory of its own, its libraries take most of the process. They count in such steps."""
+
+WORTH_MORE_TOKENS = 1.25
+"""A longer context or prefill step may make a token read so many times as much."""
+
+
+def least_reserve(config: FlashConfig) -> Reserve:
+    """Return the shortest prefill step and context, where unset. A cache grows by ``CACHE_STEP`` anyway."""
+    step = config.prefill_step_size or PREFILL_STEPS[-1]
+    context = config.context_length or max(CACHE_STEP, step)
+    return Reserve(min(step, context), context)
+
+
+def reserves(task: Task, weights: Weights, budget: int) -> Iterator[Tokens]:
+    """Yield the tokens to plan with, then fewer ones, for a process that leaves less room than expected."""
+    config, machine, least = task.config, task.machine, task.tokens(least_reserve(task.config))
+    beside = budget - machine.runtime_bytes - weights.sizes.resident_bytes - task.cache_limit
+    room = beside - PROCESS_BYTES
+    most_read = WORTH_MORE_TOKENS * _read_bytes(weights, room - least.nbytes)
+    is_tight = room - least.nbytes < SLOTS_FIRST * max([unit.nbytes for unit in weights.sizes.layers], default=0)
+    for context in _contexts(task, budget):
+        good: list[Tokens] = []
+        for tokens in [task.tokens(Reserve(step, context)) for step in _steps(config, least.reserve, context)]:
+            is_more = context > least.reserve.context_length or tokens.reserve.prefill_step_size > LEAST_STEP
+            if is_tight and is_more and tokens.nbytes > least.nbytes:
+                continue  # a slot more brings more
+            is_modest = config.prefill_step_size or _by_step(task, tokens) <= ACTIVATION_SHARE * budget
+            if is_modest and _read_bytes(weights, room - tokens.nbytes) <= most_read:
+                good.append(tokens)
+        if len(good) > 1 and config.lend_reserves and weights.sizes.experts is None:
+            process = PROCESS_BYTES
+            if machine.arrival == "copied by the driver":
+                process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
+            taken = [_least_taken(weights, num_slots) for num_slots in (SLOTS_FIRST, 1)]
+            good.sort(key=partial(_prompt_passes, beside - process, taken))  # of equals the largest comes first
+        yield from good
+    yield least
+
+
+def _contexts(task: Task, budget: int) -> list[int]:
+    """Return the lengths to try, the longest first, that leave weights their room, and others theirs on the disk."""
+    config = task.config
+    if config.context_length:
+        return [config.context_length]
+    lengths = (*CONTEXT_LENGTHS_ON_DISK, *CONTEXT_LENGTHS) if task.kv_on_disk else CONTEXT_LENGTHS
+    return [each for each in lengths if each <= CONTEXT_LENGTHS[-1] or _has_room(task, budget, each)]
+
+
+def _has_room(task: Task, budget: int, context: int) -> bool:
+    """Return whether keys and values of a context take no more than their shares of the budget and the disk."""
+    sizes, config = task.sizes, task.config
+    if not task.kv_on_disk:
+        return sizes.cache.nbytes(context) <= KV_SHARE * budget
+    if sum(sizes.cache.rows) * context > DISK_SHARE * task.machine.kv_disk_bytes:
+        return False
+    room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
+    ledger = ledger_of(sizes, config, context, PREFILL_STEPS[0])
+    return ledger.least_rows(context, ledger.step) <= room
+
+
+def _steps(config: FlashConfig, least: Reserve, context: int) -> list[int]:
+    """Return the prefill steps to try with a context, the largest first. A value that the user set is kept."""
+    if config.prefill_step_size:
+        return [least.prefill_step_size] if least.prefill_step_size <= context else []
+    longest = next((step for step in reversed(PREFILL_STEPS) if step >= context), PREFILL_STEPS[0])
+    return [step for step in PREFILL_STEPS if step <= longest]
+
+
+def _prompt_passes(room: int, taken: Sequence[int], tokens: Tokens) -> float:
+    """Return about how many passes a prompt of the planned length takes; infinity for a step below the least one.
+
+    Its parts share passes as far as they have room beside the weights: beside the first number of bytes in ``taken``
+    that fits.
+    """
+    step, context = tokens.reserve
+    num_parts = -(-context // step)
+    if step < LEAST_STEP:
+        return math.inf
+    if tokens.kv.num_on_disk and not tokens.ledger.shares_on_disk:
+        return num_parts
+    room -= tokens.nbytes
+    room -= next((nbytes for nbytes in taken if nbytes <= room), room)
+    return -(-num_parts // tokens.ledger.parts_together(room, context))
+
+
+def _least_taken(weights: Weights, num_slots: int) -> int:
+    """Return the least memory that weights take beside so many slots: what is pinned, and the slots."""
+    return min([each.pinned_bytes + each.slots_bytes for each in all_streamed(weights, num_slots)])
+
+
+def _by_step(task: Task, tokens: Tokens) -> int:
+    """Return the bytes of activations that a smaller prefill step would lower."""
+    sizes = task.sizes
+    states = sizes.cache.call_bytes * tokens.reserve.prefill_step_size
+    return tokens.activation_bytes - sizes.activations.per_call + states
+
+
+def _read_bytes(weights: Weights, room: int) -> float:
+    """Return about how much a token reads: the weights that the room does not hold.
+
+    Of a mixture, the trunk is held first, and the pool of experts gets what is left.
+    """
+    sizes, experts = weights.sizes, weights.sizes.experts
+    if experts is None:
+        total = sizes.layer_bytes + sum([unit.nbytes for unit in [*sizes.heads, *sizes.tables]])
+        return min(total, max(0, total - room))
+    trunk = sizes.layer_bytes + sum([unit.nbytes for unit in sizes.all_heads])
+    least = experts.least_slots * experts.slot_bytes
+    pool = max(least, room - trunk)
+    missing = (1 - experts.hit_rate(weights.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
+    return min(trunk, max(0, trunk + least - room)) + missing
+
+
+MAX_SLOTS = 4
+
+WORTH_A_SLOT = 0.99
+"""More slots and smaller units must bring the predicted time below this share of what it is without."""
+
+NEARLY = 1.25
+"""Row tiles are tried where other plans take so many times the least that is possible."""
+
+TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
+"""Smallest tiles of a streamed head to try: small ones leave memory, but each is waited for."""
+
+LEAST_TILE_BYTES = 8 << 20
+"""Smallest tile of a layer: small reads are slow, and each tile is waited for."""
+
+PARTS_SHARE = 0.75
+"""Share of their memory that pinned weights leave to parts at most: lent memory is copied to, and read again later."""
+
+
+UNFORESEEN_SHARE = 0.4
+"""Share of the missing experts that look-ahead does not read early. Fitted to one model (docs/lab-notes.md)."""
+
+Tried = tuple[ResidencyPlan, Candidate]
+"""A candidate and its plan."""
+
+
+def smallest(weights: Weights) -> Candidate:
+    """Return the smallest candidate: the fewest slots and no pinned layer, or a tiny model in memory."""
+    candidates = all_streamed(weights, weights.num_slots or 1)
+    if _can_be_tiled(weights):  # two slots, so that reading and computing overlap, cost little here
+        candidates.append(_tiled(weights, weights.num_slots or 2))
+    return min([*candidates, everything(weights)], key=attrgetter("nbytes"))
+
+
+def everything(weights: Weights) -> Candidate:
+    """Return the candidate with all weights but experts in memory."""
+    return replace(weights.candidate(0, 0), pins_tables=True)
+
+
+def best(task: Task, weights: Weights, tokens: Tokens, budget: int) -> ResidencyPlan | None:
+    """Return the fastest plan with memory for tokens; None if the budget has no room for it."""
+    room = budget - task.process_bytes - tokens.nbytes
+    tried = [(candidate.plan(task, tokens, budget), candidate) for candidate in _candidates(weights, room)]
+    is_good = tried and _fastest(tried)[0].weights_seconds <= NEARLY * _least_seconds(weights, budget)
+    if not is_good and _can_be_tiled(weights):
+        tried += [(candidate.plan(task, tokens, budget), candidate) for candidate in _tiled_candidates(weights, room)]
+    if not tried:
+        return None
+    plan, candidate = _fastest(tried)
+    return candidate.named(plan)
+
+
+def _candidates(weights: Weights, room: int) -> Iterator[Candidate]:
+    """Yield everything in memory if that fits; else the most pinned for each cut and number of slots."""
+    whole = everything(weights)
+    if whole.nbytes > room:
+        for cut in weights.cuts:
+            yield from _candidates_of_cut(cut, room)
+        return
+    yield whole
+    if weights.sizes.experts is not None:  # a token needs one row of a table, and more than one expert
+        yield replace(whole, pins_tables=False)
+
+
+def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
+    """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
+    if weights.least_bytes > room:
+        return
+    tilings = (None, *_unlike_tiles(weights)) if weights.sizes.all_heads else (None,)
+    for num_slots in [weights.num_slots] if weights.num_slots else range(1, MAX_SLOTS + 1):
+        has_room = False
+        for whole_layers in (False,) if weights.cut else (True, False):
+            for tile_bytes in tilings:
+                make = partial(weights.candidate, num_slots, whole_layers=whole_layers, tile_bytes=tile_bytes)
+                found = _most_pinned(make, weights.sizes.layers, room)
+                if found is not None:
+                    has_room = True
+                    yield found
+                    if tile_bytes and found.num_units and found.tiles.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
+                        break  # the layers' slots are larger anyway
+        if not has_room:
+            break  # nor for more slots
+
+
+def _unlike_tiles(weights: Weights) -> tuple[int, ...]:
+    """Return the smallest tiles to try, without those that give the same slots and tiles as a smaller one."""
+    whole = max([head.nbytes for head in weights.sizes.all_heads]) if weights.machine.exact_tiles else 0
+    return tuple({min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
+
+
+def _tiled_candidates(weights: Weights, room: int) -> Iterator[Candidate]:
+    """Yield linear layers in row tiles, as few of them as there is room for, for each number of slots."""
+    for num_slots in [weights.num_slots] if weights.num_slots else range(2, MAX_SLOTS + 1):
+        found = _most_pinned(partial(_tiled, weights, num_slots), weights.sizes.linears, room)
+        if found is None:
+            break  # more slots take more
+        yield found
+
+
+def _most_pinned(make: Callable[[int], Candidate], units: Sequence[UnitSize], room: int) -> Candidate | None:
+    """Find by bisection how few bytes of units can be streamed; None if there is no room even with all streamed.
+
+    It ends when less than the smallest tensor is left to decide.
+    """
+    low, high = 0, sum(map(attrgetter("nbytes"), units))
+    found = make(high)
+    if found.nbytes > room:
+        return None
+    least = min([piece.nbytes for unit in units for piece in unit.tensors], default=0)
+    while high - low > max(1, least):
+        middle = (low + high) // 2
+        tried = make(middle)
+        if tried.nbytes <= room:
+            high, found = middle, tried
+        else:
+            low = middle
+    return found
+
+
+def _can_be_tiled(weights: Weights) -> bool:
+    """Return whether there are linear layers whose row tiles are exact."""
+    return bool(weights.sizes.linears) and weights.machine.exact_tiles
+
+
+def _tiled(weights: Weights, num_slots: int, target: int | None = None) -> Candidate:
+    """Return the candidate with linear layers in row tiles: so many bytes, spread evenly, or all of them."""
+    chosen = weights.sizes.linears
+    if target is not None:
+        chosen = tuple([unit for unit, some in zip(chosen, spread(chosen, target, True).reads, strict=True) if some])
+    tiled = weights.tiled(chosen)
+    return tiled.candidate(num_slots, tiled.sizes.layer_bytes, tile_bytes=LEAST_TILE_BYTES)
+
+
+def _least_seconds(weights: Weights, budget: int) -> float:
+    """Return a time that no choice is below: all weights are computed with, and what the budget cannot hold is read."""
+    sizes, machine = weights.sizes, weights.machine
+    units = [*sizes.layers, *sizes.all_heads]
+    read = max(0, sum([unit.nbytes for unit in units]) - (budget - machine.base_bytes))
+    computed = sum([unit.computed_bytes for unit in units])
+    trunk = max(computed / machine.kept_bytes_per_second, read / machine.disk.bytes_per_second)
+    experts = sizes.experts
+    if experts is None:
+        return trunk
+    most = max(experts.least_slots, (budget - machine.base_bytes) // experts.slot_bytes)
+    return trunk + pool_of(machine, experts, weights.pool_slots or most).seconds
+
+
+def _fastest(tried: Sequence[Tried]) -> Tried:
+    """Return the first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
+    enough = min([plan.seconds for plan, _ in tried]) / WORTH_A_SLOT
+    return next(each for each in tried if each[0].seconds <= enough)
+
+
+def with_room_for_parts(task: Task, weights: Weights, plan: ResidencyPlan) -> ResidencyPlan:
+    """Return a plan with the room in which a prompt of the planned length reads least, for parts that share a pass.
+
+    Pinned weights leave that room. It holds weights between prompts, so the predicted time of a token stays. A prompt
+    reads a little more in each of its passes, and takes fewer of them.
+    """
+    step, context, streaming = plan.prefill_step_size, plan.context_length, plan.streaming
+    is_tight = not streaming.num_units or not plan.pinned_bytes or streaming.is_tiled
+    if is_tight or not plan.shares_parts or not task.config.lend_reserves:
+        return plan
+    like = replace(weights.cuts[streaming.cut], num_slots=weights.num_slots or streaming.num_slots)
+    tokens, num_parts = task.tokens(Reserve(step, context)), -(-context // step)
+    free = plan.room_bytes - plan.kv_bytes - plan.activation_bytes
+    choices = []
+    for num_together in {-(-num_parts // num_passes) for num_passes in range(1, plan.prompt_passes(context))}:
+        waiting = plan.ledger.parts_waiting(num_together - 1, context)
+        if (taken := max(0, waiting - free)) <= PARTS_SHARE * plan.pinned_bytes:
+            choices.append((-(-num_parts // num_together) * (plan.read_bytes + taken), waiting))
+    for _, waiting in sorted(choices, key=itemgetter(0)):
+        more = tokens._replace(spare_bytes=max(tokens.spare_bytes, waiting))
+        room = plan.budget_bytes - task.process_bytes - more.nbytes
+        tried = [(each.plan(task, more, plan.budget_bytes), each) for each in _candidates_of_cut(like, room)]
+        if not tried:
+            continue
+        found, candidate = _fastest(tried)
+        if found.prompt_read_bytes(context) < plan.prompt_read_bytes(context):
+            saved = max(0.0, found.weights_seconds - plan.weights_seconds)
+            found = replace(candidate.named(found), minimum_bytes=plan.minimum_bytes)
+            return replace(found, opening_seconds=plan.opening_seconds, lent_seconds=saved)
+    return plan
+
+
+def opening_seconds(task: Task, weights: Weights, plan: ResidencyPlan) -> float:
+    """Return the predicted time of a pass that decodes one token when a conversation begins.
+
+    Streamed weights get the lent memory first, and need not be read then. Experts get the rest, where the memory of the
+    pool can grow. Look-ahead reads most of the missing experts while everything else computes. The others are waited
+    for. Those that were missing compute last.
+    """
+    machine, streaming, experts = weights.machine, plan.streaming, weights.sizes.experts
+    first = task.tokens(Reserve(1, CACHE_STEP))
+    unused = plan.room_bytes - first.kv.nbytes - first.activation_bytes
+    lent = max(0, unused - plan.unlent_bytes)
+    of_weights = min(lent, streaming.read_bytes)
+    read_bytes = streaming.read_bytes - of_weights
+    seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
+    if plan.pool is None or experts is None:
+        return seconds
+    grows = not machine.has_buffer_cache and not weights.pool_slots  # on GPUs stacks grow, too: not known here
+    more = (lent - of_weights) // experts.slot_bytes if grows else 0
+    most = max(plan.pool.num_slots, weights.most_slots(experts))
+    pool = pool_of(machine, experts, min(plan.pool.num_slots + more, most))
+    seconds += (experts.token_bytes - pool.read_bytes) / machine.kept_bytes_per_second
+    seconds += len(experts.num_experts) * machine.barrier_seconds
+    waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.disk.bytes_per_second
+    reading = (read_bytes + pool.read_bytes) / machine.disk.bytes_per_second
+    return max(seconds + waiting, reading) + pool.read_bytes / machine.compute_bytes_per_second
+
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
     "safe": (0.5, 0.4),
@@ -46,11 +403,6 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
 
     A budget gets small reads if it has no room for the buffers of those that the disk likes best, or makes more of that
     memory. So the smallest one is enough in the next run, too, in which a probe may find other reads to be the best.
-
-    Args:
-        sizes: the model in numbers.
-        config: the settings.
-        machine: the machine in numbers.
 
     Raises:
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
@@ -232,11 +584,7 @@ def _usable(options: Sequence[Option], room: int, room_beside_more: int) -> list
 
 
 def _with_pool(weights: Weights, pool_gb: float | None) -> Weights:
-    """Return the weights with a pool of experts of the size that was asked for.
-
-    Raises:
-        ConfigError: it is too small.
-    """
+    """Return the weights with a pool of experts of the size that was asked for, or refuse (ConfigError) that."""
     experts = weights.sizes.experts
     assert experts is not None
     if pool_gb is None:
@@ -295,15 +643,10 @@ _ENDLESS_GB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
-    """A budget and its plan.
-
-    Attributes:
-        plan: the plan.
-        longest_context: the longest of ``CONTEXTS`` that the budget holds, in memory or on disk, or the promised one.
-    """
+    """A budget and its plan."""
 
     plan: ResidencyPlan
-    longest_context: int
+    longest_context: int  # the longest of ``CONTEXTS`` that the budget holds, in memory or on disk, or the promised one
 
 
 def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Iterator[BudgetRow]:

@@ -21,8 +21,7 @@ from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.generation.batches import Reading, RowGenerator, may_batch
 from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.admission import together_bytes
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, together_bytes
 from mlx_flash.server.events import Progress
 from mlx_flash.server.job import Job, ends_alone, refusal_of
 from mlx_flash.server.sampling import Sampler, greedy

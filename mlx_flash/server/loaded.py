@@ -19,8 +19,7 @@ from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.kvpool import park
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.admission import Decision, alone_bytes, decide, together_bytes
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
 from mlx_flash.server.batch import BatchOptions, Kept, ServedBatch
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import apply_adapter, load_model

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers, launched_group
-from mlx_flash.residency.admission import Decision
+from mlx_flash.residency.plan import Decision
 from mlx_flash.server.request import GenerationRequest
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)

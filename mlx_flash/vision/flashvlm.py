@@ -14,17 +14,15 @@ import mlx.nn as nn
 from mlx_flash import enginethread
 from mlx_flash.compat.vlm import language_part, make_vlm_cache
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.call import ForwardCall
-from mlx_flash.engine.dropped import result_is_dropped
-from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
+from mlx_flash.engine.call import ForwardCall, result_is_dropped
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.prepare import Prepared
+from mlx_flash.engine.prepared import Prepared
+from mlx_flash.enginethread import Progress
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.trace import as_it_was, zeros_for
-from mlx_flash.model import FlashLLM
+from mlx_flash.model import FlashLLM, ModelFacade, OfLifecycle
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.vision.towers import TowerRehearsal, Towers, needed_bytes
 

@@ -18,8 +18,9 @@ from mlx_flash.compat.vlm import (
     make_vlm_cache,
 )
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.prepare import Prepared, prepare
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.prepared import Prepared
+from mlx_flash.enginethread import Progress
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError
 from mlx_flash.layout.load import (
     LoadedModel,
@@ -30,7 +31,7 @@ from mlx_flash.layout.load import (
     model_name,
     stock_folder,
 )
-from mlx_flash.residency.kv import refuse_all_but
+from mlx_flash.residency.ledger import refuse_all_but
 from mlx_flash.storage.safetensors import Checkpoint
 from mlx_flash.vision.flashvlm import FlashVLM
 

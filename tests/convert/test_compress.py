@@ -195,7 +195,7 @@ def test_the_command_compresses_where_it_pays(
     dense: tuple[Path, Path], tmp_path: Path, disk: float, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr("mlx_flash.commands.pack.decode_speed", lambda: 2e9)
-    monkeypatch.setattr("mlx_flash.commands.pack.compute_bytes_per_second", lambda layout: 3e9)
+    monkeypatch.setattr("mlx_flash.commands.pack.read_products", lambda linear: 3e9)
     monkeypatch.setattr("mlx_flash.commands.pack.profile_for", _disk(disk))
     assert main(["pack", str(dense[0]), str(tmp_path / "packed"), "--compress"]) == 0
     out = capsys.readouterr().out

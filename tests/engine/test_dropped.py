@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_flash.engine.dropped import result_is_dropped
+from mlx_flash.engine.call import result_is_dropped
 
 answers: list[bool] = []
 

@@ -89,7 +89,7 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
 def test_slots_that_have_memory_stay_until_loans_end(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between passes of a long text nothing more is lent, and no expert leaves. The next call ends what was cut off."""
     freed: list[bool] = []
-    monkeypatch.setattr("mlx_flash.engine.lending.release_freed_memory", lambda: freed.append(True))
+    monkeypatch.setattr("mlx_flash.engine.engine.release_freed_memory", lambda: freed.append(True))
     with with_pool(directory, 12) as model:
         lending, slots = lending_of(model), pool_of(model).slots
         lending.lend(1 << 40)

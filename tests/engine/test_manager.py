@@ -17,9 +17,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
 from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.engine.modelmanager import ModelManager
+from mlx_flash.engine.engine import Engine
+from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.enginethread import Progress
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.plan import MB, ResidencyPlan
@@ -284,7 +285,7 @@ def test_lent_memory_leaves_before_the_plan_changes(directories: dict[str, Path]
 def test_page_cache_is_that_of_the_budget_in_force(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 10**12 - budget)
+    monkeypatch.setattr("mlx_flash.engine.engine._spare_memory", lambda budget: 10**12 - budget)
     with opened(directories["dense"], 0.18) as model:
         engines = set()
         for megabytes in (180, 300, 190, 150):
@@ -352,7 +353,7 @@ import json, sys
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.engine.modelmanager import ModelManager
+from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.memory.footprint import footprint
 model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=0.2, context_length=256, telemetry=False))
 cache, found = make_prompt_cache(model), []

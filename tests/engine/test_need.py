@@ -21,8 +21,8 @@ from mlx_flash import BudgetError, ClosedError, ConfigError, FlashConfig, FlashL
 from mlx_flash.config import KVMode
 from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import layers_at_once, need
+from mlx_flash.engine.passes import waiting_bytes
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.sharing import waiting_bytes
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.streaming import layers
 from mlx_flash.streaming.layers import PinnedLayers
@@ -375,7 +375,7 @@ def test_prompt_that_turns_out_to_need_an_order_leaves_no_logits_behind(tmp_path
         with load_model(directory, config)[0] as model:
             cache = make_prompt_cache(model)
             mx.eval(model(mx.array([[7 * i % 300 for i in range(60)]]), cache=cache))
-            assert model._life.passes.group._needs_order
+            assert model._life.passes._needs_order
             left = mx.get_active_memory()
             gc.collect()
             assert left - mx.get_active_memory() < 1000  # bytes

@@ -25,7 +25,7 @@ from mlx_flash.cli import main
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FLAGS, IDLE, warn_once
 from mlx_flash.config import OTHER_NAMES as OTHERS
-from mlx_flash.engine import wrapped
+from mlx_flash.engine import prepare
 from models import make_random_model, stock
 
 SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 96 --heads 4 --kv-heads 2 --vocab-size 600"
@@ -69,15 +69,15 @@ def test_a_lazily_loaded_model_is_wrapped(folder: Path, expected: str, monkeypat
     model, tokenizer, *_ = mlx_lm.load(str(folder), lazy=True)
     for path in (None, folder):
         if path is None:  # other tests have shards open too
-            mine = [file for file in wrapped._open_files() if file.parent == folder]
+            mine = [file for file in prepare._open_files() if file.parent == folder]
             assert mine
-            monkeypatch.setattr(wrapped, "_open_files", lambda mine=mine: mine)
+            monkeypatch.setattr(prepare, "_open_files", lambda mine=mine: mine)
         with FlashLLM(model, CONFIG, model_path=path) as flash:
             assert flash.name == "model"
             assert "".join(FlashGenerationLoop(flash, tokenizer).stream_generate("Once", max_tokens=6)) == expected
             with pytest.raises(ConfigError, match="loaded without a tokenizer"):
                 next(flash.stream_generate("Once"))
-    monkeypatch.setattr(wrapped, "_open_files", list)
+    monkeypatch.setattr(prepare, "_open_files", list)
     with pytest.raises(ConfigError, match=r"is not known: .* none. Hint: .*model_path"):
         FlashLLM(model, CONFIG)
 

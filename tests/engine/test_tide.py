@@ -16,8 +16,15 @@ from mlx_lm.models.cache import make_prompt_cache
 import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash import telemetry as facts
-from mlx_flash.engine.modelmanager import ModelManager, Watcher
-from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
+from mlx_flash.engine.lifecycle import (
+    CALM_SECONDS,
+    DEADBAND,
+    HIGH_PRESSURE,
+    MOST_CALM_SECONDS,
+    ModelManager,
+    Tide,
+    Watcher,
+)
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.footprint import MemoryReading, darwin_reading, read_memory
 from mlx_flash.memory.kernel import linux_pressure
@@ -174,7 +181,7 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
     saved = save(tmp_path, LLAMA, mx.float32)
     room = [math.inf]
     monkeypatch.setattr(MemoryReading, "room", lambda self, held: int(min(room[0], 10 * GB)))
-    monkeypatch.setattr("mlx_flash.engine.modelmanager.INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("mlx_flash.engine.lifecycle.INTERVAL_SECONDS", 0.02)
     manager = ModelManager.of_process()
     with load_model(saved, FlashConfig(ram_budget_gb="auto"))[0] as model:
         assert model.plan.budget_bytes == 10 * GB
@@ -192,7 +199,7 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
 
 WATCHED_IN_A_CHILD = """
 import os
-from mlx_flash.engine.modelmanager import ModelManager, Watcher
+from mlx_flash.engine.lifecycle import ModelManager, Watcher
 
 class Manager(ModelManager):
     budget_bytes = 1

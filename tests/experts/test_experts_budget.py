@@ -16,7 +16,7 @@ import children
 import zoo
 from expert_pools import pooled
 from mlx_flash import FlashConfig
-from mlx_flash.engine import session
+from mlx_flash.engine import engine
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ExpertStack, ModelLayout
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -187,10 +187,10 @@ def test_whole_layers_of_mixtures_stay_within_the_budget(directory: Path) -> Non
 def test_experts_that_the_page_cache_holds_are_read_by_few_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_room: bool, reads: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(session, "_spare_memory", lambda budget: 10**12 if is_room else 0)
+    monkeypatch.setattr(engine, "_spare_memory", lambda budget: 10**12 if is_room else 0)
     save(tmp_path, zoo.configuration("qwen3_moe"), VARIANTS["fp32"])
     prepared = prepare(tmp_path, FlashConfig())
     plan = replace(pooled(prepared.plan, prepared.layout, 6), read_size=1 << 20, queue_depth=16)
-    reader = session._reader(replace(prepared, plan=plan), FlashConfig())
+    reader = engine._reader(replace(prepared, plan=plan), FlashConfig())
     assert (reader.read_size, reader.queue_depth) == reads
     reader.close()

@@ -28,7 +28,7 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.generation import RowGenerator, batches
 from mlx_flash.generation.batches import shares_passes
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.residency.admission import rows_bytes
+from mlx_flash.residency.plan import rows_bytes
 from models import GEMMA3, LLAMA, VOCAB_SIZE, same_bits, save, stock
 from oracle import Oracle, free_rows, with_room
 from shared_passes import MODELS, PROMPTS, STEP, Directories, directories
@@ -227,7 +227,7 @@ def test_a_short_prompt_waits_one_pass_while_a_long_one_is_computed(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with streamed_whole(directories("llama")) as model:
-        monkeypatch.setattr(model._life.passes.group, "fits", lambda cache: False)  # the long one needs many passes
+        monkeypatch.setattr(model._life.passes, "fits", lambda cache: False)  # the long one needs many passes
         generator = RowGenerator(model, prefill_step_size=STEP)
         generator.insert([[5] * 10 * STEP], max_tokens=[1])
         generator.next()
@@ -361,7 +361,7 @@ def test_a_guess_without_room_is_computed_without(
         advance = model.advance
 
         def refusing(rows: Any) -> None:
-            guessing = [row for row in rows if len(row.parts) > 1 and row.parts[0].checkpoints is not None]
+            guessing = [row for row in rows if len(row.left) > 1 and row.whole.checkpoints is not None]
             advance([row for row in rows if row not in guessing])
             for row in guessing:
                 row.error = BudgetError("no room", 0)

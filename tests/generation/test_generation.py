@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 import mlx_flash
 from batches import by_generator
 from mlx_flash import CacheError, ClosedError, FlashConfig
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.engine.prepared import load_tokenizer
 from mlx_flash.generation.batches import RowGenerator
 from mlx_flash.memory.driver import has_own_memory
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock

@@ -19,7 +19,6 @@ from batches import check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.sharing import Sharing
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.arena import active_memory
@@ -223,19 +222,19 @@ def test_max_tokens_0_draws_as_many_random_numbers_as_mlx_lm(llama: Path, budget
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call whose memory was looked at."""
     found: list[int] = []
-    choose, admit = Sharing.choose, Passes.admit
+    choose, admit = Passes.choose, Passes.admit
 
-    def chosen(sharing: Sharing, plan: Any, rows: Any, lending: Any) -> Any:
+    def chosen(passes: Passes, rows: Any) -> Any:
         found.append(rows[0].left[0].num_tokens)
-        return choose(sharing, plan, rows, lending)
+        return choose(passes, rows)
 
-    def admitted(passes: Passes, plan: Any, call: Any) -> bool:
-        is_admitted = admit(passes, plan, call)
+    def admitted(passes: Passes, call: Any) -> bool:
+        is_admitted = admit(passes, call)
         if is_admitted:  # else its row is looked at
             found.append(call.num_tokens)
         return is_admitted
 
-    monkeypatch.setattr(Sharing, "choose", chosen)
+    monkeypatch.setattr(Passes, "choose", chosen)
     monkeypatch.setattr(Passes, "admit", admitted)
     return found
 

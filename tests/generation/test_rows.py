@@ -340,7 +340,7 @@ def test_a_model_that_uses_an_entry_again_is_computed_in_order(
         for _ in range(2):
             got = list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP))
             check_equal(got, expected)
-        assert model._life.passes.group._needs_order
+        assert model._life.passes._needs_order
 
 
 def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:

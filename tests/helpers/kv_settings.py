@@ -9,7 +9,7 @@ import pytest
 
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.residency.kv import ledger_of
+from mlx_flash.residency.ledger import ledger_of
 from mlx_flash.residency.sizes import measure
 from models import LLAMA
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import (
+    ActivationSizes,
     ExpertSizes,
     ModelSizes,
     TensorSize,

@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 
 from local_ranks import join
 from mlx_flash import ranks
-from mlx_flash.engine import layershares, sharing
+from mlx_flash.engine import passes, prepare
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.generation import generate_step
 from models import PREFILL_AND_DECODE, run, same_bits, stock
@@ -46,7 +46,7 @@ def room_for_two_tokens(need: Any, *args: Any, **options: Any) -> Any:
 
 def main(root: str, names: list[str], fault: str = "") -> None:
     group = join()
-    layershares.share_layers = lambda layers, ranks: [i % len(ranks) for i in range(len(layers))]
+    prepare.share_layers = lambda layers, ranks: [i % len(ranks) for i in range(len(layers))]
     for name in names:
         whole = directory = Path(root) / name.removesuffix(SUMS_ONLY).removesuffix(OWN_FILES)
         if name.endswith(OWN_FILES):
@@ -65,7 +65,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 if fault == "dies" and group.rank() == 1:
                     sys.exit(3)
                 if fault == "less room" and group.rank() == 1:
-                    sharing.make_room = room_for_two_tokens
+                    passes.make_room = room_for_two_tokens
                 if fault == "endless":
                     ranks.TICK_SECONDS, ranks.PATIENCE_SECONDS = 0.2, 2.0
                     print(json.dumps("ready"), flush=True)
@@ -76,7 +76,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 assert fault != "less room" or told_step == 8, told_step
                 got = expected if fault == "less room" else run(streamed, other)  # parts change last bits
                 is_equal = same_bits(got, expected) and tokens == tokens_of(generate_step, streamed)
-                rows, told = streamed.plan.kv.rows, streamed._life.session._publisher._collect()["ranks"]
+                rows, told = streamed.plan.kv.rows, streamed._life.engine._publisher._collect()["ranks"]
                 units = [unit.name for unit in streamed.engine.stream.units]
             is_equal = is_equal and same_bits(run(model, PREFILL_AND_DECODE), expected)
             assert streamed.name == f"test (rank {group.rank()} of {group.size()})"  # what flash-monitor shows

@@ -28,7 +28,7 @@ from batches import alone
 from local_ranks import join
 from mlx_flash import FlashLLM, ranks
 from mlx_flash.compat.generation import stock_generate_step
-from mlx_flash.engine import layershares, prepare, sharing
+from mlx_flash.engine import passes, prepare
 from mlx_flash.layout.units import layers_of
 from mlx_flash.residency.plan import Streaming
 from mlx_flash.streaming.stream import unit_states
@@ -94,12 +94,12 @@ def unlike(directory: Path) -> dict[str, Any]:
     """Compare where rank 1 streams nothing, and has room for five calls in a pass."""
     if GROUP.rank() == 0:
         return compare(directory)
-    fitting = sharing._Asked.fitting
+    fitting = passes._Asked.fitting
 
     def fitting_five(asked: Any, *, offloads: bool) -> list[int]:
         return fitting(asked, offloads=offloads)[: max(0, 5 - len(asked.rows))]
 
-    with patch.object(sharing._Asked, "fitting", fitting_five):
+    with patch.object(passes._Asked, "fitting", fitting_five):
         return compare(directory, without_units)
 
 
@@ -156,7 +156,7 @@ def use_again(directory: Path) -> dict[str, Any]:
         expected = list(steps)
         with streamed_whole(directory, group=GROUP) as streamed:
             is_equal = all(parts_are_equal(streamed, expected) for _ in range(2))
-            return {"is_equal": is_equal, "needs_order": streamed._life.passes.group._needs_order}
+            return {"is_equal": is_equal, "needs_order": streamed._life.passes._needs_order}
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def main(root: str, cases: list[str]) -> None:
     shared_passes.NUM_TOKENS = 2
     for case in cases:
         has_runs = case in RUNS
-        layershares.share_layers = lambda layers, ranks, has_runs=has_runs: [
+        prepare.share_layers = lambda layers, ranks, has_runs=has_runs: [
             i * len(ranks) // len(layers) if has_runs else i % len(ranks) for i in range(len(layers))
         ]
         with only_sums() if case.endswith(SUMS_ONLY) else nullcontext():

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from local_ranks import Rank, join, started
-from mlx_flash.engine import layershares
+from mlx_flash.engine import prepare
 from mlx_flash.errors import ConfigError, PeerError, StreamedWeightsError
 from models import stock
 from streamed import streamed_whole
@@ -121,7 +121,7 @@ def _judge(said: Sequence[tuple[int, str, str]], num_ranks: int) -> tuple[str, s
 def main(folder: Path, names: Sequence[str]) -> None:
     """Compare architectures on this rank, one after another."""
     group = join()
-    layershares.share_layers = lambda layers, ranks: _take_turns(len(layers), len(ranks))
+    prepare.share_layers = lambda layers, ranks: _take_turns(len(layers), len(ranks))
     for name in names:
         expected = stock_digest(folder / name.replace(":", "-"), name) if group.rank() == 0 else ""
         found = mx.distributed.all_sum(mx.array(1 if group.rank() or len(expected) == 64 else 0), group=group)

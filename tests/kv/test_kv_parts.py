@@ -18,7 +18,7 @@ import zoo
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM
 from mlx_flash.engine.need import need
-from mlx_flash.engine.sharing import waiting_bytes
+from mlx_flash.engine.passes import waiting_bytes
 from mlx_flash.residency.ledger import Ledger
 from models import saved_once, stock
 from streamed import streamed_whole

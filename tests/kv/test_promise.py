@@ -18,7 +18,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.residency.kv import PROMISED_CONTEXT
+from mlx_flash.residency.ledger import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save
 from zoo import configuration
 
@@ -39,7 +39,7 @@ def test_a_prompt_beyond_the_plan_runs_at_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Tokens are those of mlx-lm with the parts that were used."""
-    monkeypatch.setattr("mlx_flash.residency.kv.PROMISED_CONTEXT", LENGTH + promise.NUM_TOKENS)
+    monkeypatch.setattr("mlx_flash.residency.ledger.PROMISED_CONTEXT", LENGTH + promise.NUM_TOKENS)
     monkeypatch.setattr(KVOptions, "under_way_bytes", lambda *_: 4096)  # the buffers are larger than tiny caches
     directory = save(tmp_path, MODELS[name])
     plan = prepare(directory, FlashConfig(ram_budget_gb="min")).plan
@@ -62,9 +62,9 @@ def test_smallest_budget_has_room_for_the_tokens_of_a_prompt(tmp_path: Path, nam
         check_least(model.plan, Lane(row.whole))
         others = mx.zeros((model.plan.budget_bytes,), mx.uint8)
         mx.eval(others)
-        parts = row.parts
+        left, num_left = row.left, len(row.left)
         model.advance([row])
-        assert isinstance(row.error, BudgetError) and row.parts is parts
+        assert isinstance(row.error, BudgetError) and row.left is left and len(left) == num_left
 
 
 def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:

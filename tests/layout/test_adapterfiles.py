@@ -15,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 import mlx_flash
 from adapters import save_adapter
 from mlx_flash import FlashConfig
-from mlx_flash.engine.modelmanager import ModelManager
+from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.layout.adapterfiles import CONFIG_NAME, WEIGHTS_NAME, check_adapter
 from mlx_flash.loading import apply_adapter

@@ -14,7 +14,7 @@ from conversations import LONG, turn
 from conversations import model as model  # a fixture
 from kv_rows import rows_of
 from mlx_flash import enginethread
-from mlx_flash.engine.lending import Lending
+from mlx_flash.engine.engine import Lending
 from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kvpool import KVPool

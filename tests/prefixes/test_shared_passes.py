@@ -13,7 +13,7 @@ import pytest
 import mlx_flash
 from kv_rows import same
 from mlx_flash import FlashLLM
-from mlx_flash.engine.sharing import Sharing, waiting_bytes
+from mlx_flash.engine.passes import Passes, waiting_bytes
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
@@ -64,8 +64,8 @@ def test_an_interrupted_pass_keeps_what_was_restored_before_it(llama: Path, monk
             failed.append(before(*args))
             raise KeyboardInterrupt
 
-        before = passes.group.run
-        monkeypatch.setattr(passes.group, "run", run)
+        before = passes.run
+        monkeypatch.setattr(passes, "run", run)
         with pytest.raises(KeyboardInterrupt):
             model.advance(rows)
         assert failed and rows[0].num_restored == rows[1].num_restored > STEP
@@ -119,14 +119,14 @@ def test_parts_that_are_cached_are_not_computed(llama: Path) -> None:
 
 def test_parts_after_one_that_was_cut_are_found_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget had room for smaller parts only, both times."""
-    choose = Sharing.choose
+    choose = Passes.choose
 
-    def cutting(self: Sharing, plan: Any, rows: Any, lending: Any) -> Any:
+    def cutting(self: Passes, rows: Any) -> Any:
         if rows[0].length == STEP:
             rows[0].cut()
-        return choose(self, plan, rows, lending)
+        return choose(self, rows)
 
-    monkeypatch.setattr(Sharing, "choose", cutting)
+    monkeypatch.setattr(Passes, "choose", cutting)
     clear_prefixes(prefix_directory())
     for num_restored in (0, len(PROMPT) - 1):
         with streamed(llama) as model:

@@ -18,7 +18,7 @@ import pytest
 from local_ranks import Rank, started
 from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers
-from mlx_flash.residency.admission import Decision
+from mlx_flash.residency.plan import Decision
 from mlx_flash.server.ranks import Ranks as ServerRanks
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model

@@ -33,9 +33,8 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.residency.activations import ActivationSizes
-from mlx_flash.residency.admission import alone_bytes, batch_bytes, decide, together_bytes
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan, alone_bytes, batch_bytes, decide, together_bytes
+from mlx_flash.residency.sizes import ActivationSizes
 from models import GEMMA3, LLAMA, MAMBA2, save
 
 

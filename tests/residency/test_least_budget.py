@@ -21,10 +21,10 @@ from adapters import save_adapter
 from machines import make_machine, make_model
 from mlx_flash import FlashConfig, generate_step, load_model
 from mlx_flash.commands.dispatch import run_command
-from mlx_flash.engine import tokenizer
+from mlx_flash.engine import prepared
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.residency.kv import PROMISED_CONTEXT
+from mlx_flash.residency.ledger import PROMISED_CONTEXT
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan, table_of_budgets
@@ -183,7 +183,7 @@ def test_states_that_are_copied_for_each_token_are_planned(tmp_path: Path, monke
     directory = save(tmp_path, configuration("jamba"))
     found = []
     for copies in (False, True):
-        monkeypatch.setattr("mlx_flash.residency.activations.has_own_memory", lambda copies=copies: copies)
+        monkeypatch.setattr("mlx_flash.residency.sizes.has_own_memory", lambda copies=copies: copies)
         found.append(prepare(directory, FlashConfig(ram_budget_gb="min", context_length=64)).plan)
     in_place, copied = (plan.activations.nbytes(64, 64, all_logits=False) for plan in found)
     assert copied - in_place == 64**2 * found[1].cache.largest_scan > 0
@@ -230,7 +230,7 @@ def test_every_command_names_the_same_smallest_budget(
 ) -> None:
     """It was 0.217 in plan, 0.213 in bench and 0.161 in generate."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)  # the process grows
-    monkeypatch.setattr(tokenizer, "footprint", lambda: 100_000_000)
+    monkeypatch.setattr(prepared, "footprint", lambda: 100_000_000)
     monkeypatch.setattr("sys.stdin", io.StringIO("a"))
     model = make_random_model(tmp_path / "model", "--layers=4", "--hidden-size=128", "--heads=4", "--kv-heads=2")
     named = {}

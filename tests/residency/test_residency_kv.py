@@ -16,8 +16,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.residency.kv import check_kv, in_memory, ledger_of, on_disk
-from mlx_flash.residency.ledger import Ledger
+from mlx_flash.residency.ledger import Ledger, check_kv, in_memory, ledger_of, on_disk
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
 

@@ -16,13 +16,13 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.compat.arrays import AttentionCall, observed_attention
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.engine import sharing
+from mlx_flash.engine import passes
 from mlx_flash.engine.need import Need
 from mlx_flash.engine.need import make_room as stock_make_room
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.residency import activations
-from mlx_flash.residency.activations import RESULTS, ActivationSizes, bytes_per_pair
+from mlx_flash.residency import sizes
+from mlx_flash.residency.sizes import RESULTS, ActivationSizes, bytes_per_pair
 from mlx_flash.streaming.layers import PinnedLayers
 from models import save, stock
 from streamed import config, streamed_whole
@@ -117,7 +117,7 @@ def test_a_token_with_many_quantized_keys_takes_no_more_than_counted(
         checked.append(need.activations + need.waiting)
         return stock_make_room(need, *options, **flags)
 
-    with streamed_whole(directory, speculation=False) as model, patch.object(sharing, "make_room", make_room):
+    with streamed_whole(directory, speculation=False) as model, patch.object(passes, "make_room", make_room):
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**10, prefill_step_size=512)
         cache = model.make_cache() if is_own else make_prompt_cache(stock(directory))
@@ -146,21 +146,21 @@ def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
     if mx.default_device() != mx.cpu:
         pytest.skip("trials on a GPU are not remembered")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    activations._remembered_or_tried.cache_clear()
-    yield activations._remembered_or_tried.cache_clear
-    activations._remembered_or_tried.cache_clear()
+    sizes._remembered_or_tried.cache_clear()
+    yield sizes._remembered_or_tried.cache_clear
+    sizes._remembered_or_tried.cache_clear()
 
 
 def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
     call, other = (AttentionCall(8, 2, size, size, mx.float32, "causal") for size in (64, 32))
     tried: list[AttentionCall] = []
-    stock_trial = activations._tried
+    stock_trial = sizes._tried
 
     def trial(call: AttentionCall) -> float:
         tried.append(call)
         return stock_trial(call) + len(tried)
 
-    monkeypatch.setattr(activations, "_tried", trial)
+    monkeypatch.setattr(sizes, "_tried", trial)
     found = bytes_per_pair([call])
     assert set(tried) == {call} and found == bytes_per_pair([call]) > 0
     (entry,) = RESULTS.load().values()
@@ -182,7 +182,7 @@ def test_a_remembered_result_that_makes_no_sense_is_tried_again(entry: object, n
 
 
 def test_a_gpu_tries_in_every_process(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
-    monkeypatch.setattr(activations.mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(sizes.mx, "default_device", lambda: mx.gpu)
     assert bytes_per_pair([AttentionCall(8, 2, 64, 64, mx.float32, "causal")]) > 0
     assert not RESULTS.load()
 

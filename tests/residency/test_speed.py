@@ -13,7 +13,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency import machine
-from mlx_flash.residency.machine import Machine, compute_bytes_per_second, prompt_speedup
+from mlx_flash.residency.machine import Machine, kept_products, largest_linear, prompt_speedup, read_products
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
@@ -153,23 +153,6 @@ def test_parts_of_a_prompt_share_passes_as_far_as_memory_allows() -> None:
     assert replace(kept, keeps_states=False).prompt_passes(160) == 1
 
 
-@pytest.mark.parametrize(("used", "num_trials"), [(1.0, 4), (0.5, 16)])
-def test_trials_go_on_while_others_have_the_processor(
-    monkeypatch: pytest.MonkeyPatch, used: float, num_trials: int
-) -> None:
-    clock, times = [0.0], []
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(machine.time, "process_time", lambda: used * clock[0])
-
-    def trial() -> float:
-        times.append(3.0 - 0.1 * len(times))
-        clock[0] += times[-1]
-        return times[-1]
-
-    assert machine._least(trial) == min(times)
-    assert len(times) == num_trials
-
-
 # --- weights that stay in a GPU's own memory --------------------------------------------------------------------------
 
 
@@ -223,9 +206,9 @@ def test_probe_of_memory_leaves_weights_where_they_are(
 
     monkeypatch.setattr(machine, "_seconds", seconds)
     monkeypatch.setattr(machine, "has_own_memory", lambda: False)
-    assert machine.resident_bytes_per_second(layout) == machine.operation_seconds() == 0.0, "memory is shared"
+    assert kept_products(largest_linear(layout)) == machine.operation_seconds() == 0.0, "memory is shared"
     monkeypatch.setattr(machine, "has_own_memory", lambda: True)
-    streamed, resident = compute_bytes_per_second(layout), machine.resident_bytes_per_second(layout)
+    streamed, resident = read_products(largest_linear(layout)), kept_products(largest_linear(layout))
     assert resident == pytest.approx(11 * streamed)
     assert machine.operation_seconds() == 0.5 / machine._NUM_OPERATIONS
 
@@ -235,7 +218,7 @@ def test_probe_writes_as_the_reader_does(layout: ModelLayout, monkeypatch: pytes
     cleared: list[int] = []
     monkeypatch.setattr(machine, "way_of_reading", lambda: way)
     monkeypatch.setattr(machine, "clear", lambda memory: cleared.append(len(memory)))
-    compute_bytes_per_second(layout)
+    read_products(largest_linear(layout))
     assert len(cleared) >= machine.CLEAN_TRIALS if way == "copied by the driver" else not cleared
 
 

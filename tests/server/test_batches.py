@@ -19,11 +19,11 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from conversations import LONG, model, turn
 from mlx_flash import FlashConfig
-from mlx_flash.engine import sharing
+from mlx_flash.engine import passes
 from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.loading import load_model
-from mlx_flash.residency.admission import together_bytes
+from mlx_flash.residency.plan import together_bytes
 from mlx_flash.server import batch, loaded
 from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Answers, Begun, End, Event, Failed, Piece, Progress
@@ -203,7 +203,7 @@ def test_an_error_of_a_call_for_several_prompts(served: Served, monkeypatch: pyt
 
 def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
     """Let calls have room for so many rows, each for the next number. A call that has none is tried twice."""
-    make_room, refused = sharing.make_room, list[Any]()
+    make_room, refused = passes.make_room, list[Any]()
 
     def checked(need: Any, *args: Any, **options: Any) -> Any:
         (call,) = need.lanes[0].calls
@@ -213,7 +213,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, limits: Iterator[int]) -> None:
             raise BudgetError("no room", 0)
         return make_room(need, *args, **options)
 
-    monkeypatch.setattr(sharing, "make_room", checked)
+    monkeypatch.setattr(passes, "make_room", checked)
     monkeypatch.setattr("mlx_flash.engine.lifecycle.tokens_fit", lambda _: False)
     monkeypatch.setattr(Passes, "admit", lambda *_: False)
 

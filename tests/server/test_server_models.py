@@ -16,7 +16,7 @@ from live import live
 from mlx_flash import FlashConfig
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.residency.admission import together_bytes
+from mlx_flash.residency.plan import together_bytes
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import End, Failed, Progress

@@ -12,7 +12,7 @@ import pytest
 
 from call_forms import LLAMA
 from live import Live, live
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.engine.prepared import load_tokenizer
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.calltemplates import complete, form_of
 from mlx_flash.server.request import GenerationRequest

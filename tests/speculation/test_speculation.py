@@ -43,7 +43,7 @@ def streamed(model: FlashLLM, max_tokens: int = NUM_TOKENS, **options: Any) -> T
 
 def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Tokens) -> None:
     """Make the generation loop ask an oracle."""
-    monkeypatch.setattr("mlx_flash.generation.steps.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
+    monkeypatch.setattr("mlx_flash.generation.sequence.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -219,7 +219,7 @@ def test_guesses_that_are_no_tokens_of_the_model(
     tokens = [token for token, _ in expected]
     size = expected[0][1].shape[-1]
     monkeypatch.setattr(
-        "mlx_flash.generation.steps.Lookup",
+        "mlx_flash.generation.sequence.Lookup",
         lambda prompt: Oracle([*tokens[:3], size, *tokens[4:9], 10**6, *tokens[10:]]),
     )
     with streamed_whole(directories("llama")) as model:
@@ -292,7 +292,7 @@ def test_a_draft_model_whose_guesses_had_no_room_gets_the_text(
     advance, refused = FlashLLM.advance, list[Row]()
 
     def without_room(model: FlashLLM, rows: Sequence[Row]) -> None:
-        if not refused and rows[0].parts[0].checkpoints is not None:
+        if not refused and rows[0].whole.checkpoints is not None:
             rows[0].error = BudgetError("no room for guesses", 1)
             refused.append(rows[0])
         else:

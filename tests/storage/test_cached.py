@@ -111,7 +111,7 @@ def test_model_reads_the_share_through_the_page_cache(
     directory = save_tiny(tmp_path, QWEN3_MOE, mx.bfloat16, bits=4)
     monkeypatch.setattr("mlx_flash.storage.prefetcher.CACHED_BLOCK_BYTES", DIRECT_ALIGNMENT)
     nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: int(share * nbytes))
+    monkeypatch.setattr("mlx_flash.engine.engine._spare_memory", lambda budget: int(share * nbytes))
     kept: list[bool] = []
     real = RangeReader.read
 
@@ -135,7 +135,7 @@ def test_experts_go_past_the_page_cache_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
 ) -> None:
     directory = save_tiny(tmp_path, QWEN3_MOE, mx.float32)
-    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 10**9)
+    monkeypatch.setattr("mlx_flash.engine.engine._spare_memory", lambda budget: 10**9)
     reads: dict[tuple[Path, int], list[bool]] = {}
     real = RangeReader.read
 

@@ -22,7 +22,7 @@ import mlx_flash
 from expert_pools import with_pool
 from mlx_flash import FlashLLM, ReadError, enginethread
 from mlx_flash.compat.arrays import address_of, memory_of
-from mlx_flash.engine import sharing
+from mlx_flash.engine import passes
 from mlx_flash.engine.call import Lane
 from mlx_flash.engine.need import Need, need
 from mlx_flash.layout.swap import swap_class
@@ -277,7 +277,7 @@ def test_without_room_for_two_layers_units_are_computed_one_by_one(tmp_path: Pat
                 of_a_layer = plan.ledger.of_a_layer(lanes[0].tokens)
                 return replace(found, plan=replace(plan, budget_bytes=found.total + of_a_layer - missing))
 
-            with patch.object(sharing, "need", short):
+            with patch.object(passes, "need", short):
                 events.clear()
                 next(steps)
             assert ("ahead" in events) == (not missing)

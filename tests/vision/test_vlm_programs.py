@@ -21,7 +21,7 @@ from mlx_vlm import chat, server  # noqa: E402
 from mlx_vlm.generate import batch_generate, dispatch  # noqa: E402
 
 from mlx_flash import FlashConfig, apply_flash_patch  # noqa: E402
-from mlx_flash.engine.modelmanager import ModelManager  # noqa: E402
+from mlx_flash.engine.lifecycle import ModelManager  # noqa: E402
 from tiny_vlms import picture, save, write_processor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model

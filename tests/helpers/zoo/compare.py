@@ -143,7 +143,7 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any], in_turn
             describe(model, outcome)
             num_cuts = len(model.layout.finer)
             got = trace(model)
-            outcome.in_order = model._life.passes.group._needs_order
+            outcome.in_order = model._life.passes._needs_order
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
         first_cut = max(1, num_cuts) if in_turns else 1

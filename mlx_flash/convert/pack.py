@@ -633,8 +633,16 @@ def pack(
         ratio, ratios = 1.0, {}
     tables = frozenset(record.name for unit in layout.embeddings for p in unit.large for record in p.records)
     rewrite = Rewrite(target, _plan_files(units, checkpoint, shard_bytes, tables, ratios), checkpoint, state)
-    with rewrite.locked(lambda: _refuse(rewrite.partial)):
-        _check_unused(rewrite.partial)
+    partial = rewrite.partial
+
+    def refuse() -> NoReturn:
+        raise ConfigError(f"another run is writing {partial}. Hint: wait for it, or name another target.")
+
+    with rewrite.locked(refuse):
+        if not any(partial.glob(f"{STATE_NAME}*")) and (found := sorted(entry.name for entry in partial.iterdir())):
+            raise ConfigError(
+                f"{partial} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away."
+            )
         rewrite.clear()
         resumed = rewrite.nbytes - rewrite.missing_bytes
         _fill(rewrite, checkpoint, progress, ratio)
@@ -659,15 +667,6 @@ def _check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"{target} is a disk's own folder, which cannot be renamed to. Hint: name a folder in it.")
     if target.is_relative_to(os.path.realpath(source)):
         raise ConfigError(f"{target} is inside of the source {source}. Hint: name a folder beside it.")
-
-
-def _refuse(folder: Path) -> NoReturn:
-    raise ConfigError(f"another run is writing {folder}. Hint: wait for it, or name another target.")
-
-
-def _check_unused(folder: Path) -> None:
-    if not any(folder.glob(f"{STATE_NAME}*")) and (found := sorted(entry.name for entry in folder.iterdir())):
-        raise ConfigError(f"{folder} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away.")
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
@@ -704,10 +703,7 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
         os.sync()
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         with write_errors(f"cannot write {folder / INDEX_NAME}", AGAIN):
-            write_atomically(folder / INDEX_NAME, _index(rewrite), mode=0o666, durable=True)
-
-
-def _index(rewrite: Rewrite) -> str:
-    places = {tensor.name: shard.name for shard in rewrite.shards for tensor in shard.tensors}
-    header = {"metadata": {"total_size": rewrite.nbytes}, "weight_map": dict(sorted(places.items()))}
-    return json.dumps(header, indent=4) + "\n"
+            places = {tensor.name: shard.name for shard in rewrite.shards for tensor in shard.tensors}
+            index = {"metadata": {"total_size": rewrite.nbytes}, "weight_map": dict(sorted(places.items()))}
+            text = json.dumps(index, indent=4) + "\n"
+            write_atomically(folder / INDEX_NAME, text, mode=0o666, durable=True)

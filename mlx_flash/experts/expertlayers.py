@@ -147,7 +147,8 @@ class Experts:
         self.pool.stats.num_full += 1
         self._note(layer, routing, experts, counts[experts])
         hottest = sorted(needed, key=lambda i: -counts[i])
-        return self._stage.run(layer, x, indices, hottest, self._quota)
+        quota = max(1, 2 * self.pool.slots.num_slots // len(self.stacks))  # twice its share, since layers compete
+        return self._stage.run(layer, x, indices, hottest, quota)
 
     def _begin(self, layer: int, x: mx.array, known: list[mx.array], guess: Guess | None) -> _Begun | None:
         """Start to compute a small call before its indices are known, so that the processor need not wait for Python.
@@ -198,11 +199,6 @@ class Experts:
             listener(layer, routing.astype(np.int64))
         self._ahead.settle(layer, experts)
         self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
-
-    @property
-    def _quota(self) -> int:
-        """Number of experts of each layer that a prompt leaves in the pool: twice its share, since layers compete."""
-        return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
 
     def _compute(
         self,

@@ -214,22 +214,17 @@ def rows_in_place(
     in_place = [
         range(s.buffer_offset, s.buffer_offset + s.nbytes) for s in placement.segments if s.buffer_offset is not None
     ]
+
+    def follows(left: tuple[TensorRecord, int], right: tuple[TensorRecord, int]) -> bool:
+        before, extent = left[0].extent, right[0].extent
+        return (before.path, before.end) == (extent.path, extent.offset)
+
     segments = []
     for offset, records in zip(placement.offsets, rows, strict=True):
         lies_in_place = any(offset in places for places in in_place)
         placed = [(records[i], offset + i * records[i].nbytes) for i in wanted]
         placed.sort(key=lambda entry: (str(entry[0].extent.path), entry[0].extent.offset))
-        for run in grouped(placed, _follows):  # in place, the rest of its pages lies in the buffer as in the file
+        for run in grouped(placed, follows):  # in place, the rest of its pages lies in the buffer as in the file
             at = run[0][1] - run[0][0].extent.offset % DIRECT_ALIGNMENT
             segments.append(read_scattered(run, at if lies_in_place else None))
     return sorted(segments, key=lambda segment: (str(segment.path), segment.offset))
-
-
-_Placed = tuple[TensorRecord, int]
-"""A row and its place in the buffer."""
-
-
-def _follows(left: _Placed, right: _Placed) -> bool:
-    """Return whether a row follows another one in a file."""
-    before, extent = left[0].extent, right[0].extent
-    return (before.path, before.end) == (extent.path, extent.offset)

@@ -231,29 +231,19 @@ def checked_config(
         CheckpointError: the model is built by code of its own, or has more layers than tensors.
     """
     config = {**load_config(directory), **(model_config or {})}
-    _check_code(directory, config)
-    _check_num_layers(directory, config, len(checkpoint.tensors))
-    return config
-
-
-def _check_code(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse a model with code of its own before mlx-lm may run it."""
     if config.get("model_file") is not None:
         raise CheckpointError(
             f"the model in {directory} is built by code of its own (model_file): it cannot be streamed. "
             "Hint: load it with mlx_lm, without the patch."
         )
-
-
-def _check_num_layers(directory: Path, config: dict[str, Any], num_tensors: int) -> None:
-    """Refuse more layers than tensors: mlx-lm makes the modules of all layers before it looks at the files."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in LAYER_KEYS & part.keys():
-            if isinstance(part[key], int) and part[key] > num_tensors:
+        for key in LAYER_KEYS & part.keys():  # mlx-lm makes the modules of all layers before it looks at the files
+            if isinstance(part[key], int) and part[key] > len(checkpoint.tensors):
                 raise CheckpointError(
-                    f"{directory / 'config.json'}: {key} is {part[key]}, but the checkpoint has {num_tensors} tensors. "
-                    "Hint: download it again."
+                    f"{directory / 'config.json'}: {key} is {part[key]}, but the checkpoint has "
+                    f"{len(checkpoint.tensors)} tensors. Hint: download it again."
                 )
+    return config
 
 
 def model_name(directory: str | Path) -> str:

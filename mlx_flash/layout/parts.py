@@ -297,11 +297,8 @@ class ModelLayout:
     @property
     def tower_bytes(self) -> int:
         """Most bytes of units of towers that are in memory together: a layer, and what is left of its tower."""
-
-        def with_outer(unit: Unit) -> int:
-            return sum(other.nbytes for other in self.towers if f"{unit.name}.".startswith(f"{other.name}."))
-
-        return max(map(with_outer, self.towers), default=0)
+        outer = [[o.nbytes for o in self.towers if f"{u.name}.".startswith(f"{o.name}.")] for u in self.towers]
+        return max(map(sum, outer), default=0)
 
     @property
     def units(self) -> list[Unit]:

@@ -252,7 +252,8 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
         module = trace.called.get(key)
         if module is None or key not in names or not computes_as_expert_stack(module):
             continue
-        below = [places[place] for place in _places_below(module) if place in places]
+        keys = [(id(child), key) for _, child in module.named_modules() for key in child]
+        below = [places[place] for place in keys if place in places]
         below.sort(key=lambda parameter: order.get(id(parameter.container), -1))
         unit = Unit(names[key], module, [p for p in below if id(p) in large], [p for p in below if id(p) not in large])
         num_experts = _num_experts(unit)
@@ -262,10 +263,6 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
             stack = ExpertStack(unit, num_experts, route.top_k, route.block, route.norm, router, route.gate, is_widened)
             stacks.append(stack)
     return stacks
-
-
-def _places_below(module: nn.Module) -> list[tuple[int, str]]:
-    return [(id(child), key) for _, child in module.named_modules() for key in child]
 
 
 def _num_experts(unit: Unit) -> int:

@@ -137,13 +137,9 @@ def group_folders(controller: str = "") -> list[Path]:
     except FileNotFoundError:
         return []  # not Linux
     groups = [group for _, controllers, group in entries if controller in controllers.split(",")]
-    return [at for group in groups for at in _and_parents(_CGROUPS / controller, group)]
-
-
-def _and_parents(root: Path, group: str) -> list[Path]:
-    """Return a group and its parents, whose limits hold too. A container often sees only the root."""
-    at = root / group.lstrip("/")
-    return [at, *(parent for parent in at.parents if parent.is_relative_to(root))]
+    root = _CGROUPS / controller
+    found = [root / group.lstrip("/") for group in groups]  # a container often sees only the root
+    return [at for inner in found for at in (inner, *inner.parents) if at.is_relative_to(root)]
 
 
 def _cgroup_limit(group: Path, limit_file: str, used_fields: Sequence[str]) -> tuple[int, int] | None:

@@ -20,8 +20,7 @@ from mlx_flash import enginethread
 from mlx_flash.compat.expertstacks import SORTED_SIZE, answered_by
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedError, Lookahead
 from mlx_flash.experts.pool import Mask, Numbers
-from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join_rows
-from mlx_flash.experts.stage import Stage
+from mlx_flash.experts.pooledstacks import PooledStacks, Routing, Stage, is_whole, join_rows
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, swap_class
 from mlx_flash.memory.arena import StackArena

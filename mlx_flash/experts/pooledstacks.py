@@ -1,10 +1,16 @@
-"""Stacks of experts that compute from the slots of the pool."""
+"""Stacks of experts that compute from the slots of the pool, or at their full shape in a stage.
+
+A stack is computed at its full shape where kernels depend on the number of experts. Its matrices pass one after
+another through the stage, which is the memory of the pool's first slots. A matrix lies there as in its file, but only
+with the needed experts. Those in the pool are copied, the others are read, each once, in the order of the file.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
 
@@ -12,10 +18,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.experts.pool import ExpertPool, PoolLayer, pool_layer, stack_layers
-from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.layout.swap import clone_tree
-from mlx_flash.memory.arena import SlotArena, StackArena
+from mlx_flash.experts.pool import Bytes, ExpertPool, PoolLayer, pool_layer, stack_layers
+from mlx_flash.layout.parts import ExpertStack, Parameter
+from mlx_flash.layout.reachable import arrays_in
+from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
+from mlx_flash.layout.units import expert_records, matrices_of, place_matrix
+from mlx_flash.memory.arena import Arena, SlotArena, StackArena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
+from mlx_flash.storage.prefetcher import Ticket
+from mlx_flash.storage.safetensors import TensorRecord
+from mlx_flash.streaming.stream import POISON
 
 _SMALL_BYTES = 16 << 20
 """Memory that a call for one token may take without counting as a copy of all experts."""
@@ -169,3 +182,204 @@ def join_rows(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[i
     for row, pair in enumerate(chain.from_iterable(numbers)):
         source[pair] = row
     return mx.concatenate([*rows])[mx.array(source, mx.uint32)].reshape(*shape, -1)
+
+
+@dataclass(slots=True, eq=False)
+class _Matrix:
+    """One module of a stack that holds weights of all experts."""
+
+    module: nn.Module  # the module in the full-shape copy of the stack
+    parameters: list[Parameter]  # its streamed parameters
+    columns: list[int]  # numbers of these tensors in an expert
+    rows: list[tuple[TensorRecord, ...]]  # for each parameter the records of all experts
+    placement: Placement  # of the whole parameters
+    views: dict[int, list[mx.array]]  # the parameters in each region of the stage
+
+
+@dataclass(slots=True)
+class _Call:
+    """The state of one call."""
+
+    layer: int  # number of the stack
+    waiting: list[_Matrix]  # matrices that are not in the stage yet
+    experts: list[int]  # the needed experts, ascending
+    present: set[int]  # those of them that are in the pool
+    adopted: dict[int, int] = field(default_factory=dict)  # slots of those that enter the pool meanwhile
+
+
+class _Staged(SwappedClass):
+    """A matrix that waits for its weights and releases them after its call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stage, matrix = cast("tuple[Stage, _Matrix]", self._flash_state)
+        stage.enter(matrix)
+        result = own_class(self).__call__(self, *args, **kwargs)
+        mx.eval(arrays_in(result, args, kwargs))
+        stage.leave(matrix)
+        return result
+
+
+class Stage:
+    """Computes stacks of experts at their full shape, in the first slots of the pool."""
+
+    def __init__(self, pool: ExpertPool, stacks: Sequence[ExpertStack]) -> None:
+        self._pool = pool
+        self._matrices = [[_matrix(stack, columns) for columns in matrices_of(stack)] for stack in stacks]
+        self._copies = [
+            self._full_copy(stack, matrices) for stack, matrices in zip(stacks, self._matrices, strict=True)
+        ]
+        self._region_bytes = max(matrix.placement.nbytes for matrices in self._matrices for matrix in matrices)
+        self.arrange()
+        self._call = _Call(0, [], [], set())
+        self._regions: dict[int, tuple[_Matrix, Ticket]] = {}
+
+    def arrange(self) -> None:
+        """Take the first slots of the pool. Call it again after :meth:`let_go`."""
+        slots = self._pool.slots
+        two, one = (slots.num_head(count * self._region_bytes) for count in (2, 1))
+        self._num_regions, self.num_slots = (2, two) if 2 * two <= slots.num_slots else (1, one)
+        self._arena: Arena | None = slots.head(self.num_slots)
+
+    def let_go(self) -> None:
+        """Drop all views of the slots, before others take their place."""
+        self._arena = None
+        for matrix in chain.from_iterable(self._matrices):
+            matrix.views.clear()
+            for parameter in matrix.parameters:
+                dict.__setitem__(matrix.module, parameter.key, parameter.array)
+
+    def _full_copy(self, stack: ExpertStack, matrices: Sequence[_Matrix]) -> nn.Module:
+        arrays = {(id(p.container), p.key): p.array for p in [*stack.unit.large, *stack.unit.small]}
+        copy = clone_tree(stack.unit.module, arrays)
+        by_name = dict(copy.named_modules())
+        for name, module in stack.unit.module.named_modules():
+            for matrix in matrices:
+                if matrix.module is module:
+                    matrix.module = by_name[name]
+                    swap_class(matrix.module, _Staged, (self, matrix))
+        return copy
+
+    def run(self, layer: int, x: mx.array, indices: mx.array, hottest: Sequence[int], quota: int) -> mx.array:
+        """Compute tokens with a stack, and evaluate the result.
+
+        Of the needed experts, those of most tokens first, a quota is to be in the pool afterwards.
+
+        Raises:
+            ReadError: weights could not be read.
+        """
+        pool = self._pool
+        pool.drop_unread(layer, hottest)  # their reads may be late in the queue; they are read with the others now
+        pool.clear_head(self.num_slots)
+        present = set(hottest).difference(pool.count(layer, hottest))
+        call = self._call = _Call(layer, list(self._matrices[layer]), sorted(hottest), present)
+        try:
+            for region in range(self._num_regions):
+                self._load_next(region)
+            absent = [expert for expert in hottest[:quota] if expert not in present]
+            call.adopted.update(pool.adopt(layer, absent, pool.spared(layer, hottest)))
+            module = self._copies[layer]
+            result = cast(mx.array, own_class(module).__call__(module, x, indices))
+            mx.eval(result)
+        except BaseException:
+            for expert in call.adopted:
+                pool.leave((layer, expert))
+            raise
+        finally:
+            self._end()
+        return result
+
+    def _end(self) -> None:
+        for _, ticket in self._regions.values():
+            ticket.cancel()
+        self._regions.clear()
+        self._pool.restore_head()
+
+    def enter(self, matrix: _Matrix) -> None:
+        """Wait until a matrix is in the stage."""
+        self._pool.stats.wait_seconds += self._regions[self._region_of(matrix)][1].wait()
+
+    def _region_of(self, matrix: _Matrix) -> int:
+        return next(region for region, (loaded, _) in self._regions.items() if loaded is matrix)
+
+    def leave(self, matrix: _Matrix) -> None:
+        """Give a matrix's place to the next one. Everything that computes with it must be evaluated."""
+        region = self._region_of(matrix)
+        del self._regions[region]
+        memory = self._memory(region)
+        for expert, slot in self._call.adopted.items():
+            for of_slot, of_stage in self._rows(matrix, slot, memory, expert):
+                of_slot[:] = of_stage
+        if self._pool.poison:
+            np.frombuffer(memory, np.uint8)[:] = POISON
+        self._load_next(region)
+
+    def _load_next(self, region: int) -> None:
+        if self._call.waiting:
+            self._load(self._call.waiting.pop(0), region)
+
+    def _load(self, matrix: _Matrix, region: int) -> None:
+        call, memory = self._call, self._memory(region)
+        for parameter, view in zip(matrix.parameters, self._views(matrix, region), strict=True):
+            dict.__setitem__(matrix.module, parameter.key, view)
+        missing = [expert for expert in call.experts if expert not in call.present]
+        segments = rows_in_place(matrix.placement, matrix.rows, missing)
+        self._regions[region] = matrix, self._pool.reader.submit(segments, memory, urgent=True)
+        self._pool.stats.read_bytes += sum(piece.nbytes for segment in segments for piece in segment.pieces)
+        for expert in call.present:
+            slot = int(self._pool.slot_of[call.layer][expert])
+            for of_slot, of_stage in self._rows(matrix, slot, memory, expert):
+                of_stage[:] = of_slot
+
+    def _rows(self, matrix: _Matrix, slot: int, memory: memoryview, expert: int) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield the bytes of an expert's part of a matrix, in its slot and in the stage."""
+        in_stage = np.frombuffer(memory, np.uint8)
+        offsets = self._pool.layers[self._call.layer].offsets
+        for column, start, rows in zip(matrix.columns, matrix.placement.offsets, matrix.rows, strict=True):
+            nbytes = rows[expert].nbytes
+            first = start + expert * nbytes
+            in_slot = np.frombuffer(self._pool.slots.part(slot, offsets[column], nbytes), np.uint8)
+            yield in_slot, in_stage[first : first + nbytes]
+
+    def _views(self, matrix: _Matrix, region: int) -> list[mx.array]:
+        if region not in matrix.views:
+            start = region * self._region_bytes
+            assert self._arena is not None
+            matrix.views[region] = [
+                self._arena.view(start + offset, parameter.array.shape, parameter.array.dtype)
+                for parameter, offset in zip(matrix.parameters, matrix.placement.offsets, strict=True)
+            ]
+        return matrix.views[region]
+
+    def _memory(self, region: int) -> memoryview:
+        assert self._arena is not None
+        return self._arena.memory[region * self._region_bytes :][: self._region_bytes]
+
+
+def _matrix(stack: ExpertStack, columns: list[int]) -> _Matrix:
+    parameters = [stack.unit.large[i] for i in columns]
+    rows = [expert_records(parameter) for parameter in parameters]
+    module = cast(nn.Module, parameters[0].container)
+    return _Matrix(module, parameters, columns, rows, place_matrix(stack, columns), {})
+
+
+def rows_in_place(
+    placement: Placement, rows: Sequence[Sequence[TensorRecord]], wanted: Collection[int]
+) -> list[Segment]:
+    """Return the reads that put some rows of stacks, ascending, where the whole stacks would have them."""
+    in_place = [
+        range(s.buffer_offset, s.buffer_offset + s.nbytes) for s in placement.segments if s.buffer_offset is not None
+    ]
+
+    def follows(left: tuple[TensorRecord, int], right: tuple[TensorRecord, int]) -> bool:
+        before, extent = left[0].extent, right[0].extent
+        return (before.path, before.end) == (extent.path, extent.offset)
+
+    segments = []
+    for offset, records in zip(placement.offsets, rows, strict=True):
+        lies_in_place = any(offset in places for places in in_place)
+        placed = [(records[i], offset + i * records[i].nbytes) for i in wanted]
+        placed.sort(key=lambda entry: (str(entry[0].extent.path), entry[0].extent.offset))
+        for run in grouped(placed, follows):  # in place, the rest of its pages lies in the buffer as in the file
+            at = run[0][1] - run[0][0].extent.offset % DIRECT_ALIGNMENT
+            segments.append(read_scattered(run, at if lies_in_place else None))
+    return sorted(segments, key=lambda segment: (str(segment.path), segment.offset))

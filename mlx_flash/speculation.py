@@ -86,15 +86,9 @@ class Times:
     row_seconds: float  # time to compute a row of one token
 
     def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
-        """Note a pass with rows of one token.
+        """Note the time of a pass with rows of one token, its wait for weights, and its time with reads in flight.
 
         Its time is not that of reading: with many rows it takes as long as they do, and more of them would look free.
-
-        Args:
-            num_rows: of the pass.
-            seconds: its time.
-            waited_seconds: the part of it that it waited for weights.
-            reading_seconds: the part of it in which reads were in flight.
         """
         row = (seconds - waited_seconds) / num_rows
         self.row_seconds += (1 - _KEEPS) * (row - self.row_seconds)

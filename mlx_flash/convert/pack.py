@@ -183,16 +183,9 @@ class ShardPlan:
         progress: Callable[[int], object] = lambda nbytes: None,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, int]:
-        """Write the file. An older one is replaced at the end; an error leaves it, and removes what was written.
+        """Write the file. Return the CRC-32 of each tensor.
 
-        Args:
-            folder: its folder.
-            pieces: returns the bytes of a tensor.
-            progress: called with the size of each piece after it was written.
-            check: called before the file gets its name.
-
-        Returns:
-            The CRC-32 of each tensor.
+        An older file is replaced at the end, after a check; an error leaves it, and removes what was written.
 
         Raises:
             ValueError: the tensors make no valid header, or the pieces of one have another size.

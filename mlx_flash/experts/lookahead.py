@@ -177,9 +177,7 @@ class Lookahead:
     def guess(self, layer: int, *, is_early: bool) -> Guess | None:
         """Return what a stack's router would choose if the layers in between changed nothing.
 
-        Args:
-            layer: number of the stack.
-            is_early: from the residual before the experts of the previous one; otherwise from that after them.
+        Early guesses are from the residual before the experts of the previous stack, others from that after them.
         """
         previous = self._states[layer - 1]
         residual = previous.before if is_early else previous.after

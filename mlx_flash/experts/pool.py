@@ -194,12 +194,7 @@ def pool_layer(stack: ExpertStack) -> PoolLayer:
 
 
 def stack_layers(layers: Sequence[PoolLayer], offsets: Sequence[int]) -> list[PoolLayer]:
-    """Return layers whose experts lie in stacks.
-
-    Args:
-        layers: layers whose experts have tensors of the same sizes.
-        offsets: of each tensor in a slot, in the order of :attr:`PoolLayer.widths`.
-    """
+    """Return layers whose experts, of tensors of the same sizes, lie in stacks with these offsets in a slot."""
     num_read = len(layers[0].placements.offsets)
     read, kept = tuple(offsets[:num_read]), offsets[num_read:]
     return [

@@ -48,12 +48,8 @@ def make_pooled(stacks: Sequence[ExpertStack], slots: tuple[int, int, int], make
     """Return stacks over a new pool, in a form that the back end computes with, if there is one.
 
     An expert is read fastest when all of it lies in one place. Kernels that do not compute with that, such as CUDA's
-    for quantized experts, get one stack for each tensor.
-
-    Args:
-        stacks: in the order of calls.
-        slots: the number of slots, the bytes of each, and the most slots that the pool may grow to.
-        make_pool: called with the memory, and the layers as they lie in it.
+    for quantized experts, get one stack for each tensor. ``slots`` are the number of slots, the bytes of each, and the
+    most slots that the pool may grow to.
     """
     num_slots, slot_bytes, most_slots = slots
     layers = list(map(pool_layer, stacks))

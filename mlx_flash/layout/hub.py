@@ -90,10 +90,6 @@ def missing_bytes(name: str, revision: str | None = None) -> int:
 def download(name: str, revision: str | None = None) -> Path:
     """Download a model, and return its folder.
 
-    Args:
-        name: the repository.
-        revision: of it; None for the newest.
-
     Raises:
         ReadError: the download broke off.
     """

@@ -38,9 +38,9 @@ def known_models() -> dict[str, Known]:
 
 
 def repository_of(name: str) -> str:
-    """Return the repository, or the folder, that a short name stands for; any other text as it is. A folder wins.
+    """Return the repository, or the folder, that a short name or an address of Hugging Face stands for.
 
-    An address of Hugging Face is that of its repository.
+    Any other text is returned as it is. A folder wins.
 
     Raises:
         ConfigError: the user's names cannot be read.

@@ -45,11 +45,8 @@ _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25  # <linux/mman.h>
 def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
     """Ask Linux to put writable memory on huge pages. Its content stays.
 
-    The call takes about 0.2 s per GB. Where the system has no such pages (before Linux 6.1), nothing happens.
-
-    Args:
-        buffer: the memory.
-        at_once: convert all of it, which commits untouched pages; otherwise only pages that are written from now on.
+    All of it is converted at once, which commits untouched pages and takes about 0.2 s per GB, or only pages that are
+    written from now on. Where the system has no such pages (before Linux 6.1), nothing happens.
     """
     address, length = _huge_part(buffer)
     if length:
@@ -69,11 +66,7 @@ class PageChoice:
         self._pause = 0
 
     def take(self, buffer: memoryview) -> None:
-        """Ask Linux to put the next piece on huge pages, unless it took long to make one lately.
-
-        Args:
-            buffer: the memory, which nothing was written to.
-        """
+        """Ask Linux to put the next piece, untouched, on huge pages, unless it took long to make one lately."""
         address, length = _huge_part(buffer)
         if not length:
             return
@@ -274,13 +267,7 @@ class Arena:
                 PageChoice().take(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """Return an evaluated array whose memory begins ``offset`` bytes into the arena.
-
-        Args:
-            offset: a multiple of the item size.
-            shape: of the array.
-            dtype: of the array.
-        """
+        """Return an evaluated array that begins ``offset`` bytes, a multiple of the item size, into the arena."""
         return views_of([(self, offset, shape, dtype)])[0]
 
     def _lazy_view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -391,12 +378,8 @@ class SlotArena:
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return an evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
 
-        The slots must be empty: the check overwrites bytes of the first and the last that have memory.
-
-        Args:
-            offset: a multiple of the item size.
-            shape: of a row.
-            dtype: of the array.
+        The offset is a multiple of the item size. The slots must be empty: the check overwrites bytes of the first and
+        the last that have memory.
         """
         first, size = (self._start + offset) // dtype.size, math.prod(shape)
         rows = self._array.view(dtype)[:, first : first + size]

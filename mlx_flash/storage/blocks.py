@@ -146,10 +146,7 @@ def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) ->
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], array[int], int]:
-    """Read and check the head of a file.
-
-    Returns:
-        The JSON object, the bytes of each coded block, and the offset of the first one.
+    """Read and check the head of a file. Return its JSON object, the bytes of each coded block, and where the first is.
 
     Raises:
         HeaderError: the file is truncated or damaged, or no such file.

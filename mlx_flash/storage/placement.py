@@ -111,14 +111,8 @@ def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Place
     """Lay parameters out in one buffer. Each is made of one tensor, or of several, one after another.
 
     Parts that do not follow each other in a file as they do in the buffer are read through the bounce buffer.
-
-    Args:
-        groups: the tensors of each parameter; the same one may appear twice.
-        alignment: the address alignment that the back end's kernels need, a power of two up to a page. Addresses are
-            multiples of the item size in any case.
-
-    Returns:
-        A placement with an offset for each group.
+    ``alignment`` is that of addresses that the back end's kernels need, a power of two up to a page. Addresses are
+    multiples of the item size in any case. The placement has an offset for each parameter.
     """
     joined = [_joined(group) for group in groups]
     whole = [i for i, record in enumerate(joined) if record is not None]
@@ -260,15 +254,11 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
     """Lay the rows of some stacks (experts) out in slots, all in the same way, so that any slot can hold any row.
 
     Tensors that are neighbours in the same way in every row, as in files that store expert after expert, are one read
-    per row. A block of them is read in place when it starts at the same place of a page in every row and
-    all its tensors are aligned; otherwise it is copied whole.
-
-    Args:
-        rows: ``rows[i][j]`` is tensor ``j`` of row ``i``, of the same size and dtype in every row.
-        alignment: as in :func:`~mlx_flash.storage.placement.place`.
+    per row. A block of them is read in place when it starts at the same place of a page in every row and all its
+    tensors are aligned; otherwise it is copied whole. ``rows[i][j]`` is tensor ``j`` of row ``i``.
 
     Raises:
-        ValueError: the rows are not alike.
+        ValueError: a tensor has another size or dtype in some row.
     """
     _check_alike(rows)
     first = rows[0] if rows else ()

@@ -92,9 +92,6 @@ class SourceFile:
     def check_unchanged(self, tensor: str) -> None:
         """Check that the path still leads to the same file, and that nobody has written to it. Costs one ``stat``.
 
-        Args:
-            tensor: name of a tensor that was read, for the error.
-
         Raises:
             TruncatedFileError: the file has become shorter.
             FileChangedError: the file is gone, or its identity is another one.

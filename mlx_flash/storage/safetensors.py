@@ -92,10 +92,6 @@ class TensorRecord:
     def rows(self, start: int, stop: int) -> TensorRecord:
         """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0.
 
-        Returns:
-            A record of the same name and dtype, shape ``(stop - start, *shape[1:])``,
-            whose extent lies inside this one.
-
         Raises:
             ValueError: the tensor has no axis 0, or not ``0 <= start <= stop <= shape[0]``.
         """
@@ -199,8 +195,7 @@ class Checkpoint:
 def read_shard(path: Path) -> Shard:
     """Read and validate the header of one safetensors file; its data is not touched.
 
-    Holes between tensors are accepted, although the format forbids them, because MLX
-    loads such files.
+    Holes between tensors are accepted, although the format forbids them, because MLX loads such files.
 
     Raises:
         CheckpointNotFoundError: there is no such file.

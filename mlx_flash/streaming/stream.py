@@ -252,11 +252,9 @@ class WeightStream:
         self.units[index] = replace(self.units[index], reads=self._reader.prepare(placement.segments))
 
     def complete(self, index: int, write: Callable[[memoryview], None]) -> None:
-        """Add what earlier reads of the unit left out, if they are in its slot or on their way there.
+        """Add what earlier reads of a unit left out to its slot's memory, if they are there or on their way.
 
-        Args:
-            index: number of the unit. It must not be held.
-            write: called with the memory of the slot once the reads are done.
+        The unit must not be held.
         """
         slot = self._slots[self.units[index].slot]
         if slot.unit != index:
@@ -285,11 +283,9 @@ class WeightStream:
 
 
 def unit_states(stream: WeightStream, since: float) -> list[UnitState]:
-    """Return the state of each unit of a stream. Any thread may ask at any time, and may get slightly stale states.
+    """Return the state of each unit of a stream: done, if it was released since a time of ``time.perf_counter()``.
 
-    Args:
-        stream: the stream.
-        since: a unit released since then (``time.perf_counter()``) is done, unless it is read again already.
+    Any thread may ask at any time, and may get slightly stale states.
     """
     while True:
         before = stream.stats.num_acquired

@@ -42,8 +42,7 @@ from mlx_flash.files import (
 )
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize
-from mlx_flash.layout.fingerprint import fingerprint_of, state_of
-from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name, reads_explained
+from mlx_flash.layout.load import LoadedModel, fingerprint_of, iter_parameters, model_name, reads_explained, state_of
 from mlx_flash.layout.parts import bind
 from mlx_flash.logs import log
 from mlx_flash.sessions import is_held

@@ -47,8 +47,7 @@ from mlx_flash.files import (
     write_atomically,
     write_errors,
 )
-from mlx_flash.layout.fingerprint import State, state_of
-from mlx_flash.layout.load import load_lazily, whole_tensors
+from mlx_flash.layout.load import State, load_lazily, state_of, whole_tensors
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.pagecache import drop_cached

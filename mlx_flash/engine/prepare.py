@@ -26,8 +26,15 @@ from mlx_flash.engine.prepared import Prepared, agreed, reached_bytes, settings_
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout import hub
-from mlx_flash.layout.fingerprint import ModelIdentity, fingerprint_of, state_of
-from mlx_flash.layout.load import LoadedModel, check_direct, iter_parameters, load_lazily
+from mlx_flash.layout.load import (
+    LoadedModel,
+    ModelIdentity,
+    check_direct,
+    fingerprint_of,
+    iter_parameters,
+    load_lazily,
+    state_of,
+)
 from mlx_flash.layout.mtp import find_head
 from mlx_flash.layout.names import repository_of
 from mlx_flash.layout.parts import ModelLayout

@@ -16,8 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from mlx_flash.compat import tokenizers
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, CheckpointError, FlashError
-from mlx_flash.layout.fingerprint import ModelIdentity
-from mlx_flash.layout.load import LoadedModel, load_config
+from mlx_flash.layout.load import LoadedModel, ModelIdentity, load_config
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import active_memory

@@ -315,7 +315,7 @@ def test_whatever_decides_what_is_computed_makes_another_copy(
     elif change == "override":
         override = {"rms_norm_eps": 1e-6}
     elif change == "version":
-        monkeypatch.setattr("mlx_flash.layout.fingerprint.versions", lambda: {"mlx": "0", "mlx-lm": "0"})
+        monkeypatch.setattr("mlx_flash.layout.load.versions", lambda: {"mlx": "0", "mlx-lm": "0"})
     else:
         code = tmp_path / "other.py"
         code.write_text(

@@ -57,27 +57,24 @@ def complete() -> None:
 
 def _values(prefix: str, action: argparse.Action, **_: object) -> list[str]:
     """Return files and folders that begin like a word; for models, folders, names and what was downloaded."""
+    from argcomplete.completers import DirectoriesCompleter, FilesCompleter
+
     if action.dest == "ram_budget_gb":
         return list(BUDGET_WORDS)
-    folder = Path(prefix).expanduser() if prefix.endswith("/") else Path(prefix).expanduser().parent
-    found = sorted(folder.glob("*")) if folder.is_dir() else []
-    folders = [f"{path}/" for path in found if path.is_dir()]
     if action.dest not in ("model", "first", "words", "draft_model"):
-        return [*folders, *(str(path) for path in found if not path.is_dir())]
+        return list(FilesCompleter()(prefix))
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    names = [*known_models(), *named_models()]
+    names = [*known_models(), *named_models(), *DirectoriesCompleter()(prefix)]
     with contextlib.suppress(ConfigError):  # a settings file that is wrong
         names += own_names()
-    return [*names, *sorted(path.name[8:].replace("--", "/") for path in cache.glob("models--*")), *folders]
+    return [*names, *sorted(path.name[8:].replace("--", "/") for path in cache.glob("models--*"))]
 
 
 EXIT_ERROR, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 129, 130, 141, 143
 """The last four are what a shell reports for programs that the signals end."""
 
 TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
-
-_CLEAR_LINE = "\r\x1b[K"
 
 Run = Callable[[argparse.Namespace, TextIO], int]
 
@@ -101,7 +98,7 @@ def run_command(argv: Sequence[str]) -> int:
             ending = handling((signal.SIGTERM, signal.SIGHUP), _interrupt)
             with ending, contextlib.redirect_stdout(sys.stderr):  # libraries print
                 # During imports C code may turn an exception into another one or drop it.
-                with _sign_of_life(args), handling((signal.SIGINT,), _end_at_once), mlx_explained():
+                with handling((signal.SIGINT,), _end_at_once), mlx_explained():
                     run = _load_command(args.command)
                 return run(args, out)
     except _TerminatedError as error:
@@ -207,21 +204,6 @@ def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
     finally:
         for number, own in before.items():
             signal.signal(number, own)
-
-
-@contextlib.contextmanager
-def _sign_of_life(args: argparse.Namespace) -> Iterator[None]:
-    """Show a line on a terminal while the libraries of a conversation are imported, which takes seconds."""
-    if args.command not in ("run", "chat") or args.quiet or not sys.stderr.isatty():
-        yield
-        return
-    sys.stderr.write("mlx-flash is starting ...")
-    sys.stderr.flush()
-    try:
-        yield
-    finally:
-        sys.stderr.write(_CLEAR_LINE)
-        sys.stderr.flush()
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:

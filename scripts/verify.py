@@ -23,10 +23,10 @@ MODELS = {
 """Flags of ``make_random_model.py``. MLX's CPU back end has no bf16 experts."""
 
 
-def run(*command: object) -> int:
-    """Run a Python program of this checkout; return its exit status."""
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run a Python program of this checkout."""
     print("$", *command, flush=True)
-    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT).returncode
+    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def main() -> int:
@@ -37,10 +37,12 @@ def main() -> int:
     failed = []
     for name, flags in MODELS.items():
         model, receipt = folder / name, folder / f"{name}.json"
-        if not (model / "config.json").exists() and run("scripts/make_random_model.py", model, *flags.split()):
-            return 1
-        verify = ("-m", "mlx_flash", "verify", "--model", model, "--ram-budget-gb", "min", "--reference")
-        if run(*verify, "resident", "--output", receipt) or run(*verify, "layers"):
+        if not (model / "config.json").exists():
+            run("scripts/make_random_model.py", model, *flags.split()).check_returncode()
+        verify = ("-m", "mlx_flash", "verify", "--model", model, "--ram-budget-gb", "min", "--json", "--reference")
+        done = [run(*verify, reference) for reference in ("resident", "layers")]
+        receipt.write_text(done[0].stdout)
+        if any(each.returncode for each in done):
             failed.append(name)
     print(f"{len(MODELS) - len(failed)} of {len(MODELS)} identical" + f"; not {', '.join(failed)}" * bool(failed))
     return int(bool(failed))

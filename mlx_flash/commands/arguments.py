@@ -310,7 +310,6 @@ def measured(prompt_length: int, num_tokens: int) -> tuple[Flag, ...]:
 _WHOLE = "mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows"
 VERIFY = (
     flag("--reference WAY", _WHOLE, choices=("resident", "layers"), metavar=None),
-    flag("--output -o FILE", "save the receipt", Path),
     *measured(16, 4),
 )
 EXEC = (flag("PROGRAM", "such as: mlx_lm.generate --model MODEL", nargs=argparse.REMAINDER),)

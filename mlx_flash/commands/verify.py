@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -28,8 +26,7 @@ from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.status import plan_numbers
-from mlx_flash.errors import FileChangedError, ReadError, WriteError
-from mlx_flash.files import write_atomically, write_errors
+from mlx_flash.errors import FileChangedError
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
@@ -37,7 +34,6 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import own_class
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
-from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
@@ -323,25 +319,6 @@ def first_difference(expected: Sequence[Json], found: Sequence[Json]) -> str | N
     return None
 
 
-def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
-    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache."""
-    total, done, found = sum(path.stat().st_size for path in paths), 0, {}
-    buffer = copy_buffer()
-    for path in paths:
-        digest = hashlib.sha256()
-        try:
-            with path.open("rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    digest.update(buffer[:count])
-                    done += count
-                    report(done, total)
-                drop_cached(file.fileno(), 0, path.stat().st_size)
-        except OSError as error:
-            raise ReadError(f"cannot read {path}: {error.strerror}. Hint: check the disk.") from error
-        found[path.name] = digest.hexdigest()
-    return found
-
-
 VERIFICATION = """
 Model: {model}, {plan.model_bytes:size}, {files:file}
 Streamed: in {plan.budget_bytes:size}, {bytes_read:size} read {way_of_reading}
@@ -364,11 +341,7 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     path = model_of(args)
     files = [shard.path for shard in read_checkpoint(path).shards]
     identities = [identity_of(file) for file in files]
-    if args.output is not None:
-        _check_place(args.output)
     began = time.perf_counter()
-    with Status("Files", args.verbose) as status:
-        digests = file_digests(files, status.show_bytes)
     with opened(args, path) as (model, subject), Status("Streamed", args.verbose) as status:
         plan: ResidencyPlan = model.plan
         calls, numbers = subject.stream(model, status.show)
@@ -388,7 +361,7 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "library": subject.library,
         "reference": "resident" if resident else "layers",
         "seconds": time.perf_counter() - began,
-        "files": digests,
+        "files": {file.name: file.stat().st_size for file in files},
         "calls": calls,
         "plan": {"model_bytes": plan.model_bytes, **plan_numbers(plan)},
         "way_of_reading": way_of_reading(),
@@ -419,19 +392,4 @@ def _write(args: argparse.Namespace, receipt: Json, out: TextIO) -> None:
         "result": f"DIFFERENT from {difference} on" if difference else "identical",
         "digest": calls[-1]["logits"],
     }
-    words = labelled(filled(VERIFICATION, {**receipt, **more}))
-    emit(args, receipt, words, out)
-    if args.output is not None:  # in the end: if it fails, the result has been printed
-        save_receipt(args.output, receipt)
-
-
-def _check_place(path: Path) -> None:
-    """Refuse a place for the receipt before the work, which may take hours."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise WriteError(f"cannot write the receipt {path}: its folder takes no such file. Hint: set another file.")
-
-
-def save_receipt(path: Path, receipt: Json) -> None:
-    """Write a receipt to a file, which it replaces."""
-    with write_errors(f"cannot write the receipt {path}", "or set another file; --json prints it"):
-        write_atomically(path, json.dumps(receipt, indent=1) + "\n", mode=0o644)
+    emit(args, receipt, labelled(filled(VERIFICATION, {**receipt, **more})), out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 import time
@@ -18,7 +17,6 @@ from mlx_lm.models.cache import KVCache
 
 from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
 from mlx_flash import DiskKVCache
-from mlx_flash.commands.verify import save_receipt
 from mlx_flash.convert import derived
 from mlx_flash.convert.derived import MANIFEST_NAME, adopt_derived, hold, list_copies
 from mlx_flash.convert.pack import pack
@@ -213,23 +211,6 @@ class ProbeSample(Writer):
         return self.nbytes == 2 * probe.SAMPLE_BYTES
 
 
-class Receipt(Writer):
-    raises = True
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / "receipt.json"
-
-    def write(self) -> None:
-        save_receipt(self._path, {"files": {"a": "x" * 10_000}, "calls": []})
-
-    def look(self) -> bool:
-        return not self._path.exists() or self.check()
-
-    def check(self) -> bool:
-        return len(json.loads(self._path.read_text())["files"]["a"]) == 10_000
-
-
 class Governor(Writer):
     def write(self) -> None:
         governor = WriteGovernor(self.folder, gb_per_day=1)
@@ -269,7 +250,7 @@ class Telemetry(Writer):
 
 
 WRITERS = (
-    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile, Receipt),
+    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile),
     *(Governor, Telemetry),
 )
 

@@ -107,7 +107,7 @@ def test_models_are_listed_shown_and_running(server: Live, client: Any, plain: s
     for names in ({"model": "sea", "name": ""}, {"model": "", "name": "sea"}):
         status, reply = server.post("/api/show", {**names, **empty})
         assert status == 200 and reply["model_info"] == shown.modelinfo
-    assert server.post("/api/show", {"model": "", "name": ""})[0] == 400
+    assert server.post("/api/show", {"model": "", "name": ""})[0] == 404
     with pytest.raises(ollama.ResponseError, match="no model 'lake' here") as found:
         client.show("lake:latest")
     assert found.value.status_code == 404

@@ -52,7 +52,7 @@ class EngineRoom:
         self._native_id: int | None = None
         self._is_stopping = self._is_closed = self._has_ended_well = False
         # No condition: an interrupt of the main thread could leave it locked for ever
-        self._lock = threading.Lock()  # held while requests are added or news are taken
+        self._lock = threading.Lock()  # held while news are added or taken
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._requests: list[GenerationRequest] = []
         self._left: list[int] = []  # numbers of requests whose clients have left
@@ -114,7 +114,8 @@ class EngineRoom:
         return answers
 
     def _leave(self, numbers: Iterable[int]) -> None:
-        self._left += numbers
+        with self._lock:
+            self._left += numbers
         self._woken.put(None)
 
     def stop(self) -> None:

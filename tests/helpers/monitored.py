@@ -77,5 +77,5 @@ def text_of(*histories: History, chosen: int = 0, on: Canvas | None = None) -> l
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = children.run("-m", "mlx_flash.monitor", *arguments, env={"COLUMNS": os.environ["COLUMNS"], **environment})
+    done = children.run("-m", "mlx_flash", "monitor", *arguments, env={"COLUMNS": os.environ["COLUMNS"], **environment})
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
+import children
 from children import ROOT
 from interrupt_points import interrupted_in, total_points
 from mlx_flash import __version__
@@ -388,7 +389,7 @@ def test_json(engine: Publisher) -> None:
 
 
 def test_json_line_by_line_until_the_pipe_closes(engine: Publisher) -> None:
-    command = [sys.executable, "-m", "mlx_flash.monitor", "--json", "--interval", "0.1"]
+    command = [sys.executable, "-m", "mlx_flash", "monitor", "--json", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None and process.stderr is not None
         clocks = list[float]()
@@ -409,7 +410,8 @@ def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> Non
 
 
 def test_version() -> None:
-    assert run("--version").stdout == f"mlx-flash {__version__}\n"
+    done = children.run("-c", "import sys; from mlx_flash.cli import monitor; sys.exit(monitor())", "--version")
+    assert done.stdout.decode() == f"mlx-flash {__version__}\n"
 
 
 def test_it_needs_no_mlx() -> None:
@@ -419,7 +421,7 @@ def test_it_needs_no_mlx() -> None:
 
 
 def test_a_dumb_terminal_gets_frames_one_after_the_other(engine: Publisher) -> None:
-    command = [sys.executable, "-m", "mlx_flash.monitor", "--interval", "0.1"]
+    command = [sys.executable, "-m", "mlx_flash", "monitor", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(40)]
@@ -535,7 +537,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Tmux]]:
         tmux.do("kill-server")
 
 
-MONITOR = f"{sys.executable} -m mlx_flash.monitor"
+MONITOR = f"{sys.executable} -m mlx_flash monitor"
 
 
 def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None:

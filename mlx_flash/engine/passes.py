@@ -6,7 +6,7 @@ import gc
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to, trimmable
 from mlx_flash.kv.diskcache import PooledCache, arrays_of
-from mlx_flash.kv.kvpool import CacheGroup
 from mlx_flash.kv.owed import Debt, Owed, owed_to
 from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
 from mlx_flash.layout.parts import body_of, head_of
@@ -235,8 +234,6 @@ class Passes:
                 row.error = row.error or _unpaid(row)
                 lifted += [row.owed] if row.owed is not None and row.error is None else []
             waiting = sorted([row for row in rows if not row.is_done], key=lambda row: len(row.left))
-            if self._kv is not None:  # parked between two tokens, a row would be copied for each of them
-                self._kv.in_turns = _groups_of(waiting) if self.is_in_memory and len(waiting) > 1 else frozenset()
             while waiting := self._without_cached(waiting):
                 enginethread.check()
                 lanes, at_once, is_ahead = self.choose(waiting)
@@ -604,12 +601,6 @@ def _unpaid(row: Row) -> FlashError | None:
     except FlashError as error:
         return error
     return None
-
-
-def _groups_of(rows: Iterable[Row]) -> frozenset[CacheGroup]:
-    """Return the lists of caches of rows that the pool has."""
-    pooled = [next((each for each in row.whole.cache or () if isinstance(each, PooledCache)), None) for row in rows]
-    return frozenset(each.rows.group for each in pooled if each is not None)
 
 
 class Undo:

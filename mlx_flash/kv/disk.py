@@ -9,7 +9,6 @@ import mmap
 
 import numpy as np
 
-from mlx_flash.kv.kvledger import Layer
 from mlx_flash.kv.pages import FilePages, InFile, Page, RowBytes, cut, num_tokens, segments
 from mlx_flash.kv.writing import LayerFile
 from mlx_flash.layout.reachable import Opaque
@@ -37,11 +36,6 @@ class DiskRows(Opaque):
         components, step = self.layout.components, self.layout.step
         # room for a page; rows behind the last token mean nothing
         self._tail: RowBytes = [np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components]
-
-    @property
-    def in_numbers(self) -> Layer:
-        """The layer as the ledger sees it."""
-        return Layer(self.layout.token_bytes, self.length, is_on_disk=True)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens may take more memory: they begin another page."""

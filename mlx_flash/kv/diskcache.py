@@ -23,7 +23,6 @@ from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import KVPool, LayerRows, is_admitted
 from mlx_flash.kv.memory import MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import sizes
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.safetensors import read_shard
 
@@ -57,8 +56,7 @@ class PooledCache:
     @property
     def offset(self) -> int:
         """Position of the next token."""
-        store = self.rows.store
-        return store.num_rows if isinstance(store, MemoryRows) and not store.pages else store.length  # asked for often
+        return self.rows.store.length
 
     @property
     def pool(self) -> KVPool:
@@ -73,8 +71,8 @@ class PooledCache:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, shared ones included. Those on disk do not count."""
-        disk, memory = self.rows.disk, self.rows.memory
-        return memory.nbytes + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
+        store = self.rows.store
+        return store.nbytes if isinstance(store, MemoryRows) else store.tail_bytes
 
     def size(self) -> int:
         """Return the number of tokens."""
@@ -124,11 +122,9 @@ class PooledCache:
     def state(self) -> tuple[Any, ...]:
         """Keys, values, offset, and what else mlx-lm's class has there.
 
-        Keys and values are None when mlx-lm asks only in order to evaluate them, and they are on disk or parked, and so
-        evaluated already.
+        Keys and values are None when mlx-lm asks only in order to evaluate them, and they are on disk.
         """
-        is_evaluated = self.is_on_disk or bool(self.rows.memory.pages)
-        arrays = [] if is_evaluated and evaluates_only() else contents(self.rows)
+        arrays = [] if self.is_on_disk and evaluates_only() else contents(self.rows)
         return *pair(arrays), self.offset, *[getattr(self, name) for name in self._form]
 
     @state.setter
@@ -245,7 +241,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         rows = self.rows
         with rows.pool.lock:
             store, found = rows.store, None
-            if rows.may_stay and rows.group in rows.pool.computed and isinstance(store, MemoryRows):
+            if rows.may_stay and isinstance(store, MemoryRows):
                 if store.layout is None and is_admitted(rows, keys.shape[2]):
                     store.grow([keys, values])
                 found = append_within(store, keys, values)

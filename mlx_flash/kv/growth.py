@@ -32,10 +32,7 @@ class Growth(NamedTuple):
 
 
 def tokens_fit(cache: Sequence[Any]) -> bool:
-    """Return whether a token of each sequence changes no memory of a prompt cache.
-
-    Not for a sequence that shares pages with another one: a pass copies these to buffers of its own first.
-    """
+    """Return whether a token of each sequence changes no memory of a prompt cache."""
     if not cache or OWED in vars(cache[0]) or OWED in vars(cache[-1]):
         return False
     for entry in cache:
@@ -43,9 +40,8 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
             if not token_fits(entry):
                 return False
             continue
-        rows = entry.rows
-        store = rows.store
-        if rows.group.has_copies or not isinstance(store, MemoryRows) or store.num_rows >= store.capacity:
+        store = entry.rows.store
+        if not isinstance(store, MemoryRows) or store.length >= store.capacity:
             return False
     return True
 

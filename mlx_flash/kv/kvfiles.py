@@ -7,7 +7,7 @@ evicted. If one is removed all the same, its open descriptors keep its bytes.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import count
@@ -23,7 +23,7 @@ from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
-from mlx_flash.kv.pages import InFile, Page, RowLayout, num_tokens, row_bytes
+from mlx_flash.kv.pages import InFile, Page, RowLayout, row_bytes
 from mlx_flash.kv.writing import LayerFile, PageReader, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
@@ -101,16 +101,12 @@ class KVFiles:
         self,
         memory: MemoryRows,
         new: Sequence[mx.array],  # arrays with the shapes of the first tokens, if there are no rows yet
-        others: Iterable[tuple[DiskRows, int]],  # rows on disk, each with the number of first tokens that are the same
         stored: Sequence[Page[Stored]] = (),  # the first tokens in files of the prefix cache
     ) -> DiskRows:
         """Write the rows of a layer to disk, page by page, without those that files have. Raises: WriteError."""
         step = self._options.step
-        disk = _begun(others)
-        if disk is None or disk.length < num_tokens(stored):
-            fresh = self._new_rows(memory.layout or RowLayout.of(new, step))
-            all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
-            disk = disk if disk is not None and disk.length >= fresh.length else fresh
+        disk = self._new_rows(memory.layout or RowLayout.of(new, step))
+        all(self.refer(disk, page) for page in stored)  # up to the first that is gone
         while disk.length < memory.length:
             part = [mx.contiguous(a) for a in memory.read(disk.length, min(disk.length + step, memory.length))]
             mx.eval(part)
@@ -168,14 +164,3 @@ class KVFiles:
         if self._folder is not None:
             self._reader.close()
             self._folder.close()
-
-
-def _begun(others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
-    """Return a copy of the rows with the most common tokens in pages, cut to them; None if there are no such tokens."""
-    found = [(num_tokens(disk.first_pages(length)), disk) for disk, length in others]
-    length, disk = max(found, key=lambda pair: pair[0], default=(0, None))
-    if not length or disk is None:
-        return None
-    begun = disk.fork()
-    begun.truncate(length)
-    return begun

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,6 @@ class Layer(NamedTuple):
     token_bytes: int = 0  # 0 before the first token
     length: int = 0  # number of tokens
     capacity: int = 0  # tokens that its buffers have room for; 0 while it has none
-    pages: tuple[tuple[int, int], ...] = ()  # (identity, bytes) of the rows that it is parked in
     is_on_disk: bool = False  # all but its last tokens
 
     @property
@@ -43,7 +41,7 @@ class Coming(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Layers that are alike, and get the same tokens. Parked ones have a kind each: they differ in their pages."""
+    """Layers that are alike, and get the same tokens."""
 
     layer: Layer
     coming: Coming | None = None
@@ -72,7 +70,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLedger:
-    """The layers of all caches of a model, and the tokens that a call adds to some. Shared rows count once."""
+    """The layers of all caches of a model, and the tokens that a call adds to some."""
 
     options: KVOptions
     kinds: Sequence[Kind]  # the layers of all caches, and what a call, or several in lockstep, add to them
@@ -90,15 +88,12 @@ class KVLedger:
     @cached_property
     def arrays(self) -> int:
         """Bytes of caches that MLX counts as active: without slots, and without layers on disk."""
-        held = sum([number * layer.capacity * layer.token_bytes for layer, _, number in self.kinds])
-        parked = [layer for layer, _, _ in self.kinds if layer.pages]
-        return held + _shared(parked) if parked else held
+        return sum([number * layer.capacity * layer.token_bytes for layer, _, number in self.kinds])
 
     @cached_property
     def peak(self) -> int:
         """The most bytes while the tokens come to one layer after another, with layers where they are."""
-        nbytes, moved, parked = 0, 0, list[Layer]()
-        holders = Counter([page for layer, _, _ in self.kinds for page, _ in layer.pages])
+        nbytes, moved = 0, 0
         for kind in self.kinds:
             layer, coming, number = kind
             if coming is None or layer.is_on_disk:
@@ -110,12 +105,8 @@ class KVLedger:
                     moved = max(moved, coming.token_bytes * coming.length)
                 nbytes += number * coming.token_bytes * capacity
             if self._grows(kind):
-                # its old buffers, or the pages that nobody else holds, are there besides
-                own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
-                moved = max(moved, layer.nbytes + own)
-            elif layer.pages:
-                parked.append(layer)
-        nbytes += moved + (_shared(parked) if parked else 0)
+                moved = max(moved, layer.nbytes)  # its old buffers are there besides
+        nbytes += moved
         nbytes += self._on_disk(more=True) if self.is_on_disk else self.slots_held
         return max(nbytes, self.now)
 
@@ -204,11 +195,6 @@ class KVLedger:
         tails = sum([kind.number * kind.after[0] for kind in kinds])
         sizes = {(0, 0), *(kind.after for kind in kinds)}
         return self._slots(sizes, num_slots) + self._copy(sizes) + self.options.step * tails
-
-
-def _shared(layers: Iterable[Layer]) -> int:
-    """Return the bytes of the shared rows that layers are parked in."""
-    return sum({page: nbytes for layer in layers for page, nbytes in layer.pages}.values())
 
 
 def no_room(needed: int, tokens: int, limit: float) -> BudgetError:

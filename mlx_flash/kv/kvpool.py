@@ -1,9 +1,7 @@
 """All KV caches of one model: the rows of each layer, in memory and on disk, and the budget.
 
 Beyond the budget layers are offloaded to disk one by one: first those of the sequence used longest ago, spread over the
-layers. Copies of a sequence share memory while they are idle: their layers are *parked*, as pages that others hold,
-too. The copy that is computed has its tokens in buffers for attention. It is parked when another one is computed.
-Lineages record which layers begin with the same tokens, because one is a copy of the other.
+layers. Copies of a layer in memory have buffers of their own, those of a layer on disk share its pages.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +28,7 @@ from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer, Way, no_room
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import MemoryPages, Page, cut, num_tokens
+from mlx_flash.kv.pages import Page, cut, num_tokens
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.arena import commits_lazily
@@ -73,17 +71,9 @@ NOTHING = Adding(MappingProxyType({}))
 
 @dataclass(eq=False)
 class CacheGroup:
-    """A list of caches.
+    """A list of caches, and when it was used last; 0 for never."""
 
-    Attributes:
-        number: that no other list has.
-        used_at: when it was used last; 0 for never.
-        has_copies: whether it is a copy of another list, or was copied.
-    """
-
-    number: int
     used_at: int = 0
-    has_copies: bool = False
 
 
 class LayerRows:
@@ -98,7 +88,6 @@ class LayerRows:
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
         self.group = group  # the list of caches that the layer belongs to
         self.index = index  # its place in that list
-        self.lineages: list[Lineage] = []  # the layers with the same first tokens
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
@@ -106,12 +95,11 @@ class LayerRows:
         self.may_stay = not self.options.always_on_disk  # in memory, with room
 
     def offload(self, new: Sequence[mx.array]) -> None:
-        """Go to disk, without the tokens that other layers have there. The pool decides when. Raises: WriteError.
+        """Go to disk, without the tokens that the prefix cache has there. The pool decides when. Raises: WriteError.
 
         The shapes of ``new`` tokens, which are about to be added, count if there are no others yet.
         """
-        others = [(disk, length) for other, length in relatives(self) if (disk := other.disk)]
-        self.replace(self.pool.files.write(self.memory, new, others, self.stored))
+        self.replace(self.pool.files.write(self.memory, new, self.stored))
         self.stored = ()
         self.pool.stats.num_offloaded += 1
 
@@ -126,15 +114,6 @@ class LayerRows:
         self.expected = length
         if isinstance(self.store, DiskRows):
             self.store.expected = length
-
-    def cut(self, length: int) -> None:
-        """Record that the tokens from ``length`` on were changed or removed."""
-        for lineage in self.lineages:
-            lineage[self] = min(length, lineage.get(self, 0))
-            if not length:
-                del lineage[self]
-        self.lineages = self.lineages if length else []
-        self.stored = cut(self.stored, length)
 
     @property
     def memory(self) -> MemoryRows:
@@ -190,7 +169,7 @@ class LayerRows:
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:
-            self.cut(length)
+            self.stored = cut(self.stored, length)
             if (disk := self.disk) is not None:
                 self.pool.ring.forget(disk, length)
             self.store.truncate(length)
@@ -198,7 +177,7 @@ class LayerRows:
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
-            self.cut(0)
+            self.stored = ()
             self.replace(MemoryRows(self.options, arrays, length))
             self.pool.make_room(self, ())
 
@@ -211,61 +190,6 @@ def is_admitted(rows: LayerRows, length: int) -> bool:
 def _spread(index: int) -> int:
     """Return a number by which to sort indices so that the first few are far apart: the bits backwards."""
     return int(f"{index:016b}"[::-1], 2)
-
-
-def park(rows: LayerRows) -> None:
-    """Replace the buffers of a layer in memory by pages, shared ones where other layers have the same tokens."""
-    rows.memory.hold(as_pages(rows))
-
-
-def as_pages(rows: LayerRows) -> MemoryPages:
-    """Return all tokens of a layer in memory as pages. Copy and evaluate those that are in none."""
-    memory, known = rows.memory, _known_pages(rows)
-    return memory.pages or (*known, *memory.copied(num_tokens(known)))
-
-
-def parking_pays(rows: LayerRows, step: int) -> bool:
-    """Return whether others hold at least ``step`` tokens of a layer's buffers, so that parking it saves memory."""
-    return bool(rows.memory.arrays) and num_tokens(_known_pages(rows)) >= step
-
-
-def copied_bytes(rows: LayerRows) -> int:
-    """Return the bytes that a copy of a layer takes: tokens that are in no page yet, or on disk in no page."""
-    if (disk := rows.disk) is not None:
-        return disk.tail_bytes
-    memory = rows.memory
-    missing = memory.length - num_tokens(_known_pages(rows))  # a page has one more token than it holds
-    return sum(a.nbytes // memory.capacity * (missing + 1) for a in memory.arrays) if missing else 0
-
-
-def _known_pages(rows: LayerRows) -> MemoryPages:
-    """Return the first tokens of a layer as pages that another, parked layer holds."""
-    found = [(length, other) for other, length in relatives(rows) if other.memory.pages]
-    length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
-    return cut(other.memory.pages, length)
-
-
-Lineage = weakref.WeakKeyDictionary[LayerRows, int]
-"""Layers that begin with the same tokens, because all but one are copies: with how many of these each begins."""
-
-
-def relatives(rows: LayerRows) -> Iterator[tuple[LayerRows, int]]:
-    """Yield layers that begin with the same tokens, each with their number; the largest comes last for each."""
-    for lineage in rows.lineages:
-        for other, length in lineage.items():
-            if other is not rows:
-                yield other, min(length, lineage.get(rows, 0))
-
-
-def note_copy(rows: LayerRows, copy: LayerRows, length: int) -> None:
-    """Record that a layer begins with so many tokens of another one."""
-    rows.group.has_copies = copy.group.has_copies = True
-    rows.lineages = [lineage for lineage in rows.lineages if len(lineage) > 1]  # no other layer has those any more
-    if length and length not in [lineage.get(rows) for lineage in rows.lineages]:
-        rows.lineages.append(weakref.WeakKeyDictionary({rows: length}))
-    copy.lineages += rows.lineages
-    for lineage in rows.lineages:
-        lineage[copy] = lineage.get(rows, 0)
 
 
 class KVPool(Opaque):
@@ -294,11 +218,9 @@ class KVPool(Opaque):
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._passes = passes or nullcontext()
-        self._numbers = count(1)  # of lists and layers
+        self._numbers = count()  # of layers
         # number of the last admission. Its layers have room: a sum over all, for each of them, takes milliseconds
         self.admission = 0
-        self.computed: frozenset[CacheGroup] = frozenset()  # what is computed now
-        self.in_turns: frozenset[CacheGroup] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
         self.is_closed = False
         if options.always_on_disk:  # nobody closes these pools
@@ -306,7 +228,7 @@ class KVPool(Opaque):
 
     def new_group(self) -> CacheGroup:
         """Return another list of caches."""
-        return CacheGroup(next(self._numbers))
+        return CacheGroup()
 
     def new_rows(self, group: CacheGroup, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
@@ -341,15 +263,13 @@ class KVPool(Opaque):
         for reference in self._by_number.valuerefs():  # for each pass: no function is called for a layer
             if (rows := reference()) is None:
                 continue
-            store, new = rows.store, tokens_of(rows)
-            if isinstance(store, MemoryRows) and not store.pages:
-                token_bytes = 0 if store.layout is None else store.layout.token_bytes
-                alike[token_bytes, store.num_rows, store.capacity, new] += 1
-            else:
-                layer = store.in_numbers
-                kinds.append(Kind(layer, new and _coming(layer, new)))
-        for (token_bytes, length, capacity, new), number in alike.items():
-            layer = Layer(token_bytes, length, capacity)
+            store = rows.store
+            token_bytes = 0 if store.layout is None else store.layout.token_bytes
+            is_on_disk = isinstance(store, DiskRows)
+            capacity = 0 if is_on_disk else store.capacity
+            alike[token_bytes, store.length, capacity, is_on_disk, tokens_of(rows)] += 1
+        for (*numbers, new), number in alike.items():
+            layer = Layer(*numbers)
             kinds.append(Kind(layer, new and _coming(layer, new), number))
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
         return KVLedger(self.options, kinds, adding.step, *slots)
@@ -379,8 +299,8 @@ class KVPool(Opaque):
             WriteError: there is no room on the disk.
         """
         options = self.options
-        if self.begin({rows.group for rows in adding.tokens}) or way is None:
-            way = self.way(self.ledger(adding), limit)
+        self.use(rows.group for rows in adding.tokens)
+        way = way or self.way(self.ledger(adding), limit)
         if way.missing or options.budget_bytes is None:
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
@@ -391,7 +311,7 @@ class KVPool(Opaque):
             self.ring.resize(way.num_slots)
             self.files.limit_queue(way.num_slots)
             with self.lock:
-                self.free(lambda: self.ledger(adding).peak, next(iter(adding.tokens)).group)
+                self.free(lambda: self.ledger(adding).peak)
         self.admission += 1
         if not way.num_slots:
             for rows, length in lengths.items():
@@ -409,25 +329,22 @@ class KVPool(Opaque):
 
         Raises: BudgetError: it does not fit even with every layer on disk; WriteError.
         """
-        if self.is_closed:
-            raise _closed()
-        if rows.group not in self.computed:
-            self.begin({rows.group})
+        self.use([rows.group])
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
             rows.offload(new)
         if self.budget_bytes is None:
             return
         if not new:
-            self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
+            self._make_fit(lambda: self.memory_bytes, rows, new)
             return
         num_new, store = new[0].shape[2], rows.store
         length = store.length + num_new
         if store.takes_more(num_new) and not is_admitted(rows, length):
             adding = Adding({rows: (num_new, length, sum(array.nbytes for array in new) // num_new)}, num_new)
-            self._make_fit(lambda: self.ledger(adding).peak, rows.group, rows, new)
+            self._make_fit(lambda: self.ledger(adding).peak, rows, new)
 
     def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
-        """Return copies that share the pages: of a layer, and unless it ``is_alone`` of all others of its list.
+        """Return copies: of a layer, and unless it ``is_alone`` of all others of its list. Those on disk share pages.
 
         These are copied together, between two passes: those of a list that is computed would differ in length.
 
@@ -447,52 +364,24 @@ class KVPool(Opaque):
             for rows in [layer] if is_alone else [rows for rows in self.layers if rows.group is layer.group]:
                 copies[rows] = other = self.new_rows(group, rows.index)
                 # this may send the layer to disk
-                self._make_fit(partial(_with_copy, self, rows), group, rows, ())
-                if (disk := rows.disk) is not None:
-                    other.replace(disk.fork())
-                else:
-                    other.memory.hold(as_pages(rows), rows.memory.layout)
-                    other.memory.had_capacity = rows.memory.had_capacity
-                    other.stored = rows.stored
-                note_copy(rows, other, rows.length)
-                self._park_idle(rows)
+                self._make_fit(partial(_with_copy, self, rows), rows, ())
+                other.replace(rows.store.fork())
+                other.stored = rows.stored
             return copies
 
-    def begin(self, groups: Collection[CacheGroup]) -> bool:
-        """Note which sequences are computed now, in lockstep if there are several, and park the previous ones.
-
-        Return whether some were parked.
-        """
+    def use(self, groups: Iterable[CacheGroup]) -> None:
+        """Note that lists of caches are used now. Raises: ClosedError."""
         if self.is_closed:
             raise _closed()
-        groups = self.in_turns if self.in_turns.issuperset(groups) else groups
-        if groups == self.computed:
-            return False
-        with self.lock:
-            previous = {group for group in self.computed if group.has_copies}
-            self.computed = frozenset(groups)
-            for group in sorted(groups, key=lambda group: group.number):
-                group.used_at = next(self._clock)
-            if previous and sum([self._park_idle(rows) for rows in self.layers if rows.group in previous]):
-                release_freed_memory()
-                return True
-        return False
+        for group in groups:
+            group.used_at = next(self._clock)
 
-    def _park_idle(self, rows: LayerRows) -> bool:
-        """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
-        if rows.group in self.computed or not parking_pays(rows, self.options.step):
-            return False
-        if _with_copy(self, rows) > self.limit:
-            return False
-        park(rows)
-        return True
-
-    def _make_fit(self, needed: Callable[[], int], group: CacheGroup, rows: LayerRows, new: Sequence[mx.array]) -> None:
+    def _make_fit(self, needed: Callable[[], int], rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
         self.admission += 1  # that no layer is part of
         if needed() <= self.limit:
             return
-        self.free(needed, group, rows, new)
+        self.free(needed, rows, new)
         num_new = new[0].shape[2] if new else 0
         slots_needed = self.ledger(Adding({rows: (num_new, rows.length + num_new, 0)}, num_new)).slots_needed(more=True)
         if needed() > self.limit and self.ring.held > slots_needed:
@@ -505,20 +394,16 @@ class KVPool(Opaque):
     def free(
         self,
         needed: Callable[[], int],
-        group: CacheGroup,
         asking: LayerRows | None = None,
         new: Sequence[mx.array] = (),
     ) -> None:
         """Free memory until a need fits, or nothing is left that can go to disk. Raises: WriteError.
 
-        The list of caches that needs it is not parked. ``asking`` is the layer that new tokens come to; None before a
-        call.
+        ``asking`` is the layer that new tokens come to; None before a call.
         """
         while needed() > self.limit:
             if self.ring.held and not self.on_disk:
                 self.ring.release()
-            elif (idle := self._next_to_park(group)) is not None:
-                park(idle)
             elif (victim := self._next_to_offload(asking)) is not None:
                 victim.offload(new if victim is asking else ())
                 release_freed_memory()
@@ -533,23 +418,22 @@ class KVPool(Opaque):
         layers = [rows for rows in self.layers if rows.disk is None and (rows.memory.length or rows is asking)]
         return min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index), default=None)
 
-    def _next_to_park(self, group: CacheGroup) -> LayerRows | None:
-        """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
-        others, step = (rows for rows in self.layers if rows.group is not group), self.options.step
-        return next((rows for rows in others if parking_pays(rows, step) and not copied_bytes(rows)), None)
-
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
         with self.lock:
             self.is_closed = True
-            self.computed = frozenset()  # so that each use asks for room, and is refused
+            for rows in self.layers:
+                rows.may_stay = False  # so that each use asks for room, and is refused
             self.ring.release()
             self.files.close()
 
 
 def _with_copy(pool: KVPool, rows: LayerRows) -> int:
     """Return the bytes in memory with a copy of a layer."""
-    return pool.memory_bytes + copied_bytes(rows)
+    if (disk := rows.disk) is not None:
+        return pool.memory_bytes + disk.tail_bytes
+    layout = rows.memory.layout
+    return pool.memory_bytes + (0 if layout is None else rows.memory.had_capacity * layout.token_bytes)
 
 
 def _coming(layer: Layer, new: tuple[int, int, int]) -> Coming:

@@ -1,8 +1,7 @@
-"""Pages: immutable rows of consecutive tokens of one layer, and their places in memory, in files, and in slots.
+"""Pages: immutable rows of consecutive tokens of one layer, and their places in files and in slots.
 
-A page is in memory or in a file, and sequences share it. Tokens of a sequence that are in no page follow its pages: see
-:mod:`mlx_flash.kv.memory` and :mod:`mlx_flash.kv.disk`. Python's reference counts free pages, in memory and in files,
-and close files that nobody refers to.
+Sequences on disk share pages. Tokens that are in no page follow them: see :mod:`mlx_flash.kv.disk`. Python's reference
+counts free pages, and close files that nobody refers to.
 
 In a slot the tokens of each head are contiguous, with room for more behind them. The file of a layer has chunks of many
 pages. In a chunk the tokens of each head are contiguous too, so that reads are large.
@@ -154,19 +153,6 @@ class File(Protocol):
         """Wait until the pages can be read. Raises: WriteError."""
 
 
-class InMemory:
-    """Rows in memory: evaluated copies of arrays ``(batch, heads, tokens, width)``, with one more token behind them."""
-
-    __slots__ = ("arrays", "length", "nbytes")
-
-    def __init__(self, arrays: Sequence[mx.array]) -> None:
-        # a plain copy of one head would be a view, and hold the buffer
-        self.arrays = [mx.concatenate([array, array[..., :1, :]], axis=2) for array in arrays]
-        mx.eval(self.arrays)
-        self.length = int(arrays[0].shape[2])
-        self.nbytes = sum(array.nbytes for array in self.arrays)
-
-
 @dataclass(frozen=True)  # without slots: its file refers to it weakly
 class InFile:
     """Rows in a file, in which the tokens of a head follow one another."""
@@ -194,11 +180,10 @@ class InFile:
 class Page(Generic[W]):
     """The first tokens of some rows."""
 
-    where: W  # :class:`InMemory`, :class:`InFile`, or what finds it
+    where: W  # :class:`InFile`, or what finds it
     length: int
 
 
-MemoryPages = tuple[Page[InMemory], ...]
 FilePages = tuple[Page[InFile], ...]
 """Pages of a sequence, from its beginning on."""
 
@@ -217,24 +202,6 @@ def cut(pages: Iterable[Page[W]], length: int) -> tuple[Page[W], ...]:
         kept.append(page if page.length <= length else replace(page, length=length))
         length -= page.length
     return tuple(kept)
-
-
-def sizes(holders: Iterable[MemoryPages]) -> dict[int, int]:
-    """Return the bytes of all rows among some pages, each once, by identity."""
-    return {id(page.where): page.where.nbytes for pages in holders for page in pages}
-
-
-def slices(pages: MemoryPages, start: int, stop: int) -> list[list[mx.array]]:
-    """Return for each array of a layer its pieces with the tokens from ``start`` to ``stop``, in order."""
-    found: list[list[mx.array]] = [[] for _ in pages[0].where.arrays] if pages else []
-    begin = 0
-    for page in pages:
-        first, last = max(start - begin, 0), min(stop - begin, page.length)
-        if first < last:
-            for pieces, array in zip(found, page.where.arrays, strict=True):
-                pieces.append(array[..., first:last, :])
-        begin += page.length
-    return found
 
 
 def joined(pages: Iterable[Page[InFile]]) -> Iterator[Page[InFile]]:

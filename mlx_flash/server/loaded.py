@@ -16,7 +16,6 @@ from mlx_flash import enginethread
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.kv.diskcache import DiskKVCache
-from mlx_flash.kv.kvpool import park
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
@@ -74,7 +73,7 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         for entry in prompt_cache:
             if isinstance(entry, DiskKVCache) and entry.offset and not entry.is_on_disk:
                 with entry.pool.lock:
-                    park(entry.rows)  # without the room for more tokens
+                    entry.rows.memory.shorten()
             mx.eval(arrays_in(entry))
         self.insert_cache(_KEY, tokens[:], prompt_cache, cache_type=kind)
 

@@ -129,7 +129,6 @@ def test_each_step_in_a_thread_of_its_own(kind: str, is_patched: bool, tmp_path:
 
 @pytest.mark.parametrize("flash", [settings(), settings(4.0)], ids=["streamed", "in memory"])
 def test_threads_continue_copies_of_a_cache(tmp_path: Path, flash: FlashConfig) -> None:
-    """One parks the cache of the other before that has evaluated its logits."""
     directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
     prompt, tokens = [*range(1, 301)], [[token] for token in range(7, 15)]
     expected = models.run(models.stock(directory), [prompt, *tokens])[1:]

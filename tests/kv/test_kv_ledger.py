@@ -91,9 +91,7 @@ def sizes_of(layers: list[Any]) -> list[int]:
 
 def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) -> None:
     memories = [rows.memory for rows in pool.layers]
-    parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
-    arrays = {id(array): array.nbytes for array in (*parts, *(array for memory in memories for array in memory.arrays))}
-    held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.on_disk.values())
+    held, tails = sum(memory.nbytes for memory in memories), sum(disk.tail_bytes for disk in pool.on_disk.values())
     assert pool.memory_bytes == pool.ledger().now >= held + tails + pool.ring.held
     assert pool.note().reserved_bytes == held + pool.ring.nbytes
     assert pool.ledger().is_on_disk == bool(pool.on_disk)
@@ -108,17 +106,13 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
 
 
 def test_now_is_a_sum_over_layers() -> None:
-    """Shared rows count once; of a layer on disk the slots count, and the tokens of a page."""
+    """Of a layer on disk the slots count, and the tokens of a page."""
     options = KVOptions(step=16)
-    layers = [
-        Kind(Layer(200, 10, 16)),
-        Kind(Layer(200, 10, pages=((1, 900), (2, 300)))),  # parked, and a copy of it
-        Kind(Layer(200, 5, pages=((1, 900),))),
-    ]
-    assert KVLedger(options, layers).now == 16 * 200 + 900 + 300
-    assert KVLedger(options, layers, slots_held=7).now == 16 * 200 + 900 + 300 + 7
+    layers = [Kind(Layer(200, 10, 16), number=2)]
+    assert KVLedger(options, layers).now == 2 * 16 * 200
+    assert KVLedger(options, layers, slots_held=7).now == 2 * 16 * 200 + 7
     on_disk = [*layers, Kind(Layer(200, 40, is_on_disk=True))]
-    assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * (48 * 200 + SLOT_PADDING)
+    assert KVLedger(options, on_disk).now == 2 * 16 * 200 + 16 * 200 + 2 * (48 * 200 + SLOT_PADDING)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -153,15 +147,12 @@ def test_peak_counts_the_copy_that_attention_gets_on_cuda(
 
 
 def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
-    """And the parts that nobody else holds: they are freed when the layer has its buffers."""
     options, new = KVOptions(step=16), Coming(200, 8, 18)
     layer = Layer(200, 10, 16)
     grown = 200 * (10 + 16)
     assert KVLedger(options, [Kind(layer, new), Kind(layer)], 8).peak == 200 * 16 + grown + 200 * 16
     assert KVLedger(options, [Kind(layer, new, 2)], 8).peak == 2 * grown + 200 * 16
     assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)], 8).peak == 2 * 200 * 16
-    parked, copy = Layer(200, 10, pages=((1, 900), (2, 300))), Layer(200, 5, pages=((1, 900),))
-    assert KVLedger(options, [Kind(parked, new), Kind(copy)], 8).peak == grown + 900 + 300
 
 
 def test_a_layer_that_grows_several_times_is_copied_when_it_is_long() -> None:

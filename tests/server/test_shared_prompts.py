@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conversations import LONG, model, turn
-from mlx_flash.kv.kvpool import LayerRows, park
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Begun, End, Event, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
@@ -46,15 +46,14 @@ def test_a_prompt_of_several_answers_is_computed_once(model: str, kv: dict[str, 
 
 
 def test_answers_to_a_prompt_are_not_copied_for_each_token(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them is parked while the others are computed, although they share pages."""
-    parked: list[LayerRows] = []
-    monkeypatch.setattr("mlx_flash.kv.kvpool.park", lambda rows: parked.append(rows) or park(rows))
+    forked, fork = list[MemoryRows](), MemoryRows.fork
+    monkeypatch.setattr(MemoryRows, "fork", lambda rows: forked.append(rows) or fork(rows))
     with serving(model) as served:
         longest = [replace(each, max_tokens=24) for each in requests(LONG * 8)]
         answers = served.events_together(*longest)
         assert min(end.num_prompt for events in answers if isinstance(end := events[-1], End)) > 256
         assert sum(end.num_tokens for events in answers if isinstance(end := events[-1], End)) > 2 * N
-        assert len(parked) <= 2 * N * len(served.model.layers)  # once when it begins, and once when it ends
+        assert len(forked) <= 2 * N * len(served.model.layers)  # once when it begins, and once when it ends
 
 
 def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None:

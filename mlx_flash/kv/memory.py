@@ -66,9 +66,13 @@ class MemoryRows:
 
     def _copies(self, capacity: int) -> list[mx.array]:
         """Return copies of the buffers with room for so many tokens."""
-        length, components = self.length, self.layout.components if self.layout is not None else ()
-        both = [[a[..., :length, :], c.zeros(capacity - length)] for a, c in zip(self.arrays, components, strict=True)]
-        return [mx.concatenate(each, axis=2) for each in both]
+        length, half = self.length, self.length // 2  # MLX would not copy one part alone
+        components = self.layout.components if self.layout is not None else ()
+        parts = [
+            [array[..., :half, :], array[..., half:length, :], component.zeros(capacity - length)]
+            for array, component in zip(self.arrays, components, strict=True)
+        ]
+        return [mx.concatenate(each, axis=2) for each in parts]
 
     def fork(self) -> MemoryRows:
         """Return an evaluated copy in buffers of its own."""

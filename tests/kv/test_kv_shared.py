@@ -73,8 +73,7 @@ def test_counted_memory_is_what_mlx_has_allocated(form: str, options: Callable[.
     for _ in range(2):
         first.theirs = [KVCache() for _ in range(LAYERS)]
     for entry in first.mine:
-        rows = rows_of(1, 400, mx.float16)
-        mx.eval(entry.update_and_fetch(rows, rows))
+        mx.eval(entry.update_and_fetch(rows_of(1, 400, mx.float16), rows_of(2, 400, mx.float16)))
     kept = [copy.deepcopy(first.mine) for _ in range(3)]
     for mine in (*kept, first.mine, kept[0]):
         for entry in mine:
@@ -153,7 +152,7 @@ def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: C
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("times", [1.0, 1.6, 2.5])
+@pytest.mark.parametrize("times", [1.0, 1.6, 6.0])
 def test_the_budget_holds_while_conversations_take_turns(
     form: str, times: float, options: Callable[..., KVOptions]
 ) -> None:
@@ -171,8 +170,7 @@ def test_the_budget_holds_while_conversations_take_turns(
         assert pool.memory_bytes <= budget
     for conversation in conversations:
         conversation.check()
-    if times != 1.6:  # in between it depends on the form
-        assert bool(pool.stats.num_offloaded) == (times == 1.0)
+    assert bool(pool.stats.num_offloaded) == (times < 6.0)
 
 
 @pytest.mark.parametrize("form", FORMS)

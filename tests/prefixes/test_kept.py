@@ -63,9 +63,7 @@ def lengths(served: Served) -> list[int]:
 
 
 @pytest.mark.parametrize("form", [None, "preallocated"])
-def test_kept_conversations_take_no_room_for_more_and_are_continued(
-    model: str, expected: list[Answer], form: str | None
-) -> None:
+def test_kept_conversations_are_shortened_and_continued(model: str, expected: list[Answer], form: str | None) -> None:
     settings = {"ram_budget_gb": "min", "kv_cache": form, "context_length": 16384, "kv_prefixes": "off"}
     with serving(model, **settings) as mine:  # mlx-lm's batches keep mlx-lm's caches
         answers = [mine.ask(*turn(text)) for text in QUESTIONS]

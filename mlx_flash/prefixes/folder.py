@@ -1,9 +1,9 @@
 """The folder of page files, which is the index of the prefix cache, as one process sees it.
 
 A page is cached when its file exists, so every process sees at once what others store and remove. Files are added and
-removed under one lock, the last page of a prefix first, so prefixes have no holes. A process that uses a prefix holds a
-shared lock on its last page. Where there is no room for another page, those go that nobody holds and that no page
-follows, the least recently used first.
+removed under one lock. Where there is no room for another page, those used longest ago go first. The time of a file is
+its last use, and a little later for each page that follows: so the end of a prefix goes before its beginning. A page
+without those before it is not found, and goes when its time has come. Layers on disk lock the files that they read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import struct
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -227,15 +227,6 @@ LOCK_SECONDS = 10.0
 """Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
 
 
-@dataclass(slots=True)
-class CachedPage:
-    """A page file: its key, its size, and the time of its last use in nanoseconds since 1970."""
-
-    key: PageKey
-    nbytes: int
-    last_used: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class StoredModel:
     """The pages of one model; ``last_used`` is in seconds since 1970."""
@@ -249,7 +240,7 @@ class StoredModel:
 
 
 class PageFolder:
-    """The page files in a directory. A description is read once. Threads and processes may share the folder.
+    """The page files in a directory. Threads and processes may share the folder.
 
     The directory need not exist. ``limit`` is the most bytes of all pages; None for no limit. ``free_floor`` are bytes
     of the disk that are left free; None for a tenth of it, which :meth:`open` finds out.
@@ -261,15 +252,15 @@ class PageFolder:
         self.directory = directory
         self.limit = limit
         self.free_floor = free_floor
-        self._known: dict[str, CachedPage] = {}
 
     def open(self) -> None:
-        """Make the folder writable, and remove what killed processes and damage have left in it."""
+        """Make the folder writable, and remove what killed processes have left in it."""
         make_private(self.path)
         if self.free_floor is None:
             self.free_floor = free_floor(self.path)
         with self.locked():
-            self.repair()
+            for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
+                remove_unheld(path)
         self.is_writable = True
 
     def stop(self, error: OSError) -> None:
@@ -294,25 +285,12 @@ class PageFolder:
         """Return how many of the pages are cached, up to the first that is not."""
         return next((i for i, page in enumerate(pages) if not self.has(page)), len(pages))
 
-    def hold(self, pages: Sequence[str]) -> HeldLock | None:
-        """Keep pages that follow one another, and note that they were used. Return None if one is not cached."""
-        if not pages:
-            return None
-        try:
-            lock = HeldLock(path_of(self.path, pages[-1]), shared=True, wait=False, required=False)
-        except OSError:  # it is gone, is being evicted, or cannot be read
-            return None
-        if self.num_leading(pages) < len(pages):
-            lock.release()
-            return None
-        if self.is_writable:
-            self.touch(pages[-1], time.time_ns())
-        return lock
-
-    def touch(self, page: str, when: int) -> None:
-        """Note that a page was used. Only the order of eviction depends on it."""
-        with suppress(OSError):
-            os.utime(path_of(self.path, page), ns=(when, when))
+    def touch(self, pages: Sequence[str]) -> None:
+        """Note that pages that follow one another are used. Only the order of eviction depends on it."""
+        now = time.time_ns()
+        for number, page in enumerate(pages):
+            with suppress(OSError):
+                os.utime(path_of(self.path, page), ns=(now - number, now - number))
 
     def place(self, page: str) -> Place | None:
         """Return the place of a page; None if it is gone."""
@@ -322,94 +300,66 @@ class PageFolder:
         except (OSError, ReadError):
             return None
 
-    def look(self) -> tuple[dict[str, CachedPage], list[str]]:
-        """Return the usable pages, parents first, and the names of useless ones: damaged, or without their parent."""
-        found: dict[str, CachedPage] = {}
-        useless = []
+    def files(self) -> list[tuple[int, int, Path]]:
+        """Return time of the last use, size and path of all files, the one used longest ago first."""
+        found = []
         for entry in os.scandir(self.path) if self.path.is_dir() else ():
-            name = entry.name.removesuffix(SUFFIX)
-            if name == entry.name:
-                continue
-            try:
-                found[name] = self._describe(name, entry.stat())
-            except FileNotFoundError:
-                pass  # it was removed meanwhile
-            except ReadError as error:
-                log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
-                useless.append(name)
-            except OSError as error:
-                log.warning("%s is not used: %s", entry.path, error.strerror or error)
-        self._known = found
-        usable: dict[str, CachedPage] = {}
-        for name, page in sorted(found.items(), key=lambda item: item[1].key.number):
-            if page.key.parent in usable or not page.key.parent:
-                usable[name] = page
-            else:
-                useless.append(name)
-        return usable, useless
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                status = entry.stat()
+                found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
+        return sorted(found)
 
-    def _describe(self, name: str, status: os.stat_result) -> CachedPage:
-        """Return a page; opens only files that are new to this process."""
-        page = self._known.get(name)
-        if page is None or page.nbytes != status.st_size:
-            with PageFile(self.path, name) as file:
-                page = CachedPage(file.key, status.st_size)
-        page.last_used = status.st_mtime_ns
-        return page
-
-    def repair(self) -> tuple[dict[str, CachedPage], list[str]]:
-        """Remove useless pages and the unfinished files of killed processes. Return what :meth:`look` found."""
-        for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
-            remove_unheld(path)
-        pages, useless = self.look()
-        for page in reversed(useless):
-            path_of(self.path, page).unlink(missing_ok=True)
-        return pages, useless
-
-    def drop(self, page: str) -> int:
-        """Remove an unreadable page and all that follow it, even those in use. Return how many followed it."""
+    def drop(self, page: str) -> None:
+        """Remove a damaged page, also one in use."""
         if self.is_writable:
             try:
                 with self.locked():
                     path_of(self.path, page).unlink(missing_ok=True)
-                    return len(self.repair()[1])
             except OSError as error:
                 self.stop(error)
-        return 0
 
 
 def list_prefixes(directory: Path) -> list[StoredModel]:
     """Return what a prefix cache holds of each model, the one used last first. The directory need not exist."""
-    groups: dict[str, list[CachedPage]] = defaultdict(list)
-    for page in PageFolder(directory).look()[0].values():
-        groups[page.key.model].append(page)
+    folder = PageFolder(directory)
+    groups: dict[str, list[tuple[int, int, PageKey]]] = defaultdict(list)
+    for used, nbytes, path in folder.files():
+        if path.suffix == SUFFIX:
+            with suppress(OSError, ReadError), PageFile(folder.path, path.stem) as file:
+                groups[file.key.model].append((used, nbytes, file.key))
     models = [
         StoredModel(
             model,
-            title=max(page.key.title for page in pages),
+            title=max(key.title for _, _, key in pages),
             pages=len(pages),
-            tokens=sum(page.key.tokens for page in pages),
-            nbytes=sum(page.nbytes for page in pages),
-            last_used=max(page.last_used for page in pages) / 1e9,
+            tokens=sum(key.tokens for _, _, key in pages),
+            nbytes=sum(nbytes for _, nbytes, _ in pages),
+            last_used=max(used for used, _, _ in pages) / 1e9,
         )
         for model, pages in groups.items()
     ]
     return sorted(models, key=lambda model: model.last_used, reverse=True)
 
 
-def make_room(folder: PageFolder, page: EncodedPage) -> bool:
-    """Evict pages until another one fits. Return whether it does. The caller has the lock."""
-    excess = page.nbytes - _spare_bytes(folder)
+def make_room(folder: PageFolder, nbytes: int, spared: Sequence[str]) -> bool:
+    """Evict pages until another one has room. Return whether it does. The caller has the lock.
+
+    ``spared`` are the pages before it, which stay.
+    """
+    excess = nbytes - _spare_bytes(folder)
     if folder.limit is None and excess <= 0:
         return True
-    pages, _ = folder.repair()
-    taken = sum(other.nbytes for other in pages.values())
+    files = folder.files()
     if folder.limit is not None:
-        excess = max(excess, taken + _unfinished_bytes(folder.path) + page.nbytes - folder.limit)
-    if excess > taken:
+        excess = max(excess, sum(size for _, size, _ in files) + nbytes - folder.limit)
+    kept = {f"{page}{SUFFIX}" for page in spared}
+    pages = [(size, path) for _, size, path in files if path.suffix == SUFFIX and path.name not in kept]
+    if excess > sum(size for size, _ in pages):
         return False  # evicting all would not be enough
-    freed = _evict(folder, pages, excess, page.key.parent)
-    return freed >= excess and page.nbytes <= _spare_bytes(folder)
+    for size, path in pages:
+        if excess > 0 and remove_unheld(path):
+            excess -= size
+    return excess <= 0 and nbytes <= _spare_bytes(folder)
 
 
 def clear_prefixes(directory: Path) -> list[StoredModel]:
@@ -420,44 +370,13 @@ def clear_prefixes(directory: Path) -> list[StoredModel]:
     try:
         folder.open()
         with folder.locked():
-            pages, _ = folder.repair()
-            _evict(folder, pages, sum(page.nbytes for page in pages.values()))
+            for _, _, path in folder.files():
+                if path.suffix == SUFFIX:
+                    remove_unheld(path)
         return list_prefixes(directory)
     except OSError as error:
         raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error
 
 
-def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, spared: str = "") -> int:
-    """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
-
-    The ``spared`` page stays. A page counts as used whenever a page that follows it was used.
-    """
-    followers_first = [*reversed(pages.values())]
-    for page in followers_first:
-        if parent := pages.get(page.key.parent):
-            parent.last_used = max(parent.last_used, page.last_used)
-    num_children = Counter(page.key.parent for page in pages.values())
-    freed = 0
-    for page in sorted(followers_first, key=lambda page: page.last_used):
-        key = page.key
-        if freed >= excess:
-            break
-        if num_children[key.page] or key.page == spared or not remove_unheld(path_of(folder.path, key.page)):
-            continue
-        freed += page.nbytes
-        num_children[key.parent] -= 1
-        if key.parent:
-            folder.touch(key.parent, pages[key.parent].last_used)
-    return freed
-
-
 def _spare_bytes(folder: PageFolder) -> int:
     return free_bytes(folder.path) - (folder.free_floor or 0)
-
-
-def _unfinished_bytes(folder: Path) -> int:
-    nbytes = 0
-    for path in folder.glob(f"*{PARTIAL_SUFFIX}"):
-        with suppress(FileNotFoundError):  # its writer has failed meanwhile
-            nbytes += path.stat().st_size
-    return nbytes

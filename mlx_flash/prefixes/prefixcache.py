@@ -158,16 +158,11 @@ class PrefixCache:
         """Fill the cache. Return with how many tokens."""
         begin, most = call.history.length, call.history.length + call.num_restored
         while (found := self._find(call, most)).num_tokens > begin:
-            most = found.num_tokens - 1  # a page is gone or damaged; those before it may be used
-            if (hold := self.store.hold(found)) is not None:
-                try:
-                    num_read = self._fill(call, found)
-                    if num_read == found.num_tokens:
-                        return num_read - begin
-                    most = min(most, num_read)
-                finally:
-                    hold.release()
-        return 0
+            self.store.touch(found)
+            most = self._fill(call, found)
+            if most == found.num_tokens:
+                return most - begin
+        return 0  # a page is gone or damaged
 
     def _fill(self, call: KnownCall, prefix: Prefix) -> int:
         """Add the pages of a prefix to a cache. Return how many tokens could be read; if not all, it is as before.

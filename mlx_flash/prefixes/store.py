@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -128,29 +127,28 @@ class PrefixStore:
             count = self._folder.num_leading(names)
         return Prefix(tuple(ends[:count]), tuple(names[:count]))
 
-    def hold(self, prefix: Prefix) -> HeldLock | None:
-        """Keep a prefix from being evicted until the lock is released. Return None if a part of it is gone."""
-        return self._folder.hold(prefix.pages)
+    def touch(self, prefix: Prefix) -> None:
+        """Note that a prefix is used."""
+        if self._folder.is_writable:
+            self._folder.touch(prefix.pages)
 
     def read(self, page: str, allocate: Callable[[Place], Mapping[str, memoryview]]) -> bool:
         """Read a page into the caller's memory, and check it.
 
         ``allocate`` returns writable memory for every blob that is wanted, by name. Return False if the page is not
-        cached any more. A damaged page is removed with all that follow it.
+        cached any more. A damaged page is removed.
         """
-        if not self._folder.has(page):
-            return False
         try:
             with PageFile(self._folder.path, page) as file:
                 for name, view in allocate(file.place).items():
                     file.read_into(name, view)
                 return True
         except FileNotFoundError:
-            self._folder.drop(page)  # another process removed it
+            pass  # another process removed it
         except ReadError as error:
-            count = self._folder.drop(page)
+            self._folder.drop(page)
             self._count("damaged")
-            log.warning("%s. It is not used, nor the %d pages that follow it.", error, count)
+            log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
         except OSError as error:
             log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
         return False
@@ -168,7 +166,10 @@ class PrefixStore:
         While too much is queued, the call waits. Blobs are copied, unless they exceed the queue: then the call waits
         until they are written. The writer refuses what exceeds the limits or the day's writes.
         """
-        key = self._key(tokens, full_pages(len(tokens), self.page_tokens) if ends is None else ends, page_index)
+        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
+        names = page_names(self._root, tokens, ends[: page_index + 1])
+        num_tokens = ends[page_index] - (ends[page_index - 1] if page_index else 0)
+        key = PageKey(names[-1], "".join(names[-2:-1]), page_index, num_tokens, self._model, self._title)
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes
         if self._is_queued(key.page) or self._folder.has(key.page):
@@ -181,7 +182,7 @@ class PrefixStore:
         if not is_large:
             blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
         self._queued = {page: write for page, write in self._queued.items() if not write.is_done}
-        self._queued[key.page] = self._writer.submit(nbytes, partial(self._write, key, blobs))
+        self._queued[key.page] = self._writer.submit(nbytes, partial(self._write, key, blobs, names))
         if is_large:
             self.flush()
         return key.page
@@ -213,11 +214,6 @@ class PrefixStore:
             counts = {name: self._counts[name] for name in ("stored", "damaged")}
         return {"queued_bytes": self._writer.queued_bytes, **counts, **refused}
 
-    def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int) -> PageKey:
-        names = page_names(self._root, tokens, ends[: page_index + 1])
-        count = ends[page_index] - (ends[page_index - 1] if page_index else 0)
-        return PageKey(names[-1], "".join(names[-2:-1]), page_index, count, self._model, self._title)
-
     def _is_queued(self, page: str) -> bool:
         return page in self._queued and not self._queued[page].is_done
 
@@ -229,13 +225,13 @@ class PrefixStore:
         if is_first and what in _WARNINGS:
             log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[what])
 
-    def _write(self, key: PageKey, blobs: Mapping[str, Blob]) -> None:
+    def _write(self, key: PageKey, blobs: Mapping[str, Blob], names: Sequence[str]) -> None:
         """Write a page, in the store's own thread."""
         try:
             if not self._folder.is_writable:
                 self._count("stopped")
                 return
-            self._count(add_page(self._folder, encode_page(key, blobs), self._governor.claim) or "stored")
+            self._count(add_page(self._folder, encode_page(key, blobs), names, self._governor.claim) or "stored")
         except OSError as error:
             self._folder.stop(error)
             self._count("stopped")
@@ -244,10 +240,11 @@ class PrefixStore:
             raise
 
 
-def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]) -> str:
+def add_page(folder: PageFolder, page: EncodedPage, names: Sequence[str], claim: Callable[[int], bool]) -> str:
     """Write a page, unless it is cached. After an error nothing is left of it.
 
-    ``claim`` counts bytes that are about to be written, or returns False. Return why it is not cached now:
+    ``names`` are those of the pages up to this one. ``claim`` counts bytes that are about to be written, or returns
+    False. Return why it is not cached now:
     ``"parent"``, ``"room"`` or ``"wear"``; an empty text if it is.
     """
     with folder.locked():
@@ -255,7 +252,7 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
             return ""
         if not folder.has_parent(page.key):
             return "parent"
-        if not make_room(folder, page):
+        if not make_room(folder, page.nbytes, names[:-1]):
             return "room"
         if not claim(page.nbytes):
             return "wear"
@@ -271,8 +268,8 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
             if not folder.has_parent(page.key):
                 return "parent"
             if not folder.has(page.key.page):
-                os.utime(fd, ns=(time.time_ns(),) * 2)
                 partial.replace(path_of(folder.path, page.key.page))
+                folder.touch(names)
         flush_folder(folder.path)
         return ""
     finally:

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import HeldLock
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import Blob, Place, list_prefixes, path_of
 from mlx_flash.prefixes.folder import clear_prefixes as clear_prefixes
@@ -68,13 +67,6 @@ def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
         return {name: memoryview(data) for name, data in memory.items()}
 
     return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None
-
-
-def held(store: PrefixStore, tokens: Sequence[int]) -> HeldLock:
-    """Keep what is stored of a sequence from being evicted."""
-    lock = store.hold(store.find(tokens))
-    assert lock is not None
-    return lock
 
 
 def stats(store: PrefixStore) -> dict[str, Any]:

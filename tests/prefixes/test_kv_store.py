@@ -42,16 +42,13 @@ from mlx_flash.prefixes.folder import (
     MAGIC,
     Blob,
     BlobInfo,
-    CachedPage,
     EncodedPage,
     PageFile,
-    PageFolder,
     clear_prefixes,
     list_prefixes,
-    path_of,
 )
 from mlx_flash.prefixes.store import Prefix, PrefixStore
-from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, held, put, read, read_all, stats
+from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, put, read, read_all, stats
 
 
 @pytest.fixture
@@ -191,7 +188,7 @@ def test_the_limit_is_kept_and_the_longest_unused_goes_first(opened: Opener) -> 
     a, b, c = ([n] * 2 * STEP for n in (1, 2, 3))
     for tokens in (a, b, c):
         put(store, tokens)
-    held(store, a).release()  # used again
+    store.touch(store.find(a))  # used again
     put(store, [4] * STEP)
     assert [found(store, tokens) for tokens in (a, b, c)] == [2, 1, 2], "a page goes before the one it follows"
     put(store, [5] * STEP)
@@ -204,13 +201,11 @@ def test_using_the_end_of_a_prefix_is_using_all_of_it(opened: Opener) -> None:
     long, other = [1] * 3 * STEP, [2] * 2 * STEP
     put(store, long)
     put(store, other)
-    lock = held(store, other)
-    held(store, long).release()
+    store.touch(store.find(long))
     put(store, [3] * STEP)
-    assert found(store, other) == 2 and found(store, long) == 2, "one is in use, the other loses its end"
-    lock.release()
-    put(store, [4] * STEP)
-    assert found(store, long) == 2 and found(store, other) == 1, "the rest of it was used later than the other"
+    assert found(store, other) == 1 and found(store, long) == 3, "the other loses its end"
+    put(store, [4] * 2 * STEP)
+    assert found(store, other) == 0 and found(store, long) == 2, "the rest of it was used later than the other"
 
 
 def test_a_prompt_longer_than_the_limit_keeps_its_beginning(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,46 +244,17 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
     assert disk - others - len(opened.files()) * PAGE_BYTES >= disk / 10 and found(by_default, [4] * STEP) == 1
 
 
-def test_held_pages_are_not_evicted(opened: Opener) -> None:
+def test_files_that_layers_read_are_not_evicted(opened: Opener) -> None:
     store, other = opened(limit_bytes=4 * PAGE_BYTES), opened(limit_bytes=4 * PAGE_BYTES)
-    put(store, TOKENS[: 3 * STEP])
-    prefix = store.find(TOKENS[: 2 * STEP])
-    lock, again = held(store, TOKENS[: 2 * STEP]), store.hold(prefix)
+    put(store, TOKENS[: 2 * STEP])
+    locks = [HeldLock(opened.path(page), shared=True) for page in store.find(TOKENS).pages]
     for n in range(4):
         put(other, [n] * STEP)
     assert found(store, TOKENS) == 2
-    lock.release()
-    put(other, [5] * 2 * STEP)
-    put(other, [6] * 2 * STEP)
-    assert found(store, TOKENS) == 2 and again is not None
-    again.release()
+    for lock in locks:
+        lock.release()
     put(other, [7] * 4 * STEP)
     assert store.find(TOKENS).num_tokens == 0
-    assert store.hold(prefix) is None, "what is gone cannot be held"
-
-
-HOLD = """
-import sys, time
-sys.path[:0] = sys.argv[2:]
-import stored_pages as t
-from pathlib import Path
-lock = t.held(t.Opener(Path(sys.argv[1]))(), t.TOKENS)
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-def test_holds_end_with_their_process(opened: Opener) -> None:
-    store = opened(limit_bytes=4 * PAGE_BYTES)
-    put(store, TOKENS[: 4 * STEP])
-    child = subprocess.Popen([sys.executable, "-c", HOLD, opened.directory, HELPERS], stdout=subprocess.PIPE, text=True)
-    with child:
-        assert child.stdout is not None and child.stdout.readline() == "held\n"
-        put(store, [1] * STEP)
-        assert store.find([1] * STEP).num_tokens == 0 and found(store, TOKENS) == 4
-        child.kill()
-    put(store, [1] * STEP)
-    assert found(store, [1] * STEP) == 1 and found(store, TOKENS) == 3
 
 
 def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,10 +296,9 @@ def test_listing_and_clearing(opened: Opener) -> None:
         ("m", "org/one", 6, 6 * PAGE_BYTES),
     ]
     assert all(0 <= time.time() - model.last_used < 60 for model in listed)
-    lock = held(one, TOKENS[: 3 * STEP])
-    assert [(m.model, m.pages) for m in clear_prefixes(directory)] == [("m", 3)]
-    assert found(one, TOKENS) == 3 and found(two, TOKENS) == 0
-    lock.release()
+    with HeldLock(opened.path(one.find(TOKENS).pages[0]), shared=True):
+        assert [(m.model, m.pages) for m in clear_prefixes(directory)] == [("m", 1)]
+    assert found(one, TOKENS) == 1 and found(two, TOKENS) == 0
     assert clear_prefixes(directory) == [] and opened.files() == []
     put(one, TOKENS)
     assert found(one, TOKENS) == 6, "a store that was cleared goes on"
@@ -343,33 +308,27 @@ def test_listing_and_clearing(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 9, 13, 40, 4096, 5000, 8192])
-def test_a_damaged_page_is_dropped_with_what_follows(
-    opened: Opener, caplog: pytest.LogCaptureFixture, offset: int
-) -> None:
+def test_a_damaged_page_is_dropped(opened: Opener, caplog: pytest.LogCaptureFixture, offset: int) -> None:
     store, other = opened(), opened()
     put(store, TOKENS)
     prefix = store.find(TOKENS)
     corrupt(opened.path(prefix.pages[2]), offset)
     with caplog.at_level(logging.WARNING):
         assert read_all(store, TOKENS, prefix) == 2
-    assert len(caplog.records) == 1 and "damaged" in caplog.text and "3 pages that follow" in caplog.text
+    assert len(caplog.records) == 1 and "damaged" in caplog.text
     for user in (store, other):
-        assert found(user, TOKENS) == 2 and read(user, prefix.pages[4]) is None
-    assert len(opened.files()) == 2 and stats(store)["damaged"] == 1
+        assert found(user, TOKENS) == 2
+    assert len(opened.files()) == 5 and stats(store)["damaged"] == 1
     put(store, TOKENS)
     assert found(other, TOKENS) == 6, "it is computed and stored again"
 
 
 @pytest.mark.parametrize("length", [0, 7, 4096, 8192, PAGE_BYTES - 1, PAGE_BYTES + 1])
-@pytest.mark.parametrize("reopens", [False, True])
-def test_a_page_of_another_length_is_dropped(opened: Opener, length: int, reopens: bool) -> None:
+def test_a_page_of_another_length_is_dropped(opened: Opener, length: int) -> None:
     store = opened()
     put(store, TOKENS)
     prefix = store.find(TOKENS)
     os.truncate(opened.path(prefix.pages[3]), length)
-    if reopens:
-        store = opened()
-        assert store.find(TOKENS).num_tokens == 3 * STEP, "seen without reading it"
     assert read_all(store, TOKENS, prefix) == 3
     assert found(store, TOKENS) == 3
 
@@ -421,7 +380,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_in_the_folder_is_removed(opened: Opener, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+def test_garbage_in_the_folder_is_no_page(opened: Opener, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
     store = opened(title="org/model")
     put(store, TOKENS)
     put(store, [3] * STEP)
@@ -435,7 +394,6 @@ def test_garbage_in_the_folder_is_removed(opened: Opener, caplog: pytest.LogCapt
     put(again, [5] * STEP)
     assert again.is_writable and found(opened(), [5] * STEP) == 1
     assert sorted({path.suffix for path in opened.files()}) == [".page", ".txt"] and len(opened.files()) == 9
-    assert len(caplog.records) == 1, "the first reader warned and removed it"
 
 
 @pytest.mark.parametrize(
@@ -453,8 +411,7 @@ def test_description_that_cannot_be_parsed_is_damage(
     path.write_bytes(page_of(key + b"\n" + table))
     with caplog.at_level(logging.WARNING):
         assert read_all(store, TOKENS, prefix) == 2
-    assert len(caplog.records) == 1 and "damaged" in caplog.text and "3 pages that follow" in caplog.text
-    assert len(opened.files()) == 2
+    assert len(caplog.records) == 1 and "damaged" in caplog.text and len(opened.files()) == 5
 
 
 def test_pages_of_an_earlier_version_are_found(
@@ -471,29 +428,6 @@ def test_pages_of_an_earlier_version_are_found(
     assert not caplog.records
 
 
-def test_states_of_an_earlier_version_are_evicted_before_the_pages_that_they_follow(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They had the number of the page at whose end they were."""
-    store = opened(limit_bytes=3 * PAGE_BYTES)
-    put(store, TOKENS[: 2 * STEP])
-    with monkeypatch.context() as patch:
-        patch.setattr(page_folder, "asdict", lambda key: {**asdict(key), "kind": "state", "number": 1})
-        put(store, TOKENS[: 3 * STEP], [2])
-    look = PageFolder.look
-
-    def look_in_order(folder: PageFolder) -> tuple[dict[str, CachedPage], list[str]]:
-        """As in a folder that lists a page before its states: the others have lost them already."""
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", lambda path: sorted(scandir(path), key=lambda file: file.stat().st_mtime_ns))
-            return look(folder)
-
-    scandir = os.scandir
-    monkeypatch.setattr(PageFolder, "look", look_in_order)
-    assert put(store, [1] * STEP, nbytes=5000) == [True]  # which takes the room of two
-    assert found(store, TOKENS) == 1 and store.find([1] * STEP).num_tokens == STEP
-
-
 def test_lock_that_breaks_later_ends_storing_only(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
     store = opened()
     put(store, TOKENS)
@@ -501,11 +435,9 @@ def test_lock_that_breaks_later_ends_storing_only(opened: Opener, caplog: pytest
     lock.unlink()
     lock.mkdir()
     with caplog.at_level(logging.WARNING):
-        hold = held(store, TOKENS)
         assert found(store, TOKENS) == 6
         put(store, [1] * STEP)
         assert not store.is_writable and put(store, [1] * STEP) == [False]
-        hold.release()
         assert found(store, TOKENS) == 6
     assert len(caplog.records) == 1 and "nothing more is stored" in caplog.text
     assert stats(store)["refused_stopped"] == 2
@@ -550,10 +482,9 @@ def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest
     before = tree(opened.directory)
     frugal = opened(governor=WriteGovernor(opened.directory / "wear", gb_per_day=0))
     with caplog.at_level(logging.WARNING):
-        lock = held(frugal, TOKENS)
+        frugal.touch(frugal.find(TOKENS))
         assert found(frugal, TOKENS) == 6 and not frugal.is_writable
         assert put(frugal, [1] * STEP) == [False]
-        lock.release()
         frugal.close()
         assert tree(opened.directory) == before and not caplog.records
         new = opened(directory=opened.directory / "new", governor=WriteGovernor(opened.directory, gb_per_day=0))
@@ -573,7 +504,7 @@ opener = t.Opener(Path(sys.argv[1]))
 store = opener(governor=t.WriteGovernor(Path(sys.argv[1]), gb_per_day=None))
 assert t.found(store, t.TOKENS) == 6
 assert t.put(store, [1] * t.STEP) == [False] and not store.is_writable
-t.held(store, t.TOKENS).release()
+store.touch(store.find(t.TOKENS))
 store.close()
 try:
     t.clear_prefixes(Path(sys.argv[1]))
@@ -617,7 +548,6 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
     put(store, TOKENS)
     with HeldLock(opened.directory / "lock", create=0o600):
         assert found(store, TOKENS) == 6 and store.is_writable, "lookups take no lock"
-        assert held(store, TOKENS).fd and store.is_writable
         put(store, [1] * STEP)
         assert not store.is_writable and found(store, TOKENS) == 6
         late = opened()
@@ -639,8 +569,7 @@ while True:
     tokens = [rng.randrange(2) for _ in range(8)] + [rng.randrange(50) for _ in range(8)]
     t.put(store, tokens)
     print(*tokens, flush=True)
-    if (lock := store.hold(store.find(tokens))) is not None:
-        lock.release()
+    store.touch(store.find(tokens))
 """
 
 
@@ -737,14 +666,10 @@ hits = 0
 for _ in range(60):
     tokens = [rng.randrange(2) for _ in range(4)] * 2 + [rng.randrange(3) for _ in range(8)]
     prefix = store.find(tokens)
-    lock = store.hold(prefix)
-    if lock is not None:
-        assert t.read_all(store, tokens, prefix) == len(prefix.pages), "what is held is there"
-        hits += len(prefix.pages)
+    store.touch(prefix)
+    hits += t.read_all(store, tokens, prefix)
     t.put(store, tokens)
     t.read_all(store, tokens, store.find(tokens))
-    if lock is not None:
-        lock.release()
     with store._folder.locked():  # otherwise pages may come and go while they are counted
         assert t.stats(store)["bytes"] <= 30 * t.PAGE_BYTES
 opener.close()
@@ -779,17 +704,12 @@ class AnyOrder(RuleBasedStateMachine):
             (i for i, end in enumerate(ends) if self.pages[user].get(tuple(tokens[:end])) is not False), len(ends)
         )
 
-    def forget_from(self, user: int, tokens: list[int], count: int) -> None:
-        """A page was seen to be damaged: it is gone with all that follow it."""
-        gone = tuple(tokens[: (count + 1) * STEP])
-        self.pages[user] = {page: bad for page, bad in self.pages[user].items() if page[: len(gone)] != gone}
-
     def check(self, user: int, tokens: list[int], stored: int, right: int) -> None:
         assert right >= self.whole(user, tokens), "what is whole is found"
         assert all(tuple(tokens[: (i + 1) * STEP]) in self.pages[user] for i in range(stored)), "nothing else is"
         if right < stored:
             assert right == self.whole(user, tokens), "what is damaged is not used"
-            self.forget_from(user, tokens, right)
+            del self.pages[user][tuple(tokens[: (right + 1) * STEP])]
 
     @rule(user=USERS, tokens=SEQUENCES)
     def put(self, user: int, tokens: list[int]) -> None:
@@ -818,42 +738,21 @@ class AnyOrder(RuleBasedStateMachine):
             path.unlink()
         self.pages[user][tuple(tokens[: prefix.num_tokens])] = True
 
-    @rule(user=USERS, tokens=SEQUENCES)
-    def hold(self, user: int, tokens: list[int]) -> None:
-        store = self.stores[user]
-        prefix = store.find(tokens)
-        lock = store.hold(prefix)
+    @rule()
+    def clear(self) -> None:
         clear_prefixes(self.opener.directory)
-        kept = {tuple(tokens[:end]) for end in range(STEP, prefix.num_tokens + 1, STEP)} if lock is not None else set()
-        self.pages[user] = {page: bad for page, bad in self.pages[user].items() if page in kept}
-        self.pages[1 - user] = {}
-        if lock is not None:
-            lock.release()
-        self.opening_looks_at_files()
+        self.pages = [{}, {}]
 
-    @rule(leftover=st.sampled_from(["", "page", "partial", "no lock"]))
+    @rule(leftover=st.sampled_from(["", "partial", "no lock"]))
     def reopen(self, leftover: str) -> None:
         for store in self.stores:
             store.close()
-        if leftover == "page":
-            path_of(self.opener.directory / "pages", "1" * 64).write_bytes(os.urandom(PAGE_BYTES))
-        elif leftover == "partial":
+        if leftover == "partial":
             (self.opener.directory / "pages" / f"{'1' * 64}.0.partial").write_bytes(os.urandom(PAGE_BYTES))
         elif leftover == "no lock":
             (self.opener.directory / "lock").unlink()
         self.open()
         assert not [path for path in self.opener.files() if path.stem.startswith("1" * 64)]
-        self.opening_looks_at_files()
-
-    def opening_looks_at_files(self) -> None:
-        """Some damage is seen then, and those pages are gone; what is whole and can be reached is not."""
-        for user, store in enumerate(self.stores):
-            there = {path.stem for path in self.opener.files()}
-            for page, is_bad in list(self.pages[user].items()):
-                if is_bad and (names := store.find(page).pages) is not None:
-                    seen = len(names) < len(page) // STEP or names[-1] not in there
-                    if seen and page in self.pages[user]:
-                        self.forget_from(user, list(page), len(page) // STEP - 1)
 
     @invariant()
     def files_are_those_of_the_index(self) -> None:

@@ -11,8 +11,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 
@@ -85,28 +83,14 @@ def test_zero_write_mode_writes_nothing_at_all(tmp_path: Path) -> None:
     assert ((folder / FILE_NAME).read_bytes(), (folder / FILE_NAME).stat().st_mtime_ns) == before
 
 
-DAMAGED = [b"x", b"{}", b"[1]", b'{"day": "2026-11-21", "day_bytes": 1, "total_bytes": 1, "check": 1}', b"\xff" * 256]
-
-
-@pytest.mark.parametrize("data", DAMAGED)
-def test_a_damaged_file_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"{}", b"[1]", b"\xff" * 256, b'{"day": 3, "day_bytes": 1, "total_bytes": 1}']
+)
+def test_a_damaged_file_counts_nothing(tmp_path: Path, data: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(data)
     running = governor(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        assert running.claim(10) and running.claim(5)
-    assert [record.message.count("is not used: it is damaged") for record in caplog.records] == [1]
+    assert running.claim(10) and running.claim(5)
     assert counted(running) == (15, 15, 15) == (*counted(governor(tmp_path))[1:], 15), "it is written anew"
-
-
-@given(place=st.integers(0, 255), bit=st.integers(0, 7))
-@settings(max_examples=100)
-def test_a_flipped_bit_does_not_change_a_count(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
-    folder = tmp_path_factory.mktemp("wear")
-    governor(folder).count(123456)
-    data = bytearray((folder / FILE_NAME).read_bytes())
-    data[place] ^= 1 << bit
-    (folder / FILE_NAME).write_bytes(data)
-    assert governor(folder).telemetry()["total_bytes"] in (0, 123456)
 
 
 def test_a_file_that_cannot_be_opened_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +102,7 @@ def test_a_file_that_cannot_be_opened_costs_a_warning(tmp_path: Path, caplog: py
     assert counted(running) == (GB, GB, GB), "the process counts for itself"
 
 
-@pytest.mark.parametrize("call", ["pread", "pwrite"])
+@pytest.mark.parametrize("call", ["open", "pwrite"])
 def test_a_disk_that_fails_costs_a_warning(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No room to write the count, or none that can be read: the process counts for itself."""
 

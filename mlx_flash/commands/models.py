@@ -30,7 +30,7 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
 from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, remove_unheld
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.kvfiles import sessions_directory
+from mlx_flash.kv.disk import sessions_directory
 from mlx_flash.layout import hub
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, download, is_downloaded, missing_bytes, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES, write_stand_in

@@ -1,18 +1,268 @@
-"""Layers on disk: pages in files, and the last tokens in memory.
+"""Layers on disk: pages in files, the last tokens in memory, and the threads that write and read the files.
 
-Pages are in the layer's own file, or in files of the prefix cache, which are read where they are.
+A layer writes to a file of its own, each page once, in the background. Copies of a cache share pages; while one has a
+page, it is never written again. Files of the prefix cache are read where they are. They are locked while a layer refers
+to them, so they are not evicted. If one is removed all the same, its open descriptors keep its bytes.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
+import mlx.core as mx
 import numpy as np
 
-from mlx_flash.kv.pages import FilePages, InFile, Page, RowBytes, cut, num_tokens, segments
-from mlx_flash.kv.writing import LayerFile
+from mlx_flash.errors import CheckpointError, WriteError
+from mlx_flash.files import close_all, free_bytes, lock, write_at
+from mlx_flash.folders import cache_directory
+from mlx_flash.forks import finalize, wait_for_finalizers
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions, queued_bytes
+from mlx_flash.kv.pages import (
+    FilePages,
+    InFile,
+    Page,
+    RowBytes,
+    RowLayout,
+    cut,
+    joined,
+    num_tokens,
+    row_bytes,
+    segments,
+)
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import round_up
+from mlx_flash.sessions import PrivateFolder
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.ranges import Arrival, SourceFile
+from mlx_flash.storage.safetensors import identity_of
+from mlx_flash.storage.selftest import way_of_reading
+from mlx_flash.storage.workers import Work, Workers
+
+OTHER_FILES = 128
+"""Descriptors that are left to everything else."""
+
+MOST_DESCRIPTORS = 4096
+
+
+def most_files(limit: int) -> int:
+    """Return how many files of the prefix cache may be open, with two descriptors each, of ``limit`` in the process.
+
+    The limit is 256 on macOS, and 1024 on Linux if nothing else is set; negative for none.
+    """
+    return max(16, min(limit - OTHER_FILES if limit > 0 else MOST_DESCRIPTORS, MOST_DESCRIPTORS) // 2)
+
+
+MOST_FILES = most_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""Most files of the prefix cache that are open at once."""
+
+
+class LockedFile(SourceFile):
+    """A locked file that may grow, and is read on after it was moved or removed.
+
+    Raises: OSError: another process is about to remove it.
+    """
+
+    hint = "start again with a fresh prompt cache"  # nobody else has keys and values that a file has lost
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        super().__init__(path, direct)
+        try:
+            lock(self.buffered_fd, shared=True, wait=False, required=False)
+        except BaseException:
+            self.close()
+            raise
+
+    def check_unchanged(self, tensor: str) -> None:
+        found = identity_of(self.buffered_fd)
+        if found.nbytes < self.identity.nbytes:
+            self._refuse(tensor, found)
+
+
+class PageReader(BackgroundPrefetcher):
+    """A reader of files that are created, grow, and are removed while it is open."""
+
+    def __init__(self, *, direct: bool = True, **options: Any) -> None:
+        super().__init__((), **options)
+        self._direct = direct
+
+    def open(self, path: Path) -> SourceFile:
+        """Open and lock a file, which is read until :meth:`remove`. Raises: OSError, CheckpointError."""
+        file = LockedFile(path, self._direct)
+        with self._lock:
+            self._files[path] = file
+        return file
+
+    def remove(self, file: SourceFile) -> None:
+        """Close a file that will not be read any more. Its path may lead to another one meanwhile."""
+        with self._lock:
+            if self._files.get(file.path) is file:
+                del self._files[file.path]
+            file.close()
+
+
+class Write(Work[None]):
+    """A write of some bytes that is queued."""
+
+    def __init__(self, nbytes: int, write: Callable[[], None]) -> None:
+        super().__init__(write)
+        self.nbytes = nbytes
+
+
+class WriteBehind:
+    """A thread that writes in order, and the queue before it. It calls ``count`` with the bytes of each write."""
+
+    def __init__(
+        self,
+        limit_bytes: int = WRITE_BEHIND_BYTES,  # the most bytes queued, but for one write alone; may be changed
+        name: str = "kv-writer",
+        count: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.nbytes = 0  # written, or queued for it
+        self.limit_bytes = limit_bytes
+        self._count = count
+        self._is_closed = False
+        self._thread: Workers[Write] = Workers(name, 1, self._run)
+        self._waiting: deque[Write] = deque()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written. Any thread may ask."""
+        return sum(write.nbytes for write in [*self._waiting] if not write.is_done)
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait while more bytes would be queued than may be."""
+        while self._waiting and (self._waiting[0].is_done or self.queued_bytes + nbytes > self.limit_bytes):
+            self._waiting.popleft().wait()
+
+    def submit(self, nbytes: int, work: Callable[[], None]) -> Write:
+        """Queue a write of so many bytes, once there is room for them."""
+        if self._is_closed:
+            raise _closed()
+        self.make_room(nbytes)
+        self.nbytes += nbytes
+        write = Write(nbytes, partial(self._counted, nbytes, work))
+        self._thread.start()
+        self._thread.queue.put(write)
+        self._waiting.append(write)
+        return write
+
+    def _run(self, write: Write) -> None:
+        write.run(_closed() if self._is_closed else None)
+
+    def _counted(self, nbytes: int, work: Callable[[], None]) -> None:
+        work()
+        self._count(nbytes)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything is written, at most so many seconds. Return whether it is."""
+        end = None if timeout is None else time.monotonic() + timeout
+        left = (None if end is None else max(0.0, end - time.monotonic()) for _ in count())
+        return all(map(Write.wait, [*self._waiting], left))
+
+    def close(self) -> None:
+        """End the thread, and drop what it has not begun to write."""
+        self._is_closed = True
+        self._thread.end()
+
+
+def _closed() -> WriteError:
+    return WriteError("the KV caches were closed")
+
+
+class LayerFile:
+    """A new file for pages of one layer, whose size is a multiple of chunks. It is removed with the object.
+
+    Raises: WriteError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind) -> None:
+        self.path, self.layout, self.reader, self._writer = path, layout, reader, writer
+        self._descriptors, read = list[int](), list[SourceFile]()
+        finalize(self, _remove_file, path, self._descriptors, reader, read)
+        _create_into(self._descriptors, path)
+        read.append(reader.open(path))
+        self._pending: deque[Write] = deque()
+        self._used: WeakValueDictionary[int, InFile] = WeakValueDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that are in use."""
+        return len(list(self._used.values())) * self.layout.step * self.layout.token_bytes
+
+    def allocate(self, num_pages: int) -> list[Page[InFile]]:
+        """Return the first free pages of the file. Each is free again when nothing refers to it."""
+        layout, found = self.layout, list[Page[InFile]]()
+        free = (offsets for offsets in map(layout.file_offsets, count()) if offsets[0] not in self._used)
+        for offsets in islice(free, num_pages):
+            where = self._used[offsets[0]] = InFile(self, layout.components, offsets, layout.strides)
+            found.append(Page(where, layout.step))
+        return found
+
+    def write(self, pages: Sequence[Page[InFile]], rows: RowBytes) -> None:
+        """Write rows ``(heads, tokens, bytes)`` that fill pages. Raises: WriteError: an earlier write failed."""
+        begin = 0
+        for run in joined(pages):
+            blocks, end = [], begin + run.length
+            for part, offset, stride in zip(rows, run.where.offsets, run.where.strides, strict=True):
+                for head in range(len(part)):
+                    blocks.append((offset + head * stride, np.ascontiguousarray(part[head, begin:end]).data.cast("B")))
+            while self._pending and self._pending[0].is_done:
+                self._finish_first()
+            nbytes = sum(len(block) for _, block in blocks)
+            self._pending.append(self._writer.submit(nbytes, partial(self._write, blocks)))  # which keeps the file open
+            begin = end
+
+    def _write(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, block in blocks:
+            try:
+                write_at(self._descriptors[0], block, offset)
+            except OSError as error:
+                raise WriteError(
+                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {self.path}: "
+                    f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
+                ) from error
+
+    def flush(self) -> None:
+        """Wait until all pages can be read. Raises: WriteError: a write failed."""
+        while self._pending:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the first write. One that failed stays, and fails again.
+
+        The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
+        """
+        if (error := self._pending[0].failure()) is not None:
+            raise WriteError(str(error)) from error.__cause__
+        self._pending.popleft()
+
+
+def _create_into(descriptors: list[int], path: Path) -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptors.extend(map(os.open, [path], [flags], [0o600]))  # one step, as in :mod:`mlx_flash.files`
+    except OSError as error:
+        raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
+
+
+def _remove_file(path: Path, descriptors: list[int], reader: PageReader, read: list[SourceFile]) -> None:
+    for file in read:
+        reader.remove(file)
+    close_all(descriptors)
+    with suppress(OSError):  # it goes with its folder
+        path.unlink()
 
 
 class DiskRows(Opaque):
@@ -126,3 +376,122 @@ def _read_pages(disk: DiskRows, start: int, stop: int) -> RowBytes:
         everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
         for at, c in zip(disk.layout.slot_offsets(capacity), disk.layout.components, strict=True)
     ]
+
+
+Stored = Callable[["KVFiles"], InFile | None]
+"""Opens rows of the prefix cache once they are written. Returns None if they are not stored, or cannot be opened."""
+
+
+class StoredFile:
+    """A file of the prefix cache that is open and locked while this object lives."""
+
+    def __init__(self, path: Path, reader: PageReader) -> None:
+        self.path = path
+        file = reader.open(path)
+        self.inode = file.identity.inode
+        finalize(self, reader.remove, file)
+
+    def flush(self) -> None:
+        """Do nothing: it is written."""
+
+
+def sessions_directory() -> Path:
+    """Return the folder of the KV caches of running processes, unless the settings name another one."""
+    return cache_directory() / "kv-sessions"
+
+
+class KVFiles:
+    """The files of layers on disk, and the threads that read and write them. The first layer makes the folder."""
+
+    def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
+        self._options = options
+        self._writer = WriteBehind(count=count_written)
+        self._numbers = count()
+        self._folder: PrivateFolder | None = None
+        self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
+
+    @cached_property
+    def _reader(self) -> PageReader:
+        way = way_of_reading()
+        # Some pages are read to memory of the host, where the driver does not copy to.
+        arrival: Arrival = "in place" if way == "in place" else "bounced"
+        direct = self._options.direct and way != "buffered"
+        return PageReader(direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of pages that were read."""
+        return self._reader.stats.nbytes if self._folder is not None else 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of pages that were written, or are queued for it."""
+        return self._writer.nbytes
+
+    def write(
+        self,
+        memory: MemoryRows,
+        new: Sequence[mx.array],  # arrays with the shapes of the first tokens, if there are no rows yet
+        stored: Sequence[Page[Stored]] = (),  # the first tokens in files of the prefix cache
+    ) -> DiskRows:
+        """Write the rows of a layer to disk, page by page, without those that files have. Raises: WriteError."""
+        step = self._options.step
+        disk = self._new_rows(memory.layout or RowLayout.of(new, step))
+        all(self.refer(disk, page) for page in stored)  # up to the first that is gone
+        while disk.length < memory.length:
+            part = [mx.contiguous(a) for a in memory.read(disk.length, min(disk.length + step, memory.length))]
+            mx.eval(part)
+            disk.append(row_bytes(part))
+            disk.flush()  # memory is short: nothing waits
+        disk.capacity = memory.had_capacity
+        return disk
+
+    def refer(self, disk: DiskRows, page: Page[Stored]) -> bool:
+        """Add a page of the prefix cache to a layer on disk, without a copy, and return whether that was possible.
+
+        It is not behind tokens that are in no page, nor with other arrays, nor from a file that is gone.
+        """
+        if disk.length > disk.paged_tokens:
+            return False
+        rows = page.where(self)
+        if rows is None or rows.components != disk.layout.components:
+            return False
+        disk.refer(Page(rows, page.length))
+        return True
+
+    def open(self, path: Path, inode: int) -> StoredFile | None:
+        """Return a file of the prefix cache, which is kept open. None if it is gone, replaced, evicted, or too many."""
+        file = self._open.get(path)
+        if file is None and len(self._open) < MOST_FILES:
+            with suppress(OSError, CheckpointError):
+                file = self._open[path] = StoredFile(path, self._reader)
+        return file if file is not None and file.inode == inode else None
+
+    def _new_rows(self, layout: RowLayout) -> DiskRows:
+        if self._folder is None or not self._folder.path.is_dir():  # somebody may have removed the old one
+            self._folder = PrivateFolder(self._options.directory or sessions_directory())
+        path = self._folder.path / f"layer-{next(self._numbers)}.kv"
+        return DiskRows(LayerFile(path, layout, self._reader, self._writer))
+
+    def limit_queue(self, num_slots: int) -> None:
+        """Set the most bytes queued for writing, given the buffers for layers on disk."""
+        self._writer.limit_bytes = queued_bytes(num_slots)
+
+    def check_room(self, needed: int) -> None:
+        """Check that the disk has so many free bytes. Raises: WriteError."""
+        if not needed:
+            return
+        base = self._options.directory or cache_directory()
+        wait_for_finalizers()  # which remove files of caches that are gone
+        if needed > (found := free_bytes(base)):
+            raise WriteError(
+                f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
+                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another kv_directory, or kv_max_tokens."
+            )
+
+    def close(self) -> None:
+        """End the threads and remove the files."""
+        self._writer.close()
+        if self._folder is not None:
+            self._reader.close()
+            self._folder.close()

@@ -23,8 +23,7 @@ import mlx.core as mx
 from mlx_flash import enginethread
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.disk import DiskRows
-from mlx_flash.kv.kvfiles import KVFiles, Stored
+from mlx_flash.kv.disk import DiskRows, KVFiles, Stored
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer, Way, no_room
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions

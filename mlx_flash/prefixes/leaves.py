@@ -21,9 +21,9 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, shortened_window
+from mlx_flash.kv.disk import KVFiles, Stored
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
-from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.kv.pages import Component, InFile, Page, dtype_name

@@ -7,10 +7,11 @@ Calls whose logits are wanted, generated tokens among them, are not kept.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache as cached
 from functools import partial
 from itertools import accumulate, count, islice
@@ -23,13 +24,22 @@ import numpy as np
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
+from mlx_flash.kv.disk import Stored
 from mlx_flash.kv.history import History, make_labels
-from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.call import KnownCall
-from mlx_flash.prefixes.folder import Place, full_pages
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
+from mlx_flash.prefixes.folder import Blob, Place, full_pages
+from mlx_flash.prefixes.leaves import (
+    Leaf,
+    RowLeaf,
+    StateLeaf,
+    forget,
+    form_of,
+    has_state,
+    leaves_of,
+    new_array,
+    rows_in,
+)
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 
@@ -48,6 +58,57 @@ DEFAULT_GB = 20.0
 
 STATE = "state"
 """Letters before the number of a leaf with a window or states in the names of a page's arrays."""
+
+
+@dataclass(slots=True)
+class KnownCall:
+    """A forward call on a cache whose content is known, or some that share a pass. Its logits are dropped."""
+
+    leaves: list[Leaf]  # the entries of the cache
+    history: History  # their content when the call began
+    after: History  # and when it has ended
+    tokens: mx.array  # the new ones
+    bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
+    num_after: int = 0  # tokens that the same pass adds behind it
+    num_restored: int = 0  # tokens that are cached
+    kept: dict[int, dict[int, StateLeaf]] = field(default_factory=dict)  # between its calls: by end, and id of entry
+
+    def add(self, index: int, entry: Any, found: Any) -> None:
+        """Keep a state as it was found by the call of a number, of those that share a pass, if it is wanted."""
+        bound = self.bounds[index - 1] if 0 < index <= len(self.bounds) else 0
+        if has_state(entry) and bound in self.after.ends:
+            kept = copy.copy(found)
+            kept.__dict__ = {name: _unshared(value) for name, value in vars(found).items()}
+            self.kept.setdefault(bound, {})[id(entry)] = StateLeaf(kept)
+
+    def take_states(self, bound: int) -> dict[int, dict[str, Blob]]:
+        """Return windows and states at the end of one of the calls; none inside a call. They are not kept longer.
+
+        Those between calls that share a pass were kept.
+        """
+        kept = self.kept.pop(bound, {})
+        if bound == self.after.length and not self.num_after:
+            kept = {id(leaf.entry): leaf for leaf in self.states} | kept
+        if any(id(leaf.entry) not in kept for leaf in self.states):
+            return {}
+        return {i: kept[id(leaf.entry)].read_state() for i, leaf in enumerate(self.states)}
+
+    @property
+    def rows(self) -> list[RowLeaf]:
+        """Leaves with a row for each token."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, RowLeaf)]
+
+    @property
+    def states(self) -> list[StateLeaf]:
+        """Leaves with a state."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, StateLeaf)]
+
+
+def _unshared(value: Any) -> Any:
+    """Return what an entry holds as it is now: an array that is written to later is another one then."""
+    if isinstance(value, list):
+        return [*map(_unshared, value)]
+    return copy.copy(value) if isinstance(value, mx.array) else value
 
 
 class PrefixCache:

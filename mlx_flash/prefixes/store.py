@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder
+from mlx_flash.kv.disk import Write, WriteBehind
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.writing import Write, WriteBehind
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.folder import (

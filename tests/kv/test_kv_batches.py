@@ -24,7 +24,7 @@ from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.call import Row
 from mlx_flash.generation import RowGenerator
-from mlx_flash.kv import kvfiles
+from mlx_flash.kv import disk as kv_disk
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
@@ -359,7 +359,7 @@ def test_pages_are_let_go_with_the_last_conversation(directory: Path, branches: 
 def test_what_cannot_be_referred_to_is_written(
     directory: Path, branches: Path, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvfiles, "MOST_FILES", most)
+    monkeypatch.setattr(kv_disk, "MOST_FILES", most)
     with with_prefixes(directory) as model:
         check_branches(directory, run(model, BRANCHES)[0])
         assert model.kv is not None and model.prefixes is not None

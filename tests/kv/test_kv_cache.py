@@ -362,7 +362,7 @@ def test_unaligned_pages_are_read_through_bounce_buffers(
             lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1],
         )
     for way in ("in place", "bounced"):
-        monkeypatch.setattr("mlx_flash.kv.kvfiles.way_of_reading", lambda way=way: way)
+        monkeypatch.setattr("mlx_flash.kv.disk.way_of_reading", lambda way=way: way)
         mine, theirs = filled(options(), (600,), 4)
         offload_all(mine[0].pool)
         bounced.clear()

@@ -26,12 +26,10 @@ from kv_on_disk import feed, on_disk
 from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.files import HeldLock
 from mlx_flash.forks import wait_for_finalizers
-from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.disk import DiskRows, KVFiles, LayerFile, PageReader, Stored, WriteBehind
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, InFile, Page, RowBytes, RowLayout, segments
-from mlx_flash.kv.writing import LayerFile, PageReader, WriteBehind
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT

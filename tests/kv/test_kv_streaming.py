@@ -332,7 +332,7 @@ def test_a_full_disk_raises_before_the_call(offloaded: Any, monkeypatch: pytest.
     model, cache = offloaded
     before = [entry.offset for entry in cache]
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.kv.kvfiles.free_bytes", lambda path: 10)
+        patch.setattr("mlx_flash.kv.disk.free_bytes", lambda path: 10)
         with pytest.raises(WriteError, match=r"needs .* MB more on the disk of .*kv"):
             model(PROMPT[None, :STEP], cache=cache)
     assert [entry.offset for entry in cache] == before
@@ -431,7 +431,7 @@ def test_calls_while_every_write_fails(
     """Keys and values, the prefix cache and telemetry are written to one disk, which fails from some call on."""
     directory = directories("llama")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("mlx_flash.kv.kvfiles.free_bytes", lambda path: 1 << 40)
+    monkeypatch.setattr("mlx_flash.kv.disk.free_bytes", lambda path: 1 << 40)
     written = {"kv_directory": tmp_path / "kv", "kv_prefixes": "exact", "telemetry": True}
     expected, num_failed = generated(stock(directory)), 0
     for first, code in ((0, errno.EROFS), (5, errno.EDQUOT), (20, errno.EIO), (60, errno.ENOSPC)):

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_flash import cli
 from mlx_flash.files import make_private
-from mlx_flash.kv.kvfiles import sessions_directory
+from mlx_flash.kv.disk import sessions_directory
 from mlx_flash.sessions import PrivateFolder
 from writers import WRITERS, Pack, Receipt, TinyModels, Writer, make_source
 

@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 import children
-from mlx_flash.kv import kvfiles
+from mlx_flash.kv import disk as kv_disk
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
@@ -146,7 +146,7 @@ def test_a_prompt_that_is_offloaded_later_is_written_once(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("limit", "count"), [(-1, 2048), (64, 16), (256, 64), (1024, 448), (1 << 20, 2048)])
 def test_most_files_follow_the_limit_of_descriptors(limit: int, count: int) -> None:
-    assert kvfiles.most_files(limit) == count
+    assert kv_disk.most_files(limit) == count
 
 
 KILLED = """

@@ -168,8 +168,7 @@ class WriteBehind:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything is written, at most so many seconds. Return whether it is."""
         end = None if timeout is None else time.monotonic() + timeout
-        left = (None if end is None else max(0.0, end - time.monotonic()) for _ in count())
-        return all(map(Write.wait, [*self._waiting], left))
+        return all(w.wait(None if end is None else max(0.0, end - time.monotonic())) for w in [*self._waiting])
 
     def close(self) -> None:
         """End the thread, and drop what it has not begun to write."""

@@ -268,8 +268,11 @@ class KVPool(Opaque):
             capacity = 0 if is_on_disk else store.capacity
             alike[token_bytes, store.length, capacity, is_on_disk, tokens_of(rows)] += 1
         for (*numbers, new), number in alike.items():
-            layer = Layer(*numbers)
-            kinds.append(Kind(layer, new and _coming(layer, new), number))
+            coming = None
+            if new is not None:
+                num_new, length, nbytes = new
+                coming = Coming(numbers[0] or nbytes, num_new, length)
+            kinds.append(Kind(Layer(*numbers), coming, number))
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
         return KVLedger(self.options, kinds, adding.step, *slots)
 
@@ -433,11 +436,6 @@ def _with_copy(pool: KVPool, rows: LayerRows) -> int:
         return pool.memory_bytes + disk.tail_bytes
     layout = rows.memory.layout
     return pool.memory_bytes + (0 if layout is None else rows.memory.had_capacity * layout.token_bytes)
-
-
-def _coming(layer: Layer, new: tuple[int, int, int]) -> Coming:
-    num_new, length, nbytes = new
-    return Coming(layer.token_bytes or nbytes, num_new, length)
 
 
 def _closed() -> ClosedError:

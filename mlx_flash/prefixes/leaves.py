@@ -28,7 +28,7 @@ from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.kv.pages import Component, InFile, Page, dtype_name
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.prefixes.folder import Blob, Place
+from mlx_flash.prefixes.store import Blob, Place
 
 _OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)

@@ -28,7 +28,6 @@ from mlx_flash.kv.disk import Stored
 from mlx_flash.kv.history import History, make_labels
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.folder import Blob, Place, full_pages
 from mlx_flash.prefixes.leaves import (
     Leaf,
     RowLeaf,
@@ -40,7 +39,7 @@ from mlx_flash.prefixes.leaves import (
     new_array,
     rows_in,
 )
-from mlx_flash.prefixes.store import Prefix, PrefixStore
+from mlx_flash.prefixes.store import Blob, Place, Prefix, PrefixStore, full_pages
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.words import duration
-from mlx_flash.prefixes.folder import StoredModel
+from mlx_flash.prefixes.store import StoredModel
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from models import make_random_model
 

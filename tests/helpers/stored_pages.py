@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.folder import Blob, Place, list_prefixes, path_of
-from mlx_flash.prefixes.folder import clear_prefixes as clear_prefixes
-from mlx_flash.prefixes.store import Prefix, PrefixStore
+from mlx_flash.prefixes.store import Blob, Place, Prefix, PrefixStore, list_prefixes, path_of
+from mlx_flash.prefixes.store import clear_prefixes as clear_prefixes
 
 STEP = 4
 """Tokens of a page."""

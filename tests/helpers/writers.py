@@ -23,8 +23,7 @@ from mlx_flash.convert.pack import pack
 from mlx_flash.files import read_json_object
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
-from mlx_flash.prefixes.folder import Blob
-from mlx_flash.prefixes.store import PrefixStore
+from mlx_flash.prefixes.store import Blob, PrefixStore
 from mlx_flash.storage import probe, selftest
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint

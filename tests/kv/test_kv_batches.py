@@ -27,8 +27,8 @@ from mlx_flash.generation import RowGenerator
 from mlx_flash.kv import disk as kv_disk
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME
-from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.store import clear_prefixes, list_prefixes
 from models import save, stock
 from served import serving, stock_serving
 from streamed import streamed_whole

@@ -35,8 +35,8 @@ from hypothesis.stateful import (
 from children import HELPERS
 from mlx_flash.files import HeldLock
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes import folder as page_folder
-from mlx_flash.prefixes.folder import (
+from mlx_flash.prefixes import store as page_folder
+from mlx_flash.prefixes.store import (
     _HEAD,
     _LENGTHS,
     MAGIC,
@@ -44,10 +44,11 @@ from mlx_flash.prefixes.folder import (
     BlobInfo,
     EncodedPage,
     PageFile,
+    Prefix,
+    PrefixStore,
     clear_prefixes,
     list_prefixes,
 )
-from mlx_flash.prefixes.store import Prefix, PrefixStore
 from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, put, read, read_all, stats
 
 

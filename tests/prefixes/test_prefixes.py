@@ -36,8 +36,8 @@ from mlx_flash.loading import load_model
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes import store as pagewriter
-from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.store import clear_prefixes, list_prefixes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
 

@@ -15,8 +15,8 @@ from kv_rows import same
 from mlx_flash import FlashLLM
 from mlx_flash.engine.passes import Passes, waiting_bytes
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
-from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.store import clear_prefixes
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, save, stock
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
 from zoo import configuration

@@ -13,7 +13,7 @@ import fuzzing
 from children import HELPERS, ROOT
 from mlx_flash.errors import CheckpointError, HeaderError, ReadError
 from mlx_flash.kv.diskcache import load_saved
-from mlx_flash.prefixes.folder import Blob, PageFile, PageKey, encode_page
+from mlx_flash.prefixes.store import Blob, PageFile, PageKey, encode_page
 from mlx_flash.storage.safetensors import read_shard
 
 SCRIPT = ROOT / "scripts" / "fuzz.py"

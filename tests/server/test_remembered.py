@@ -12,8 +12,8 @@ import pytest
 from live import Live, live
 from mlx_flash.errors import BudgetError
 from mlx_flash.prefixes import prefixcache
-from mlx_flash.prefixes.folder import list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.store import list_prefixes
 from mlx_flash.server import models
 
 SYSTEM = " ".join(f"Rule {number}: read the file before you change it." for number in range(40))

@@ -19,8 +19,8 @@ from mlx_flash.compat.generation import stock_generate_step, stock_speculative_g
 from mlx_flash.engine.call import Row
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.prefixes import prefixcache
-from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.store import clear_prefixes
 from models import LLAMA, computed, guessed, same_bits, save, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture

@@ -32,7 +32,7 @@ from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.prefixes import folder as pagefile
+from mlx_flash.prefixes import store as pagefile
 from mlx_flash.prefixes.store import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
 from mlx_flash.storage import safetensors
 from mlx_flash.storage.safetensors import absent_shards, read_checkpoint, read_shard

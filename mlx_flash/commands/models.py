@@ -46,6 +46,7 @@ from mlx_flash.modelfile.parse import (
 )
 from mlx_flash.monitor.words import counted, formatted, printable, size
 from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.store import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of
 from mlx_flash.residency.sizes import RESULTS as ATTENTION

@@ -289,13 +289,11 @@ class _Writer(Writer):
         self._kind: str | None = None
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
-        """Return the reply that has a complete answer."""
         (whole,) = wholes
         found = {**_head(self._body), "content": _blocks(whole), **_ending(self._body, whole.end)}
         return {**found, "usage": _usage(whole.end, whole.end.num_tokens)}
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
-        """Yield the parts for an event."""
         if isinstance(event, Begun) and not self._has_started:
             yield self._start_message(_usage(event, 0))
         elif isinstance(event, Piece) and event.text:

@@ -24,24 +24,14 @@ from starlette.routing import BaseRoute, Route
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
-from mlx_flash.modelfile.parse import (
-    recent_tokens,
-)
+from mlx_flash.modelfile.parse import recent_tokens
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server import openai
 from mlx_flash.server.catalog import LATEST, Source
 from mlx_flash.server.events import End, Event, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
-from mlx_flash.server.replies import (
-    Asked,
-    Whole,
-    Writer,
-    collect,
-    error_body,
-    error_reply,
-    line,
-)
+from mlx_flash.server.replies import Asked, Whole, Writer, collect, error_body, error_reply, line
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -182,7 +172,6 @@ class _Lines(Writer):
         self._body, self._work, self._began = body, work, time.perf_counter_ns()
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
-        """Return the object that has a complete answer."""
         (whole,) = wholes
         return {**self.part(whole.text, whole.reasoning, whole.calls, whole.tokens), **self.end(whole.end)}
 
@@ -193,7 +182,6 @@ class _Lines(Writer):
         calls: Sequence[ToolCall] = (),
         tokens: Sequence[TokenDetail] = (),
     ) -> dict[str, Any]:
-        """Return a part of the answer, or all of it."""
         found: dict[str, Any] = {"model": self._body.model, "created_at": time_text(datetime.now(UTC))}
         thinking = {"thinking": reasoning} if reasoning else {}
         if isinstance(self._body, ChatRequest):
@@ -226,7 +214,6 @@ class _Lines(Writer):
         }
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
-        """Yield the line for an event."""
         if isinstance(event, Progress):
             yield line({**self.part(), "status": event.stage, "completed": event.done, "total": event.total})
         elif isinstance(event, Piece):
@@ -238,11 +225,9 @@ class _Lines(Writer):
             yield line({**self.part(), **self.end(event)})
 
     def fail(self, path: str, error: RefusedError) -> bytes:
-        """Return the line that ends a stream with an error."""
         return line(error_body(path, error))
 
     def beat(self) -> bytes:
-        """Return a line without text."""
         return line(self.part())
 
 

@@ -345,7 +345,6 @@ class Chunks(Writer):
         self._ends: dict[int, End] = {}
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
-        """Return the reply that has complete answers."""
         choices = [
             self._choice(i, self.message(whole), whole.tokens, whole.end.reason) for i, whole in enumerate(wholes)
         ]
@@ -376,7 +375,6 @@ class Chunks(Writer):
             yield self._chunk(self._choice(number, part, event.tokens if isinstance(event, Piece) else ()))
 
     def beat(self) -> bytes:
-        """Return a chunk whose choice has nothing new."""
         return self._chunk(self._choice(0, self.part(0, None)))
 
     def _choice(
@@ -498,7 +496,6 @@ class _MessageChunks(Chunks):
         self._num_calls = [0] * num_answers
 
     def message(self, whole: Whole) -> dict[str, Any]:
-        """Return a complete message."""
         message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
         if whole.reasoning:
             message["reasoning"] = whole.reasoning
@@ -507,12 +504,10 @@ class _MessageChunks(Chunks):
         return {"message": message}
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the beginning of each message."""
         for number in range(len(self._num_calls)):
             yield self._chunk(self._choice(number, {"delta": {"role": "assistant", "content": ""}}))
 
     def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
-        """Return the part of a message for an event."""
         if isinstance(event, Piece):
             return {"delta": {"content" if event.kind == "text" else "reasoning": event.text}}
         if isinstance(event, ToolCall):
@@ -521,7 +516,6 @@ class _MessageChunks(Chunks):
         return {"delta": {}} if event is None else None
 
     def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
-        """Return details of the tokens of a part."""
         return {"content": shown_logprobs(tokens), "refusal": None}
 
 
@@ -556,17 +550,14 @@ class _TextChunks(Chunks):
     names = ("cmpl", "text_completion", "text_completion")
 
     def message(self, whole: Whole) -> dict[str, Any]:
-        """Return a complete text."""
         return {"text": whole.text}
 
     def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
-        """Return the part of a text for an event."""
         if isinstance(event, Piece):
             return {"text": event.text}
         return {"text": ""} if event is None else None
 
     def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
-        """Return details of the tokens of a part."""
         return {
             "tokens": [chosen.text for chosen, *_ in tokens],
             "token_logprobs": [chosen.logprob for chosen, *_ in tokens],

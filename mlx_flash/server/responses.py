@@ -15,14 +15,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
 from mlx_flash.server.events import End, Event, Piece, ToolCall
 from mlx_flash.server.replies import Asked, Whole, Writer, sent
-from mlx_flash.server.request import (
-    TEXT,
-    GenerationRequest,
-    Messages,
-    function,
-    text_function,
-    thinking_options,
-)
+from mlx_flash.server.request import TEXT, GenerationRequest, Messages, function, text_function, thinking_options
 from mlx_flash.server.service import Asking, Body, Many, Needed
 
 KEPT_SECONDS = 3600.0
@@ -242,7 +235,6 @@ class ResponseWriter(Writer):
         self._text = ""
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the events before the first item."""
         yield self._event("response.created", response=response_of(self._body, self._head, None, []))
         yield self.beat()
 
@@ -253,7 +245,6 @@ class ResponseWriter(Writer):
         return self._event("response.in_progress", response=response_of(brief, self._head, None, []))
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
-        """Yield the parts for an event."""
         if isinstance(event, Piece) and event.text:
             yield from self._write_text("reasoning" if event.kind == "reasoning" else "message", event.text)
         elif isinstance(event, ToolCall):
@@ -275,11 +266,9 @@ class ResponseWriter(Writer):
             yield self._event(f"response.{ended['status']}", response=ended)
 
     def fail(self, path: str, error: RefusedError) -> bytes:
-        """Return the event that ends a stream with an error."""
         return self._event("error", code="server_error", message=str(error), param=error.field)
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
-        """Return the response of a complete answer."""
         (whole,) = wholes
         events: list[Event] = [Piece(whole.reasoning, "reasoning"), Piece(whole.text), *whole.calls, whole.end]
         for event in events:

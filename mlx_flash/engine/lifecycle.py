@@ -341,14 +341,10 @@ def _forked(pid: int) -> ClosedError:
 
 
 class ModelManager:
-    """The models that share the budget of a process: those that run, and those that wait for their first call.
-
-    Attributes:
-        lock: held while models are started, added and removed.
-    """
+    """The models that share the budget of a process: those that run, and those that wait for their first call."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held while models are started, added and removed
         self._changes: deque[dict[str, Any]] = deque(maxlen=NUM_CHANGES)
         self._watcher: Watcher | None = None
         self._models: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
@@ -496,11 +492,7 @@ class ModelManager:
 
 
 class Watcher:
-    """A thread that watches the machine's memory, and changes the budget of a manager's models between passes.
-
-    Attributes:
-        reading: the last look; None before the first one.
-    """
+    """A thread that watches the machine's memory, and changes the budget of a manager's models between passes."""
 
     def __init__(
         self,
@@ -509,7 +501,7 @@ class Watcher:
         held: Callable[[], int] = footprint,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reading: MemoryReading | None = None
+        self.reading: MemoryReading | None = None  # the last look; None before the first one
         self._manager = manager
         self._read = read
         self._held = held

@@ -63,9 +63,6 @@ class RowGenerator(BatchGenerator):
             pass in which it is alone, and at the end of one that it shares. :meth:`next` raises what it raises; others
             of the pass keep what they have computed.
         options: as mlx-lm's generator takes them.
-
-    Attributes:
-        num_elsewhere: number of sequences that a subclass computes itself.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class RowGenerator(BatchGenerator):
         self._on_prompt = on_prompt
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
         self._may_lack_tokens = False
-        self.num_elsewhere = 0
+        self.num_elsewhere = 0  # number of sequences that a subclass computes itself
 
     def _next(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each sequence, unless an interrupt ended an earlier call: tokens may be lost."""

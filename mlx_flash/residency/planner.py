@@ -455,17 +455,6 @@ def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Res
     return replace(plan, minimum_bytes=minimum)
 
 
-def least_budget(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> int:
-    """Return the smallest budget that would do.
-
-    Raises:
-        ConfigError: settings contradict each other, or the disk has no room for the KV cache.
-    """
-    options = _options(sizes, config, machine)
-    least = min([min(_needs(task, options)) for task in _tasks(sizes, config, machine)])
-    return max(_told(machine.reached_bytes), least)
-
-
 def _tasks(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[Task]:
     """Return what is to be planned: with the KV cache in memory, then on disk, as far as it may be there."""
     task = Task(sizes, config, machine, promised_bytes(sizes, config), cache_limit_of(machine, 0))
@@ -652,8 +641,9 @@ class BudgetRow:
 def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Iterator[BudgetRow]:
     """Yield plans from the smallest budget to the first that reads nothing, or to the machine's memory."""
     promised = PROMISED_CONTEXT if promised_bytes(sizes, config) else 0
-    contexts = {length: _least_for(sizes, config, machine, length) for length in CONTEXTS}
-    for budget in _budgets(sizes, config, machine):
+    least_for = partial(_least_for, sizes, config, machine, _options(sizes, config, machine))
+    contexts = {length: least_for(length) for length in CONTEXTS}
+    for budget in _budgets(sizes, config, machine, least_for(config.context_length)):
         try:
             plan = make_plan(sizes, replace(config, ram_budget_gb=budget / GB), machine)
         except BudgetError:
@@ -664,9 +654,8 @@ def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -
             return
 
 
-def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[int]:
+def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine, least: int | None) -> list[int]:
     """Return budgets at equal ratios, in whole MB."""
-    least = _least_for(sizes, config, machine, config.context_length)
     if least is None:
         return []
     whole = make_plan(sizes, replace(config, ram_budget_gb=_ENDLESS_GB), replace(machine, total_memory=1 << 62))
@@ -676,12 +665,15 @@ def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[i
     return sorted({min(budget, max(least, machine.total_memory)) for budget in rounded})
 
 
-def _least_for(sizes: ModelSizes, config: FlashConfig, machine: Machine, context: int | None) -> int | None:
+def _least_for(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, options: Sequence[Option], context: int | None
+) -> int | None:
     """Return the smallest budget for a context; None where no memory or disk of the machine holds it."""
     step = config.prefill_step_size
     step = step if step is None or context is None else min(step, context)
     try:
-        least = least_budget(sizes, replace(config, context_length=context, prefill_step_size=step), machine)
+        tasks = _tasks(sizes, replace(config, context_length=context, prefill_step_size=step), machine)
+        least = max(_told(machine.reached_bytes), min([min(_needs(task, options)) for task in tasks]))
     except ConfigError:
         return None
     return least if least <= machine.total_memory else None

@@ -1,4 +1,4 @@
-"""``load`` and ``load_model``, for programs that stream without the patch."""
+"""``load``, ``load_model`` and objects that load and generate, for programs that stream without the patch."""
 
 from __future__ import annotations
 

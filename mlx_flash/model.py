@@ -1,4 +1,4 @@
-"""``FlashLLM``: a streamed model, called as mlx-lm's."""
+"""``FlashLLM``: a streamed model, called as mlx-lm's, and what it answers for the model below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes over the weights: the calls of each are computed and counted, and undone after an exception."""
+"""Passes over the weights: their calls are chosen, computed together and counted, and undone after an exception."""
 
 from __future__ import annotations
 

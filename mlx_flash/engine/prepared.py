@@ -1,4 +1,4 @@
-"""A model that is loaded lazily, its units, and its plan: everything that is known before weights are read."""
+"""A model that is loaded lazily, its tokenizer and its plan: everything that is known before weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A candidate for a plan: one choice of pinned and streamed weights. Its memory is added up before its plan is made."""
+"""A candidate for a plan: one choice of pinned and streamed weights, with its memory and its predicted time."""
 
 from __future__ import annotations
 

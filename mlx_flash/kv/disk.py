@@ -190,7 +190,11 @@ class LayerFile:
         self.path, self.layout, self.reader, self._writer = path, layout, reader, writer
         self._descriptors, read = list[int](), list[SourceFile]()
         finalize(self, _remove_file, path, self._descriptors, reader, read)
-        _create_into(self._descriptors, path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._descriptors.extend(map(os.open, [path], [flags], [0o600]))  # one step, as in :mod:`mlx_flash.files`
+        except OSError as error:
+            raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
         read.append(reader.open(path))
         self._pending: deque[Write] = deque()
         self._used: WeakValueDictionary[int, InFile] = WeakValueDictionary()
@@ -246,14 +250,6 @@ class LayerFile:
         if (error := self._pending[0].failure()) is not None:
             raise WriteError(str(error)) from error.__cause__
         self._pending.popleft()
-
-
-def _create_into(descriptors: list[int], path: Path) -> None:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        descriptors.extend(map(os.open, [path], [flags], [0o600]))  # one step, as in :mod:`mlx_flash.files`
-    except OSError as error:
-        raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
 
 
 def _remove_file(path: Path, descriptors: list[int], reader: PageReader, read: list[SourceFile]) -> None:

@@ -20,7 +20,7 @@ from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import CheckpointError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import merged, pass_on
-from mlx_flash.kv.kvpool import KVPool, LayerRows, is_admitted
+from mlx_flash.kv.kvpool import CacheGroup, KVPool, LayerRows, is_admitted
 from mlx_flash.kv.memory import MemoryRows, append_within
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
@@ -140,14 +140,14 @@ class PooledCache:
         """Return a cache with these contents, in memory, in a pool of its own."""
         cache = cls.__new__(cls)
         pool = KVPool(KVOptions())
-        cache.rows = pool.new_rows(pool.new_group(), 0)
+        cache.rows = pool.new_rows(CacheGroup(), 0)
         cache.state = state
         return cache
 
     def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
         key, is_alone = (KVPool, id(self.pool)), not memo  # else the list that it is in was noted first
         if key not in memo:  # caches that are copied together belong to one list
-            memo[key] = self.pool.new_group(), {}
+            memo[key] = CacheGroup(), {}
         group, copies = memo[key]
         if self.rows not in copies:
             copies |= self.pool.fork(self.rows, group, is_alone=is_alone)
@@ -309,7 +309,7 @@ def _rows_on_disk(directory: Path | None) -> LayerRows:
     pool = _pools.get(directory)
     if pool is None:
         pool = _pools[directory] = KVPool(KVOptions(directory=directory, always_on_disk=True))
-    return pool.new_rows(pool.new_group(), 0)
+    return pool.new_rows(CacheGroup(), 0)
 
 
 def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | None = None) -> list[Any]:
@@ -319,7 +319,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
     are the same objects as before. The pool may be shared with other caches of the same model; None makes a new one.
     """
     pool = pool or KVPool(options)
-    group = pool.new_group()
+    group = CacheGroup()
     caches = list[Any](model_caches)
     for index, entry in enumerate(model_caches):
         if type(entry) in CacheKinds.plain:

@@ -59,11 +59,6 @@ class Adding(NamedTuple):
     tokens: Mapping[LayerRows, tuple[int, int, int]]
     step: int = 1
 
-    @property
-    def in_parts(self) -> bool:
-        """True if the tokens come in parts."""
-        return max([num_new for num_new, _, _ in self.tokens.values()], default=0) > self.step
-
 
 NOTHING = Adding(MappingProxyType({}))
 
@@ -225,10 +220,6 @@ class KVPool(Opaque):
         if options.always_on_disk:  # nobody closes these pools
             finalize(self, enginethread.leave, self.files.close)
 
-    def new_group(self) -> CacheGroup:
-        """Return another list of caches."""
-        return CacheGroup()
-
     def new_rows(self, group: CacheGroup, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
         rows, number = LayerRows(self, group, index), next(self._numbers)
@@ -306,7 +297,8 @@ class KVPool(Opaque):
         if way.missing or options.budget_bytes is None:
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
-        in_parts, lengths = adding.in_parts, {rows: length for rows, (_, length, _) in adding.tokens.items()}
+        in_parts = max([num_new for num_new, _, _ in adding.tokens.values()], default=0) > adding.step
+        lengths = {rows: length for rows, (_, length, _) in adding.tokens.items()}
         if way.num_slots:
             for rows, length in lengths.items():
                 rows.expect(length if in_parts else 0)

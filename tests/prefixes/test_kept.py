@@ -17,7 +17,7 @@ from mlx_flash import enginethread
 from mlx_flash.engine.engine import Lending
 from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import History
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import CacheGroup, KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.prefixes.leaves import RowLeaf
 from mlx_flash.prefixes.prefixcache import prefix_directory
@@ -142,7 +142,7 @@ def test_a_new_sequence_is_not_mistaken_for_a_former_one(pool: KVPool) -> None:
     """Its history is known as long as it was always alone."""
 
     def batch(seed: int, history: History | None) -> Any:
-        entry = DiskKVCache(rows=pool.new_rows(pool.new_group(), 0))
+        entry = DiskKVCache(rows=pool.new_rows(CacheGroup(), 0))
         entry.rows.append([rows_of(seed + i, 20, mx.float16) for i in range(2)])
         if history is not None:
             RowLeaf(entry).note(history)

@@ -204,15 +204,6 @@ def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
         assert model.kv is not None and model.kv.memory_bytes <= (model.plan.kv.limit or 0)
 
 
-def test_conversations_in_the_prompt_cache_of_a_server(directories: Callable[[str], Path]) -> None:
-    directory, system = directories("llama"), list(range(150))
-    turns = [[*system, 7, 8, 9], [*system, 30, 31], [*system, 7, 8, 9, 40, 41], [*system, 30, 31, 50]]
-    with load_model(directory, settings(directory, "open", kv_step=16))[0] as model:
-        mine, kept = answers(model, turns)
-        theirs, _ = answers(stock(directory), turns)
-        assert mine == theirs and len(kept) == 4
-
-
 def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], tmp_path: Path) -> None:
     directory, path = directories("llama"), str(tmp_path / "cache.safetensors")
     resident = stock(directory)

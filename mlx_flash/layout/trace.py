@@ -63,8 +63,11 @@ class _Watched(SwappedClass):
     """A module that notes its calls, and uses of its arrays."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        called: dict[int, Any] = self._flash_state.trace.called
-        called.setdefault(id(self), self)
+        watch: _Watch = self._flash_state
+        module = cast(nn.Module, self)
+        if is_expert_stack(module):
+            _note_route(watch, module, *args, **kwargs)
+        watch.trace.called.setdefault(id(self), module)
         return self._noted(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def _noted(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,14 +109,6 @@ class _WatchedTable(_Watched):
         watch: _Watch = self._flash_state
         watch.trace.heads.add(id(self))
         return cast(mx.array, self._noted(super().as_linear, (x,), {}))  # type: ignore[misc]
-
-
-class _WatchedStack(_Watched):
-    """A stack of experts that notes where the choice of them comes from, too."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _note_route(self._flash_state, cast(nn.Module, self), *args, **kwargs)
-        return super().__call__(*args, **kwargs)
 
 
 def _used(module: _Watched, key: Any, array: mx.array) -> mx.array:
@@ -248,19 +243,12 @@ def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
             bind(parameter.container, parameter.key, parameter.array)
 
 
-def _mixin_for(module: nn.Module) -> type[_Watched]:
-    if is_embedding(module):
-        return _WatchedTable
-    return _WatchedStack if is_expert_stack(module) else _Watched
-
-
 @contextmanager
 def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
     own = [module for module in modules if module]  # all models share one empty module, the default of an argument
-    mixins = {kind: _mixin_for(module) for kind, module in {type(module): module for module in own}.items()}
     try:
         for module in own:
-            swap_class(module, mixins[type(module)], watch)
+            swap_class(module, _WatchedTable if is_embedding(module) else _Watched, watch)
         yield
     finally:
         for module in own:

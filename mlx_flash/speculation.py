@@ -161,12 +161,8 @@ class Source(Protocol):
 class Guesses:
     """The guesses of one text, and how many of them were right.
 
-    Args:
-        sources: guess tokens. Before each pass the one is asked that promises the most tokens a second.
-        most: the most tokens to guess at a time.
-
-    Attributes:
-        reader: the source that reads hidden states, if there is one.
+    Before each pass the source is asked that promises the most tokens a second. One of them may be a ``reader`` of
+    hidden states.
     """
 
     def __init__(self, *sources: Source, most: int = MAX_GUESSES) -> None:
@@ -371,13 +367,9 @@ class OwnGuesses(Source):
     """The guesses of a model's head for one text. The head gets each token with the hidden state of the one before it.
 
     A head that is asked for several tokens goes on from its own hidden states, instead of the model's. Passes hand in
-    the hidden states, of prompts with their tokens. The first token that is added ends the prompt.
-
-    Args:
-        head: the head.
-        most: tokens that its cache has room for. Beyond them it begins anew, and forgets what came before.
-        step: the most tokens that it gets at a time.
-        compute: does some work in the engine thread while the head is in memory; else it returns None.
+    the hidden states, of prompts with their tokens. The first token that is added ends the prompt. The head's cache has
+    room for ``most`` tokens; beyond them it begins anew, and forgets what came before. ``compute`` does some work in
+    the engine thread while the head is in memory; else it returns None.
     """
 
     expected: Mapping[int, float] = {1: 0.6}

@@ -271,16 +271,7 @@ def _read_back(path: Path, count: Callable[[int], object]) -> Iterator[tuple[str
 
 
 class Rewrite:
-    """A folder of shards that are made from a checkpoint.
-
-    Args:
-        target: the folder.
-        shards: its files.
-        checkpoint: the source.
-        state: of the source when it was read.
-        mode: permissions of the folder, less the umask.
-        hint: ends the hints of errors when something cannot be written.
-    """
+    """A folder of shards that are made from a checkpoint in a state. A hint ends those of errors when it is written."""
 
     def __init__(
         self,

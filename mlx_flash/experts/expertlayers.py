@@ -65,7 +65,6 @@ class Experts:
 
     Attributes:
         pool: the experts in memory.
-        stacks: as given.
         listeners: called with the routing of every call.
     """
 

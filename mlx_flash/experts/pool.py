@@ -222,9 +222,7 @@ class ExpertPool:
             page cache takes processor time, which is for the computation where the processor does that too.
 
     Attributes:
-        slots, layers, reader, poison: as given.
         slot_of: for each layer the slot of each expert, or ``ABSENT``.
-        stats: the counters.
     """
 
     def __init__(

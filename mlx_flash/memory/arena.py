@@ -307,7 +307,6 @@ class SlotArena:
     Attributes:
         num_slots: slots that may be used.
         capacity: rows of the views.
-        pitch: as given.
         num_touched: slots that have memory: those up to the last one that was used.
     """
 
@@ -477,7 +476,6 @@ class StackArena:
         num_slots: slots that there are.
         least, capacity: the fewest and the most.
         num_touched: as in :class:`SlotArena`; all of them here.
-        pitch: as given.
         offsets: the offset of each part in a slot.
     """
 

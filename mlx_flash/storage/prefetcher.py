@@ -37,19 +37,12 @@ _STEP = 1 / 16
 
 
 class CachedShare:
-    """The share of all blocks that is read through the page cache. It follows the free memory of the machine.
+    """The share of all blocks, 0 to 1, that is read through the page cache. It follows the free memory of the machine.
 
     Direct reads leave free memory of the machine idle. A fixed part of the files is read through the page cache
     instead, so that the next pass finds it there. It is part of no budget: the system takes these pages back whenever a
-    program needs memory. The rest is read directly, or each pass would push out what the next one needs.
-
-    Args:
-        nbytes: size of all files.
-        room: returns the bytes of memory that nothing else needs now; cached blocks count as free.
-
-    Attributes:
-        room: as given; may be replaced.
-        share: 0 to 1.
+    program needs memory. The rest is read directly, or each pass would push out what the next one needs. ``room``
+    returns the bytes of memory that nothing else needs now; cached blocks count as free.
     """
 
     def __init__(self, nbytes: int, room: Callable[[], int]) -> None:

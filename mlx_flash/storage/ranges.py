@@ -47,21 +47,14 @@ class Buffer(Protocol):
 
 
 class SourceFile:
-    """A file that is read while the model runs.
+    """A file that is read while the model runs, through the page cache and, if that is wanted and possible, past it.
 
-    Args:
-        path: the file.
-        direct: whether to open it for direct reads too.
-        table: the places of its blocks, if its tensors are compressed.
-        identity: the file as it was when the model was loaded; None takes it as it is opened.
+    Without an identity, that of the model's loading, the file counts as it is opened.
 
     Attributes:
         hint: what to do if bytes of it are missing.
-        path: the file.
-        table: as given.
         buffered_fd: descriptor for reads through the page cache.
-        direct_fd: descriptor for reads past the page cache; None where that is not wanted or not possible.
-        identity: the file as it was then.
+        direct_fd: descriptor for reads past it, or None.
 
     Raises:
         CheckpointError: the file cannot be opened.

@@ -50,8 +50,7 @@ from mlx_flash.streaming.layers import (
     TiledLinear,
     tile_module,
 )
-from mlx_flash.streaming.loans import Lendable, Loans
-from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.streaming.stream import Lendable, Loans, WeightStream
 from mlx_flash.telemetry import Json, Publisher
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zoo
 from expert_pools import pool_of, with_pool
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate
+from mlx_flash.experts.expertlayers import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate
 from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of

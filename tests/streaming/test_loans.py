@@ -91,7 +91,7 @@ def test_a_recall_ends_no_more_loans_than_it_needs(directory: Path, monkeypatch:
         loans = loans_of(model)
         loans.lend(EVERYTHING)
         run(model, [[1], [2]])
-        monkeypatch.setattr("mlx_flash.streaming.loans.release_freed_memory", lambda: freed.append(loans.nbytes))
+        monkeypatch.setattr("mlx_flash.streaming.stream.release_freed_memory", lambda: freed.append(loans.nbytes))
         before, num = loans.nbytes, len(loans._lent)
         loans.recall(0)
         assert loans.nbytes == before and not freed

@@ -38,7 +38,6 @@ from mlx_flash.layout.names import Known, known_models
 from mlx_flash.layout.trace import RESULTS as HELD
 from mlx_flash.memory.footprint import MemoryReading, available_memory, footprint, total_memory
 from mlx_flash.modelfile.parse import (
-    check_model_name,
     create_model,
     find_modelfile,
     named_models,
@@ -331,11 +330,9 @@ def _short(name: str) -> str:
 
 def create(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash create``: write a Modelfile with a name."""
-    check_model_name(args.name)
-    modelfile = read_modelfile(args.file)
-    note_lines(modelfile)
     verb = "replaced" if args.name in named_models() else "created"
-    path = create_model(args.name, modelfile)
+    path = create_model(args.name, args.file)
+    note_lines(read_modelfile(path))
     print(f"{verb} {args.name}: {path}", file=out)
     return 0
 

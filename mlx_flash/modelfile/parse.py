@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,42 +59,21 @@ def check_model_name(name: str) -> None:
         )
 
 
-def create_model(name: str, modelfile: Modelfile) -> Path:
-    """Write the contents of a Modelfile with a name. Return its path. Comments and what has no effect are left out."""
+def create_model(name: str, source: Path | str) -> Path:
+    """Copy a Modelfile to one with a name. Return its path."""
     check_model_name(name)
-    path = models_folder() / name
+    text, path = read_text(Path(source)), models_folder() / name
+    found = parse_modelfile(text, source)
+    try:
+        copy = parse_modelfile(text, path)
+    except ConfigError:
+        copy = replace(found, base="")
+    if (copy.base, copy.adapter) != (found.base, found.adapter):
+        raise ConfigError(f"{source}: its paths depend on its folder. Hint: begin those of FROM and ADAPTER with /")
     with write_errors(f"cannot write the Modelfile {path}", "or set XDG_CONFIG_HOME to another folder"):
         make_private(path.parent)
-        write_atomically(path, "".join(f"{line}\n" for line in lines_of(modelfile)))
+        write_atomically(path, text)
     return path
-
-
-def lines_of(modelfile: Modelfile) -> Iterator[str]:
-    """Yield the lines of a Modelfile with these contents."""
-    yield f"FROM {modelfile.base}"
-    if modelfile.adapter is not None:
-        yield f"ADAPTER {modelfile.adapter}"
-    for key, value in modelfile.parameters.given().items():
-        yield f"PARAMETER {key} {value}"
-    texts = [("SYSTEM", modelfile.system), ("TEMPLATE", modelfile.template)]
-    texts += [("PARAMETER stop", stop) for stop in modelfile.stop]
-    texts += [(f"MESSAGE {message.role}", message.content) for message in modelfile.messages]
-    texts += [("LICENSE", text) for text in modelfile.licenses]
-    yield from (f"{key} {quoted(text)}" for key, text in texts if text is not None)
-    num_ctx = ("context_length", str(modelfile.parameters.num_ctx))  # which sets this, too
-    for key, name in FLASH_INSTRUCTIONS.items():
-        if name in modelfile.flash and (name, modelfile.flash[name]) != num_ctx:
-            yield f"{key} {modelfile.flash[name]}"
-
-
-def quoted(text: str) -> str:
-    """Return a text as a Modelfile has it."""
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    if len(lines) == 1 and not text.startswith('"'):
-        return f'"{text}"'
-    if any(line.rstrip().endswith('"""') for line in lines):
-        raise ConfigError(f'a line of a text ends with """, which ends a text in a Modelfile: {text[:50]!r}')
-    return '"""' + "\n".join(lines) + '"""'
 
 
 DEFAULT_MAX_TOKENS = 512

@@ -24,7 +24,7 @@ from mlx_flash.commands.engines import choose, published_name
 from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.parse import create_model, parse_modelfile
+from mlx_flash.modelfile.parse import create_model
 from models import make_random_model
 from waiting import eventually
 
@@ -153,7 +153,8 @@ def test_stop_takes_folders_and_names(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "tiny"
     folder.mkdir()
-    create_model("mine", parse_modelfile(f"FROM {folder}", "Modelfile"))
+    (tmp_path / "Modelfile").write_text(f"FROM {folder}")
+    create_model("mine", tmp_path / "Modelfile")
     assert {published_name(word) for word in (f"{folder}/", "mine", "tiny")} == {"tiny"}
     assert published_name("qwen3-8b") == published_name("mlx-community/Qwen3-8B-4bit") == "mlx-community/Qwen3-8B-4bit"
     (tmp_path / "config" / "mlx-flash" / "config.toml").write_text("wrong")

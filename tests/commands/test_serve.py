@@ -14,7 +14,7 @@ from mlx_flash.commands import serve
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
-from mlx_flash.modelfile.parse import create_model, read_modelfile
+from mlx_flash.modelfile.parse import create_model
 from mlx_flash.server.catalog import Catalog
 
 
@@ -82,8 +82,8 @@ def test_models_that_create_named_are_served(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     file = tmp_path / "Modelfile"
-    file.write_text("FROM ./base\nSYSTEM Be brief.\nFLASH_CONTEXT_LENGTH 512\n")
-    create_model("brief", read_modelfile(file))
+    file.write_text(f"FROM {tmp_path}/base\nSYSTEM Be brief.\nFLASH_CONTEXT_LENGTH 512\n")
+    create_model("brief", file)
     catalogs: list[Catalog] = []
     monkeypatch.setattr(serve, "serve_catalog", lambda catalog, *_, **__: catalogs.append(catalog) or 0)
     serve.serve(parse_arguments(["serve", "--model", str(tmp_path / "base")]), sys.stdout)
@@ -94,8 +94,8 @@ def test_models_that_create_named_are_served(tmp_path: Path, monkeypatch: pytest
     assert (
         own.find("short").config.context_length == 512 and own.find("short").first_messages[0]["content"] == "Be brief."
     )
-    file.write_text("FROM ./base\nFLASH_RAM_GB 3\n")
-    create_model("large", read_modelfile(file))
+    file.write_text(f"FROM {tmp_path}/base\nFLASH_RAM_GB 3\n")
+    create_model("large", file)
     assert other.names()[1:3] == ["brief", "large"]
     with pytest.raises(RefusedError, match="share one budget") as found:
         other.find("large")

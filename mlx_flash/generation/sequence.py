@@ -193,37 +193,27 @@ class GeneratedSequence:
         if self.row is not None:
             return self.row
         self._at, self.num_calls = -1, int(self._token is not None)
+        options: dict[str, Any]
         if self._token is None:
             if most is not None:
                 most -= most % self.model.prefill_step(self._step, 0)
             taken, self.ends_segment = _take_segments(self.segments, self.cache, most)
             self._new = [token for segment in taken for token in segment]
-            ends, is_last = list(accumulate(map(len, taken[:-1]))), not self.segments
-            left = 0 if self.ends_segment else len(self.segments[0])
-            self.row = self.model.row(
-                mx.array([self._new]),
-                self.cache,
-                self._step,
-                wants_logits=is_last and not self._is_read_only,
-                ends=ends,
-                segment_left=left,
-                reads=self.reads,
-                reader=self._reader(),
-            )
-            self.row.report = self._report
+            options = {
+                "wants_logits": not self.segments and not self._is_read_only,
+                "ends": list(accumulate(map(len, taken[:-1]))),
+                "segment_left": 0 if self.ends_segment else len(self.segments[0]),
+                "reads": self.reads,
+            }
         else:
             guessed = self._guess(num_others)
             self._new, self.num_calls = [self.last, *guessed], 1 + len(guessed)
             self._at = 0 if guessed else -1
-            self.row = self.model.row(
-                mx.array([self._new]),
-                self.cache,
-                self._step,
-                num_guesses=len(guessed),
-                owed=self._owed,
-                reader=self._reader(),
-            )
-        return self.row
+            options = {"num_guesses": len(guessed), "owed": self._owed}
+        row = self.model.row(mx.array([self._new]), self.cache, self._step, reader=self._reader(), **options)
+        row.report = None if self.num_calls else self._report
+        self.row = row
+        return row
 
     def _reader(self) -> OwnGuesses | None:
         """Return the source of guesses that reads the hidden states of the next row, if one does."""

@@ -501,11 +501,8 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
 
 def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     """Return the first plan, unless another is worth the disk."""
-    return min([p for p in plans if p is plans[0] or p.seconds < WORTH_THE_DISK * plans[0].seconds], key=_seconds)
-
-
-def _seconds(plan: ResidencyPlan) -> float:
-    return plan.seconds
+    enough = WORTH_THE_DISK * plans[0].seconds
+    return min([plans[0], *(plan for plan in plans[1:] if plan.seconds < enough)], key=attrgetter("seconds"))
 
 
 def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: int, like: Task) -> ResidencyPlan:

@@ -393,6 +393,7 @@ class Engine:
         """Stop everything that has a thread or a file; modules keep what they hold. Also if it never started."""
         if self._publisher is not None:
             self._publisher.close()
+            self._publisher = None  # it refers to the engine, whose memory goes with its last reference
         if self.prefixes is not None:
             self.prefixes.close()
         self.reader.close()

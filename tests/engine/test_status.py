@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -258,9 +259,14 @@ def test_publishing_does_not_keep_a_model_alive(directory: Path) -> None:
     model = streamed_whole(directory, telemetry=True)
     run(model, [[1]])
     assert len(eventually(find)) == 1
-    del model
+    engine = weakref.ref(model.engine)
     gc.collect()
-    assert eventually(lambda: not find() and not threads_of_models())
+    gc.disable()  # its memory does not wait for Python's collector of cycles
+    try:
+        del model
+        assert eventually(lambda: not find() and not threads_of_models() and engine() is None)
+    finally:
+        gc.enable()
 
 
 def eventually(condition: Callable[[], Any]) -> Any:

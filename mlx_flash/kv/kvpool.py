@@ -292,7 +292,7 @@ class KVPool(Opaque):
             WriteError: there is no room on the disk.
         """
         options = self.options
-        self.use(rows.group for rows in adding.tokens)
+        self.use(dict.fromkeys([rows.group for rows in adding.tokens]))  # a generator is entered for each layer
         way = way or self.way(self.ledger(adding), limit)
         if way.missing or options.budget_bytes is None:
             return way.missing

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -30,6 +31,9 @@ class PassCounters:
     between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
     counted, and tokens of prompts that share a pass with generated ones count as neither.
     """
+
+    has_run: ClassVar[bool] = False
+    """True once this process has run a model."""
 
     num_passes: int = 0
     num_failed: int = 0
@@ -75,6 +79,7 @@ class PassCounters:
         if failed:
             self.num_failed += 1
             return
+        PassCounters.has_run = True
         self.num_passes += 1
         self.num_tokens_in += self.num_tokens
         self.num_sequences += self.batch_size

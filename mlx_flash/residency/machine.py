@@ -57,6 +57,10 @@ Metal's is a guess."""
 RUNTIME_BYTES_OF_EXPERTS = {"cpu": 0, "metal": 0, "cuda": 160_000_000}
 """More of them for a mixture. Seen with CUDA: 540, 670 and 780 MB in all."""
 
+RUNTIME_BYTES_AGAIN = 400_000_000
+"""The most of them in a process that has run a model, where libraries and some kernels are loaded. Seen on an H200: 40
+MB for the same model or a dense one after a mixture, 380 MB for a mixture after a dense one."""
+
 GROWTH_BYTES = {"cpu": BASE_STEP, "metal": BASE_STEP, "cuda": 4 * BASE_STEP}
 """Bytes that earlier loads may add to the process before plans count them: Python keeps the memory of planning."""
 
@@ -109,7 +113,7 @@ class Machine:
 
 
 def look_at_machine(
-    shard: Path, layout: ModelLayout, config: FlashConfig, checkpoint: Checkpoint | None = None
+    shard: Path, layout: ModelLayout, config: FlashConfig, checkpoint: Checkpoint | None = None, has_run: bool = False
 ) -> Machine:
     """Measure the machine.
 
@@ -118,6 +122,7 @@ def look_at_machine(
         layout: the model, whose kind of matrix product is timed.
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
+        has_run: whether this process has run a model.
     """
     disk = profile_for(shard, config.io)
     compute_speed, compression = read_products(largest_linear(layout)), None
@@ -128,13 +133,14 @@ def look_at_machine(
     read_size, queue_depth = _reads(config, disk, compression)
     speeds = prompt_speedup(layout), kept_products(largest_linear(layout)), operation_seconds()
     bytes_per_pair(layout.trace.attention)  # before the footprint: on a GPU, kernels that have run take memory
+    runtime = RUNTIME_BYTES[_back_end()] + bool(layout.experts) * RUNTIME_BYTES_OF_EXPERTS[_back_end()]
     return Machine(
         total_memory=total_memory(),
         available_memory=available_memory(),
         base_bytes=_counted_base(),
         active_bytes=active_memory(),
         context_bytes=context_bytes(),
-        runtime_bytes=RUNTIME_BYTES[_back_end()] + bool(layout.experts) * RUNTIME_BYTES_OF_EXPERTS[_back_end()],
+        runtime_bytes=min(runtime, RUNTIME_BYTES_AGAIN) if has_run else runtime,
         disk=replace(disk, read_size=read_size, queue_depth=queue_depth),
         compute_bytes_per_second=compute_speed,
         barrier_seconds=barrier_seconds(),
@@ -186,7 +192,7 @@ def _counted_base() -> int:
     return _counted[0]
 
 
-def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
+def look_at_memory(machine: Machine, promised_bytes: int, has_run: bool) -> Machine:
     """Return the machine with its memory as it is now, less what others in this process were promised."""
     grown = _base_bytes() - machine.base_bytes
     step = GROWTH_BYTES[_back_end()]
@@ -195,6 +201,7 @@ def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
         machine,
         available_memory=available_memory(),
         base_bytes=base + promised_bytes,
+        runtime_bytes=min(machine.runtime_bytes, RUNTIME_BYTES_AGAIN) if has_run else machine.runtime_bytes,
         active_bytes=active_memory() + promised_bytes,
     )
 

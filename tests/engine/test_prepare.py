@@ -16,8 +16,10 @@ import mlx_flash
 from mlx_flash import BudgetError, CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.status import PassCounters
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint
+from mlx_flash.residency import machine
 from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from streamed import config
@@ -119,6 +121,19 @@ def test_memory_that_others_freed_goes_back_before_a_model_loads(
     finally:
         mx.set_cache_limit(limit)
     assert found[0] < before - (60 << 20)
+
+
+def test_what_a_first_model_loads_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's libraries and kernels: some hundred MB, that every model of the process uses."""
+    monkeypatch.setitem(machine.RUNTIME_BYTES, machine._back_end(), 640_000_000)
+    monkeypatch.setattr(PassCounters, "has_run", False)
+    directory = save(tmp_path, LLAMA, mx.bfloat16)
+    first, waiting = (prepare(directory, CONFIG).machine.runtime_bytes for _ in range(2))
+    assert first == waiting == 640_000_000
+    with mlx_flash.load_model(directory, CONFIG)[0] as model:
+        assert prepare(directory, CONFIG).machine.runtime_bytes == first  # nothing was computed yet
+        model(mx.array([[1]]))
+        assert prepare(directory, CONFIG).machine.runtime_bytes == machine.RUNTIME_BYTES_AGAIN < first
 
 
 def test_refused_model_leaves_no_garbage(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ TASKS = Path(__file__).with_name("real_tasks.json")
 STEP = 512
 """Prompt tokens of a call; another number may give other bits."""
 
-NONE, LOOKUP, DRAFT, BOTH = "none", "lookup", "draft", "lookup and draft"
+NONE, LOOKUP, DRAFT, BOTH, OWN = "none", "lookup", "draft", "lookup and draft", "lookup and own head"
 HEAD_GUESSES = 3
 """Tokens that a head of one layer is asked for at most: of later ones fewer are right."""
 
@@ -308,9 +308,9 @@ def stream(args: argparse.Namespace) -> int:
             expected = [
                 replayed(answer, sources_of(answer, way, own), own, num_tokens)
                 for answer, own in zip(answers, clocks, strict=True)
-                if own is not None
+                if own is not None and way != OWN  # whose guesses are not recorded
             ]
-            if limit is not None:
+            if limit is not None and expected:
                 label = {"disk_mb_per_second": limit, "way": f"{way}, on the clock"}
                 rows += [label | row for row in summarized(answers, expected)]
             elif expected and way == LOOKUP and passes_of(found) != passes_of(expected):
@@ -349,6 +349,7 @@ def config_of(args: argparse.Namespace, answers: Sequence[Answer], num_tokens: i
         context_length=max(STEP, *(len(answer.prompt) + num_tokens for answer in answers)),  # has room for all rows
         prefill_step_size=STEP,
         speculation=way != NONE,
+        mtp="auto" if way == OWN else "off",
         lend_reserves=False,
         telemetry=False,
         io=args.io,
@@ -456,7 +457,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     streaming.add_argument("--model", type=Path, required=True)
     streaming.add_argument("--draft", type=Path)
     streaming.add_argument("--budget", type=parse_budget, required=True)
-    streaming.add_argument("--ways", nargs="+", choices=[NONE, LOOKUP, BOTH], default=[NONE, LOOKUP])
+    streaming.add_argument("--ways", nargs="+", choices=[NONE, LOOKUP, BOTH, OWN], default=[NONE, LOOKUP])
     streaming.add_argument("--tokens", type=int, help="the most tokens of an answer; unset for the recorded ones")
     streaming.add_argument("--io", choices=["direct", "auto", "buffered"], default="auto")
     streaming.add_argument("--disk-mb-per-second", type=float)

@@ -39,7 +39,8 @@ from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
 from mlx_flash.residency.ledger import largest_page
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, ReadStats, Ticket
+from mlx_flash.storage.probe import doubt_profile
 from mlx_flash.streaming.layers import (
     ComputedModule,
     EmbeddingRows,
@@ -146,6 +147,13 @@ _CACHED_SIZE, _CACHED_DEPTH = 2 << 20, 4
 mixture of 8.6 GB at 4 GB on an H100 with 16 cores made 14.5 and 15.1 tokens/s with these, 12.5 and 13.9 with 8 threads,
 11.5 and 12.4 with 1 MiB and 16. A disk is faster with more in flight."""
 
+MIN_READ_BYTES = 64 << 20
+"""Less that was read says little of a disk."""
+
+HALF = 0.5
+"""A disk that gives less than this share of its probed speed is probed once more. So is one that gives more than the
+inverse: other programs were busy when it was probed."""
+
 
 class Engine:
     """A plan in force: the weights of one model, on their way, and what caches and publishes beside them.
@@ -172,6 +180,7 @@ class Engine:
         self.plan, self.kv, self.chain = prepared.plan, kv, prepared.chain
         self.prefixes: PrefixCache | None = None
         self._publisher: Publisher | None = None
+        self._read_at_start: ReadStats | None = None
         self.reader = _reader(prepared, config)
         self.stream = WeightStream([], self.reader, poison=False, num_units=0)
         self.loans = Loans(self.stream)
@@ -202,6 +211,7 @@ class Engine:
             with reads_explained(prepared.loaded.streams, prepared.checkpoint.directory):
                 fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
                 self._start_weights(progress)
+            self._read_at_start = self.reader.stats
             if fingerprint is not None:
                 queue_bytes = plan.prefix_bytes - largest_page(plan.cache, plan.context_length)
                 self.prefixes = open_prefixes(config, fingerprint, name, queue_bytes, self._governor)
@@ -396,8 +406,18 @@ class Engine:
             self._publisher = None  # it refers to the engine, whose memory goes with its last reference
         if self.prefixes is not None:
             self.prefixes.close()
+        if self._read_at_start is not None and self._is_unlike_probe(self._read_at_start, self.reader.stats):
+            doubt_profile(self._prepared.checkpoint.shards[0].path)
         self.reader.close()
         end_limit(self)
+
+    def _is_unlike_probe(self, before: ReadStats, now: ReadStats) -> bool:
+        """Return whether the disk gave half of its probed speed, or twice, if enough came from it to tell."""
+        plan = self._prepared.plan
+        nbytes, seconds = now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds
+        if plan.pool is not None or nbytes < MIN_READ_BYTES or now.cached_bytes > before.cached_bytes:
+            return False  # experts come as fast as calls need them
+        return not HALF < nbytes / (seconds * plan.disk_bytes_per_second) < 1 / HALF
 
     def close(self) -> None:
         """End it, and give every module its own class and its lazily loaded arrays back. Harmless when repeated."""

@@ -23,7 +23,6 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.lifecycle import make_room
 from mlx_flash.engine.prepared import Prepared, agreed, reached_bytes, settings_of_ranks
-from mlx_flash.engine.status import PassCounters
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout import hub
@@ -124,7 +123,7 @@ def prepare(
     check_direct(path, checkpoint, (record for unit in layout.units for p in unit.large for record in p.records))
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
     probe = probe or max(shards, key=lambda shard: shard.nbytes).path
-    machine = look_at_machine(probe, layout, config, checkpoint, PassCounters.has_run)
+    machine = look_at_machine(probe, layout, config, checkpoint)
     machine = replace(machine, reached_bytes=reached_bytes(Path(model_path)))
     fingerprint = fingerprint_of(loaded, state_of(checkpoint)) if config.caches_prefixes else None
     chain: Chain | None = None

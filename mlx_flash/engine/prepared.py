@@ -15,7 +15,6 @@ from huggingface_hub.errors import StrictDataclassError
 
 from mlx_flash.compat import tokenizers
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import BudgetError, CheckpointError, FlashError
 from mlx_flash.layout.load import LoadedModel, ModelIdentity, load_config
 from mlx_flash.layout.parts import ModelLayout
@@ -135,7 +134,7 @@ class Prepared:
     def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
         """Return it as of now: adapters may have changed modules, and other models may have taken memory, or will."""
         config = self._settings(config)
-        machine = look_at_memory(self.machine, promised_bytes, PassCounters.has_run)
+        machine = look_at_memory(self.machine, promised_bytes)
         machine = replace(machine, reached_bytes=reached_bytes(self.checkpoint.directory))
         is_unchanged = self.identity.is_unchanged
         has_reached_more = machine.reached_bytes > self.machine.reached_bytes  # a tokenizer was loaded
@@ -178,7 +177,7 @@ class Prepared:
         Raises:
             BudgetError: the budget has no room for them.
         """
-        found = replace(self, machine=look_at_memory(self.machine, 0, PassCounters.has_run), needed_context=num_tokens)
+        found = replace(self, machine=look_at_memory(self.machine, 0), needed_context=num_tokens)
         settings = found._settings(config)
         plan = make_plan(found.sizes, settings, found.machine)
         if (more := extra_bytes - plan.kv_bytes - plan.activation_bytes) > 0:

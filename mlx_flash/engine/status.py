@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -15,6 +14,7 @@ from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.stream import UnitState, unit_states
 from mlx_flash.telemetry import FACTS, Json
@@ -31,9 +31,6 @@ class PassCounters:
     between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
     counted, and tokens of prompts that share a pass with generated ones count as neither.
     """
-
-    has_run: ClassVar[bool] = False
-    """True once this process has run a model."""
 
     num_passes: int = 0
     num_failed: int = 0
@@ -79,7 +76,7 @@ class PassCounters:
         if failed:
             self.num_failed += 1
             return
-        PassCounters.has_run = True
+        Machine.has_run = True
         self.num_passes += 1
         self.num_tokens_in += self.num_tokens
         self.num_sequences += self.batch_size

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -79,6 +80,7 @@ _FALLBACK_BYTES_PER_SECOND = 10e9
 class Machine:
     """The machine that a plan is made for."""
 
+    has_run: ClassVar[bool] = False  # whether this process has run a model
     total_memory: int  # bytes this process could ever have
     available_memory: int  # bytes that are free now
     base_bytes: int  # footprint of the process before any weight
@@ -113,7 +115,7 @@ class Machine:
 
 
 def look_at_machine(
-    shard: Path, layout: ModelLayout, config: FlashConfig, checkpoint: Checkpoint | None = None, has_run: bool = False
+    shard: Path, layout: ModelLayout, config: FlashConfig, checkpoint: Checkpoint | None = None
 ) -> Machine:
     """Measure the machine.
 
@@ -122,7 +124,6 @@ def look_at_machine(
         layout: the model, whose kind of matrix product is timed.
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
-        has_run: whether this process has run a model.
     """
     disk = profile_for(shard, config.io)
     compute_speed, compression = read_products(largest_linear(layout)), None
@@ -140,7 +141,7 @@ def look_at_machine(
         base_bytes=_counted_base(),
         active_bytes=active_memory(),
         context_bytes=context_bytes(),
-        runtime_bytes=min(runtime, RUNTIME_BYTES_AGAIN) if has_run else runtime,
+        runtime_bytes=min(runtime, RUNTIME_BYTES_AGAIN) if Machine.has_run else runtime,
         disk=replace(disk, read_size=read_size, queue_depth=queue_depth),
         compute_bytes_per_second=compute_speed,
         barrier_seconds=barrier_seconds(),
@@ -192,7 +193,7 @@ def _counted_base() -> int:
     return _counted[0]
 
 
-def look_at_memory(machine: Machine, promised_bytes: int, has_run: bool) -> Machine:
+def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
     """Return the machine with its memory as it is now, less what others in this process were promised."""
     grown = _base_bytes() - machine.base_bytes
     step = GROWTH_BYTES[_back_end()]
@@ -201,7 +202,7 @@ def look_at_memory(machine: Machine, promised_bytes: int, has_run: bool) -> Mach
         machine,
         available_memory=available_memory(),
         base_bytes=base + promised_bytes,
-        runtime_bytes=min(machine.runtime_bytes, RUNTIME_BYTES_AGAIN) if has_run else machine.runtime_bytes,
+        runtime_bytes=min(machine.runtime_bytes, RUNTIME_BYTES_AGAIN) if Machine.has_run else machine.runtime_bytes,
         active_bytes=active_memory() + promised_bytes,
     )
 

@@ -150,7 +150,9 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
         return remembered
     profile = enginethread.run(partial(probe_disk, path, direct, may_buffer))  # no interrupt leaves a file open there
     if path.stat().st_size >= 2 * SAMPLE_BYTES:
-        PROFILES.save(key, asdict(profile))
+        known = PROFILES.load().get(key)
+        was_doubted = isinstance(known, dict) and "read_size" not in known  # not of a profile that has become old
+        PROFILES.save(key, {**asdict(profile), "was_doubted": was_doubted})
     return profile
 
 
@@ -168,9 +170,23 @@ def folder_profile(folder: Path, direct: bool, may_buffer: bool = False) -> Disk
         return disk_profile(file, direct, may_buffer)
 
 
+def doubt_profile(path: Path) -> None:
+    """Have the next load probe the disk that holds a file once more: a run read at half of its speed, or at twice.
+
+    What that probe finds stays, whatever runs reach then.
+    """
+    for key, entry in PROFILES.load().items():
+        if key.startswith(f"{_disk(path)}:") and isinstance(entry, dict) and not entry.get("was_doubted"):
+            PROFILES.save(key, {"was_doubted": True})
+
+
 def _key(path: Path, direct: bool, may_buffer: bool) -> str:
     way = "buffered" if not direct else "any" if may_buffer else "direct"
-    return f"{platform.node()}:{path.stat().st_dev}:{way}"
+    return f"{_disk(path)}:{way}"
+
+
+def _disk(path: Path) -> str:
+    return f"{platform.node()}:{path.stat().st_dev}"
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import mlx_flash
 from mlx_flash import BudgetError, CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.prepared import load_tokenizer
-from mlx_flash.engine.status import PassCounters
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency import machine
@@ -126,7 +125,7 @@ def test_memory_that_others_freed_goes_back_before_a_model_loads(
 def test_what_a_first_model_loads_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's libraries and kernels: some hundred MB, that every model of the process uses."""
     monkeypatch.setitem(machine.RUNTIME_BYTES, machine._back_end(), 640_000_000)
-    monkeypatch.setattr(PassCounters, "has_run", False)
+    monkeypatch.setattr(machine.Machine, "has_run", False)
     directory = save(tmp_path, LLAMA, mx.bfloat16)
     first, waiting = (prepare(directory, CONFIG).machine.runtime_bytes for _ in range(2))
     assert first == waiting == 640_000_000

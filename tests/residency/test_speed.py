@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from machines import FIXED, LLAMA_LAYER, MB, make_machine, make_mixture, make_model, minimum_of, with_budget
+from mlx_flash import load_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ModelLayout
@@ -17,7 +19,8 @@ from mlx_flash.residency.machine import Machine, kept_products, largest_linear, 
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from models import LLAMA, save
+from mlx_flash.storage.probe import PROFILES
+from models import LLAMA, run, save
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,24 @@ def test_prompts_fetch_weights_once(layout: ModelLayout, written: list[int], mon
     """As on a GPU that takes 50 seconds to fetch what the processor wrote, and half a second for one token or many."""
     monkeypatch.setattr(machine, "_seconds", lambda part, x: 50.5 if written and written.pop() == 0 else 0.5)
     assert prompt_speedup(layout) == 16 * 101
+
+
+@pytest.mark.parametrize(
+    ("planned", "half", "is_probed_again"), [(1e15, 0.5, True), (1.0, 0.5, True), (1e9, 1e-4, False)]
+)
+def test_disk_at_half_or_twice_its_probed_speed_is_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: float, half: float, is_probed_again: bool
+) -> None:
+    monkeypatch.setattr("mlx_flash.engine.engine.HALF", half)
+    monkeypatch.setattr("mlx_flash.engine.engine.MIN_READ_BYTES", 1)
+    monkeypatch.setattr("mlx_flash.engine.engine._spare_memory", lambda budget: 0)  # nothing is in the page cache
+    directory = save(tmp_path / "model", LLAMA)
+    key = f"{platform.node()}:{directory.stat().st_dev}:any"
+    PROFILES.save(key, {"bytes_per_second": planned, "read_size": 1 << 20, "queue_depth": 4, "direct": True})
+    with load_model(directory, FlashConfig(ram_budget_gb="min"))[0] as model:
+        run(model, [[token] for token in range(3)])
+        assert "read_size" in PROFILES.load()[key]
+    assert ("read_size" not in PROFILES.load()[key]) == is_probed_again
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 2])

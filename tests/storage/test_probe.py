@@ -17,7 +17,7 @@ from mlx_flash.errors import ReadError
 from mlx_flash.folders import cache_directory
 from mlx_flash.storage import probe
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
-from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
+from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, doubt_profile, probe_disk
 from models import save
 from reading import descriptors, num_cached_pages, reader_threads, write_file
 from zoo import configuration
@@ -202,6 +202,13 @@ def test_probe_of_a_small_file_stays_within_the_least_budget(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr.decode()
     peak, budget = map(int, done.stdout.split())
     assert peak <= budget
+
+
+def test_doubted_profile_is_measured_once_more(big: Path, probed: list[bool]) -> None:
+    for _ in range(3):
+        assert disk_profile(big, True) == FAKE
+        doubt_profile(big)
+    assert probed == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ class Odds:
 class _Stack:
     """The state of a stack, and of the modules around it."""
 
-    before: mx.array | None = None  # the residual before its experts and after them, if it is that of few tokens
-    after: mx.array | None = None
+    before: mx.array | None = None  # the residual before its experts, if it is that of few tokens
+    after: mx.array | None = None  # that after them
     # the norm before its router, and the block with the router; None where it cannot be guessed
     route: tuple[Callable[..., mx.array], Callable[..., object]] | None = None
     is_asked: bool = False  # whether its router is called speculatively

@@ -79,7 +79,7 @@ class Disk:
     device: str  # name of the device, as the system mounts it
     mount: str  # where it is mounted
     file_system: str  # kind of file system
-    total_bytes: int  # of its room
+    total_bytes: int
     free_bytes: int
 
 

@@ -135,10 +135,10 @@ class SourceFile:
 class Part(NamedTuple):
     """A part of a segment that is read at once."""
 
-    file: SourceFile  # the segment's file
-    segment: Segment  # the segment
-    start: int  # first byte of the file, and the first one after the part
-    stop: int
+    file: SourceFile  # that of the segment
+    segment: Segment
+    start: int  # first byte of the file
+    stop: int  # first byte after the part
     places: tuple[Place, ...]  # of what is wanted of it
 
     def pieces(self, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:

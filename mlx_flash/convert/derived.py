@@ -161,14 +161,6 @@ def remove(copy: Copy) -> bool:
         return remove_unheld(copy.folder)
 
 
-def hold(folder: Path) -> HeldLock | None:
-    """Keep a copy from being removed until the returned lock is released. Return None if there is no copy."""
-    try:
-        return HeldLock(folder, shared=True, required=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, removes: bool = True) -> bool:
     """Remove other copies until there is room for more bytes of a copy; none when that would not be enough.
 
@@ -272,8 +264,9 @@ class _Copying:
 
     def use(self) -> HeldLock | None:
         """Hold the copy if it is complete and unchanged."""
-        held = hold(self._folder)
-        if held is None:
+        try:
+            held = HeldLock(self._folder, shared=True, required=False)  # keeps it from being removed
+        except (FileNotFoundError, NotADirectoryError):
             return None
         manifest, shards = read_json_object(self._folder / MANIFEST_NAME, _MOST_BYTES), self._shards
         if manifest.get("files") == self._stamps(self._folder) and all(

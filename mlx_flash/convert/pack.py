@@ -652,15 +652,6 @@ def _check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"{target} is inside of the source {source}. Hint: name a folder beside it.")
 
 
-def _check_room(folder: Path, nbytes: int) -> None:
-    free = free_bytes(folder)
-    if nbytes > free:
-        raise WriteError(
-            f"{folder} needs {nbytes / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free on its disk. "
-            "Hint: make room, or name a folder on another disk."
-        )
-
-
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
@@ -673,7 +664,12 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
         raise CheckpointNotFoundError(
             f"{strange} is no file that can be copied: a link to nothing, or a device. Hint: remove it."
         )
-    _check_room(folder, round(rewrite.missing_bytes * ratio) + sum(path.stat().st_size for path in others))
+    nbytes = round(rewrite.missing_bytes * ratio) + sum(path.stat().st_size for path in others)
+    if nbytes > (free := free_bytes(folder)):
+        raise WriteError(
+            f"{folder} needs {nbytes / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free on its disk. "
+            "Hint: make room, or name a folder on another disk."
+        )
 
     def left_out(at: str, names: list[str]) -> set[str]:
         here = Path(at).resolve()

@@ -29,7 +29,7 @@ from mlx_flash.convert.derived import adopt_derived, derived_directory, derived_
 from mlx_flash.convert.pack import TensorSpec
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -451,8 +451,7 @@ def test_room_is_made_of_what_was_used_longest_ago() -> None:
     assert old.exists() and new.exists() and not own.exists(), "of the same source, so of no use"
     assert make_room(10**6, "/here", "mine", 2 * 10**6 + 10_000)
     assert not old.exists() and new.exists()
-    held = copies.hold(new)
-    assert held is not None
+    held = HeldLock(new, shared=True)
     assert not make_room(10**6, "/here", "mine", 10**6 + 10_000)
     held.release()
     assert make_room(10**6, "/here", "mine", 10**6 + 10_000)

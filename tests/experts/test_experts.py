@@ -97,10 +97,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             layouts.append(make_layout(loaded))
             return layouts[-1]
 
-        monkeypatch.setattr("mlx_flash.engine.prepare.make_layout", spy)
-        monkeypatch.setattr(
-            "mlx_flash.engine.prepare.make_plan", lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots)
-        )
+        for module in ("prepare", "prepared"):
+            monkeypatch.setattr(f"mlx_flash.engine.{module}.make_layout", spy)
+            monkeypatch.setattr(
+                f"mlx_flash.engine.{module}.make_plan",
+                lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots),
+            )
 
     return plan
 

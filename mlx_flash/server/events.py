@@ -141,7 +141,7 @@ class Answers:
     Attributes:
         open: numbers of answers whose last event was not taken.
         begun: set when each answer has an event, or one has failed.
-        error: why one failed.
+        error: why one failed, if others had no event yet.
     """
 
     def __init__(self, numbers: Sequence[int], on_leave: Callable[[Collection[int]], None]) -> None:
@@ -158,10 +158,11 @@ class Answers:
 
     def _add(self, number: int, event: Event) -> None:
         self._events.put_nowait((number, event))
-        self._silent.discard(number)
-        self.error = event.error if isinstance(event, Failed) else self.error
-        if self.error is not None or not self._silent:
-            self.begun.set()
+        if not self.begun.is_set():
+            self._silent.discard(number)
+            self.error = event.error if isinstance(event, Failed) else None
+            if self.error is not None or not self._silent:
+                self.begun.set()
 
     async def next(self) -> tuple[int, Event]:
         """Return the next event, and the place of its answer among all."""

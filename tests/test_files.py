@@ -181,10 +181,8 @@ def test_large_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
-    check_regular(path, 5)
-    for read in (read_regular, check_regular):
-        with pytest.raises(OSError, match="it has 5 bytes, at most 4 are allowed"):
-            read(path, 4)
+    with pytest.raises(OSError, match="it has 5 bytes, at most 4 are allowed"):
+        read_regular(path, 4)
 
 
 def test_file_that_reports_no_size_is_not_read_beyond_the_limit() -> None:

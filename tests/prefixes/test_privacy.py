@@ -13,7 +13,7 @@ from mlx_flash import cli
 from mlx_flash.files import make_private
 from mlx_flash.kv.disk import sessions_directory
 from mlx_flash.sessions import PrivateFolder
-from writers import WRITERS, Pack, Receipt, TinyModels, Writer, make_source
+from writers import WRITERS, Pack, TinyModels, Writer, make_source
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def _no_umask() -> Iterator[None]:
     os.umask(before)
 
 
-CHOSEN = (Pack, Receipt)
+CHOSEN = (Pack,)
 """Writers of files that the user names."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -84,14 +85,18 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         """
         if self.limit_bytes is not None and self.nbytes > self.limit_bytes // 2:
             self.trim_to(n_bytes=self.limit_bytes // 2)  # the copy is there beside the row of the batch for a moment
-        cache, rest = self.fetch_nearest_cache(_KEY, tokens)
-        if cache is not None and not rest:
-            if can_trim_prompt_cache(cache):
-                trim_prompt_cache(cache, 1)
-                rest = tokens[-1:]
-            else:
-                cache, rest = self.fetch_nearest_cache(_KEY, tokens[:-1])
-                rest = [*rest, tokens[-1]]
+        try:
+            cache, rest = self.fetch_nearest_cache(_KEY, tokens)
+            if cache is not None and not rest:
+                if can_trim_prompt_cache(cache):
+                    trim_prompt_cache(cache, 1)
+                    rest = tokens[-1:]
+                else:
+                    cache, rest = self.fetch_nearest_cache(_KEY, tokens[:-1])
+                    rest = [*rest, tokens[-1]]
+        except BudgetError:  # there is no room for a copy
+            self.trim_to(n_sequences=0)
+            cache, rest = None, tokens
         num_cached = 0 if cache is None else len(tokens) - len(rest)
         if self._ranks is not None and not self._ranks.have_same(num_cached):  # another rank has let go of it
             return None, 0
@@ -362,8 +367,9 @@ class LoadedModel:
             job.num_cached += job.num_restored
         if is_segment or (response.end_of_prompt and is_awaited):
             kind = job.prompt.kind_at(done) if is_segment else "user"
-            for cache, tokens in self._batch.extract_cache([response.uid]).values():
-                self.kept.keep(cache, tokens, kind)
+            with contextlib.suppress(BudgetError):  # there is no room for a copy
+                for cache, tokens in self._batch.extract_cache([response.uid]).values():
+                    self.kept.keep(cache, tokens, kind)
 
     def _take_reading(self, job: Job, event: Piece | list[float] | Exception) -> None:
         """Send what a request wants of its prompt's hidden states. One that wants nothing else ends."""

@@ -18,9 +18,9 @@ from mlx_lm.models.cache import KVCache
 from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
 from mlx_flash import DiskKVCache
 from mlx_flash.convert import derived
-from mlx_flash.convert.derived import MANIFEST_NAME, adopt_derived, hold, list_copies
+from mlx_flash.convert.derived import MANIFEST_NAME, adopt_derived, list_copies
 from mlx_flash.convert.pack import pack
-from mlx_flash.files import read_json_object
+from mlx_flash.files import HeldLock, read_json_object
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.prefixes.store import Blob, PrefixStore
@@ -106,7 +106,9 @@ class DerivedCopy(Writer):
         return all(map(self._is_whole, [copy.folder for copy in list_copies() if copy.is_complete]))
 
     def _is_whole(self, folder: Path) -> bool:
-        if (lock := hold(folder)) is None:
+        try:
+            lock = HeldLock(folder, shared=True, required=False)
+        except FileNotFoundError:
             return True  # another one has replaced it
         with lock:
             files = read_json_object(folder / MANIFEST_NAME, 1 << 20).get("files", {})

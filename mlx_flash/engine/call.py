@@ -315,23 +315,15 @@ def _num_attended(entry: Any) -> int:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """New tokens of one prompt cache: a call, or the parts of a prompt, on their way through the model.
+    """New tokens of one prompt cache: a call, or the parts of a prompt, on their way through the model."""
 
-    Args:
-        whole: all of it as one call.
-        stretches: the calls that it consists of, which may be cut at any token.
-        step: new tokens of each sequence in a part at most; None for those of a stretch.
-        owed: what the prompt cache says, if it is watched between two tokens. The first part makes up for a token.
-        num_extra: tokens before those that the caller has given: an owed one.
-        joins: whether the logits of all parts become one array. Then the one of each part is dropped.
-    """
-
-    whole: ForwardCall
-    stretches: Sequence[ForwardCall]
-    step: int | None = None
+    whole: ForwardCall  # all of it as one call
+    stretches: Sequence[ForwardCall]  # the calls that it consists of, which may be cut at any token
+    step: int | None = None  # new tokens of each sequence in a part at most; None for those of a stretch
+    # what the prompt cache says, if it is watched between two tokens. The first part makes up for a token.
     owed: Owed | None = None
-    num_extra: int = 0
-    joins: bool = False
+    num_extra: int = 0  # tokens before those that the caller has given: an owed one
+    joins: bool = False  # whether the logits of all parts become one array. Then the one of each part is dropped.
     # called with (tokens done, tokens to do), if given, in the thread that waits for the pass; during a pass if the row
     # is alone in it. What it raises ends the pass, where the cache can be put back.
     report: Progress | None = None

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-)
+from huggingface_hub.errors import HfHubHTTPError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_flash.config import did_you_mean
@@ -49,6 +47,8 @@ def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
     """Return the error for a model that is no folder, and that Hugging Face does not give."""
     found = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error  # of a dry run
     words = " ".join(str(found).split()).rstrip(".")
+    if constants.HF_HUB_OFFLINE:
+        words = "HF_HUB_OFFLINE is set, and it was not downloaded before"
     return CheckpointNotFoundError(
         f"there is no directory {name!r}, and Hugging Face has no such model here: {words}. Hint: names are "
         f"NAMESPACE/NAME, such as {_EXAMPLE}; private and gated models need `hf auth login`"

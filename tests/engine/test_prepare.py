@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,13 @@ def test_what_a_first_model_loads_is_not_counted_again(tmp_path: Path, monkeypat
     """CUDA's libraries and kernels: some hundred MB, that every model of the process uses."""
     monkeypatch.setitem(machine.RUNTIME_BYTES, machine._back_end(), 640_000_000)
     monkeypatch.setattr(machine.Machine, "has_run", False)
-    directory = save(tmp_path, LLAMA, mx.bfloat16)
-    first, waiting = (prepare(directory, CONFIG).machine.runtime_bytes for _ in range(2))
+    directory, config = save(tmp_path, LLAMA, mx.bfloat16), replace(CONFIG, ram_budget_gb=4)
+    first, waiting = (prepare(directory, config).machine.runtime_bytes for _ in range(2))
     assert first == waiting == 640_000_000
-    with mlx_flash.load_model(directory, CONFIG)[0] as model:
-        assert prepare(directory, CONFIG).machine.runtime_bytes == first  # nothing was computed yet
+    with mlx_flash.load_model(directory, config)[0] as model:
+        assert prepare(directory, config).machine.runtime_bytes == first  # nothing was computed yet
         model(mx.array([[1]]))
-        assert prepare(directory, CONFIG).machine.runtime_bytes == machine.RUNTIME_BYTES_AGAIN < first
+        assert prepare(directory, config).machine.runtime_bytes == machine.RUNTIME_BYTES_AGAIN < first
 
 
 def test_refused_model_leaves_no_garbage(tmp_path: Path) -> None:

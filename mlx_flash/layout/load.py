@@ -142,7 +142,6 @@ def _one_by_one(records: Sequence[TensorRecord]) -> list[TensorRecord]:
     return list(records) if all(len(record.shape) == 2 for record in records) else []
 
 
-CONFIG_NAMES = {"config.json", "generation_config.json"}
 METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 """Ends of the names of the small files that mlx-lm and its tokenizers read."""
 
@@ -216,8 +215,10 @@ def _check_files(directory: Path) -> None:
     try:
         for path in directory.iterdir():
             is_read = path.suffix in METADATA_SUFFIXES and path.name != INDEX_NAME
-            if path.name in CONFIG_NAMES and path.exists():
+            if path.name == "config.json" and path.exists():
                 read_object(path)
+            elif path.name == "generation_config.json" and path.exists():
+                read_regular(path, MAX_METADATA_BYTES)  # mlx-lm passes over one that is not JSON
             elif is_read and path.exists() and not path.is_dir():
                 check_regular(path)
     except (FileNotFoundError, NotADirectoryError):

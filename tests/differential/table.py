@@ -40,7 +40,7 @@ everything is in memory. ``small`` lends memory to weights; ``layers`` reads all
 
 LARGE_GB = 2.0 if mx.default_device() == mx.cpu else 6.0  # CUDA has a context, too
 
-CONTEXT = 2048
+CONTEXT = 4096
 """Tokens of all caches of a trial: each takes memory for 256 at least."""
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -678,7 +678,11 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
 
     rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), progress)
     with write_errors(f"cannot copy the files of {source} to {folder}", AGAIN):
-        shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
+        mode = folder.stat().st_mode
+        try:
+            shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
+        finally:
+            folder.chmod(mode)  # copytree takes over the source's, which may allow no writing
         os.sync()
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         with write_errors(f"cannot write {folder / INDEX_NAME}", AGAIN):

@@ -82,7 +82,7 @@ def missing_bytes(name: str, revision: str | None = None) -> int:
     if nbytes > (free := free_bytes(cache)):
         raise ConfigError(
             f"{name}: {nbytes / 1e6:.0f} MB do not fit the disk of {cache}, which has {free / 1e6:.0f} MB free. "
-            "Hint: set HF_HUB_CACHE to a folder on another disk, or remove models with `mlx-flash rm`."
+            "Hint: set HF_HUB_CACHE to a folder on another disk, or remove models with `hf cache rm`."
         )
     return nbytes
 

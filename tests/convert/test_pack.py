@@ -318,6 +318,17 @@ def test_weights_that_were_not_written_are_refused(scattered: Callable[[str], Pa
     finished(source, tmp_path / "packed")
 
 
+def test_a_source_that_nobody_may_write_to(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, LLAMA, bits=None)
+    source.chmod(0o555)
+    try:
+        pack(source, target)
+    finally:
+        source.chmod(0o755)
+    assert target.stat().st_mode & 0o200, "the state could not be removed from the target, nor files be added later"
+
+
 def test_links_become_files(tmp_path: Path) -> None:
     """In the cache of Hugging Face, a model folder is full of links to blobs."""
     real = save(tmp_path / "blobs", LARGER, num_shards=2)

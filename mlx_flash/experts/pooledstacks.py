@@ -292,14 +292,25 @@ class Stage:
 
     def enter(self, matrix: _Matrix) -> None:
         """Wait until a matrix is in the stage."""
-        self._pool.stats.wait_seconds += self._regions[self._region_of(matrix)][1].wait()
+        region = self._region_of(matrix)
+        if region is None:  # called in another order than the one they were found in, or once more
+            region = 0
+            if region in self._regions:
+                other, ticket = self._regions[region]
+                ticket.cancel()
+                self._call.waiting.append(other)
+            if matrix in self._call.waiting:
+                self._call.waiting.remove(matrix)
+            self._load(matrix, region)
+        self._pool.stats.wait_seconds += self._regions[region][1].wait()
 
-    def _region_of(self, matrix: _Matrix) -> int:
-        return next(region for region, (loaded, _) in self._regions.items() if loaded is matrix)
+    def _region_of(self, matrix: _Matrix) -> int | None:
+        return next((region for region, (loaded, _) in self._regions.items() if loaded is matrix), None)
 
     def leave(self, matrix: _Matrix) -> None:
         """Give a matrix's place to the next one. Everything that computes with it must be evaluated."""
         region = self._region_of(matrix)
+        assert region is not None
         del self._regions[region]
         memory = self._memory(region)
         for expert, slot in self._call.adopted.items():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models import switch_layers
 
 from expert_pools import check_slots, pool_of, with_pool
 from mlx_flash import FlashLLM
@@ -147,3 +148,28 @@ def test_prompt_leaves_its_hottest_experts_in_the_pool(
             mx.eval(stack.unit.module(mx.random.normal((2, 64)), mx.array(experts.reshape(2, 2))))
         assert not asked
         assert pool_of(model).stats.num_hits - hits == 3 * 4
+
+
+def test_matrices_called_in_another_order_and_twice(
+    directory: Path, stacks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reversed_call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        x, idx, inverse = switch_layers._gather_sort(mx.expand_dims(x, (-2, -3)), indices)
+        gate = self.gate_proj(x, idx, sorted_indices=True)
+        gate = self.gate_proj(x, idx, sorted_indices=True)
+        x = self.down_proj(self.activation(self.up_proj(x, idx, sorted_indices=True), gate), idx, sorted_indices=True)
+        return switch_layers._scatter_unsort(x, inverse, indices.shape).squeeze(-2)
+
+    x, indices = mx.random.normal((50, 64)), routing(50)
+    expected = [stack(x, indices) for stack in stacks]
+    mx.eval(expected)
+    for pool_slots in (0, 48):
+        with with_pool(directory, pool_slots, exact_rows=False) as model:
+            with monkeypatch.context() as patch:
+                patch.setattr(switch_layers.SwitchGLU, "__call__", reversed_call)
+                for _ in range(2):
+                    found = [stack.unit.module(x, indices) for stack in model.layout.experts]
+                    assert same_bits(found, expected)
+            check_slots(pool_of(model))
+            few = [stack.unit.module(x[:9], indices[:9]) for stack in model.layout.experts]
+            assert same_bits(few, [stack(x[:9], indices[:9]) for stack in stacks])

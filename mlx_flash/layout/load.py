@@ -215,10 +215,12 @@ def _check_files(directory: Path) -> None:
     try:
         for path in directory.iterdir():
             is_read = path.suffix in METADATA_SUFFIXES and path.name != INDEX_NAME
-            if path.name == "config.json" and path.exists():
-                read_object(path)
-            elif path.name == "generation_config.json" and path.exists():
-                read_regular(path, MAX_METADATA_BYTES)  # mlx-lm passes over one that is not JSON
+            if path.name in ("config.json", "generation_config.json") and path.exists():
+                try:
+                    read_object(path)
+                except CheckpointError as error:
+                    if path.name == "config.json" or not isinstance(error.__cause__, json.JSONDecodeError):
+                        raise  # mlx-lm passes over the other one where it is not JSON
             elif is_read and path.exists() and not path.is_dir():
                 check_regular(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -98,7 +98,8 @@ def run_command(argv: Sequence[str]) -> int:
             ending = handling((signal.SIGTERM, signal.SIGHUP), _interrupt)
             with ending, contextlib.redirect_stdout(sys.stderr):  # libraries print
                 # During imports C code may turn an exception into another one or drop it.
-                with handling((signal.SIGINT,), _end_at_once), mlx_explained():
+                is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a program handles it
+                with handling((signal.SIGINT,) * is_ours, _end_at_once), mlx_explained():
                     run = _load_command(args.command)
                 return run(args, out)
     except _TerminatedError as error:

@@ -717,7 +717,6 @@ WRONG = [
     ("doctor", "--prompt-tokens 100000000", "is not between 1 and 10000000"),
     ("stop", "1 --timeout -1", "-1 is not between 0 and 86400"),
     ("monitor", "--interval nan", "nan"),
-    ("monitor", "--pid x", "x"),
 ]
 
 
@@ -729,3 +728,16 @@ def test_wrong_values_are_usage_errors(
         cli.main([command, *(["--model", "x"] if command not in ("run", "stop", "monitor") else []), *flags.split()])
     told = capsys.readouterr().err
     assert exit_.value.code == 2 and words in told and flags.split()[-2] in told
+
+
+def test_a_programs_own_handler_of_ctrl_c_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a command is imported, too, where Python's own handler is replaced."""
+    own, seen, load = lambda *_: None, [], dispatch._load_command
+    monkeypatch.setattr(
+        dispatch, "_load_command", lambda name: seen.append(signal.getsignal(signal.SIGINT)) or load(name)
+    )
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        assert cli.main(["ps"]) == 0 and seen == [own]
+    finally:
+        signal.signal(signal.SIGINT, before)

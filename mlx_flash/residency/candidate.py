@@ -242,6 +242,10 @@ def _steps(sizes: ModelSizes, machine: Machine, layers: Streamed, tiles: Tiles) 
     return [(read, seconds + between) for read, seconds in steps]
 
 
+SIMULATED_PASSES = 5
+"""Enough for the steady state, of which the mean of the last two is taken."""
+
+
 def simulate(
     steps: Sequence[tuple[float, float]],
     num_slots: int,
@@ -263,7 +267,7 @@ def simulate(
     released = [0.0] * num_slots
     disk = now = 0.0
     ends = []
-    for number in range(5):  # enough for the steady state, of which the mean of the last two is taken
+    for number in range(SIMULATED_PASSES):
         turn = 0
         for read, compute in steps:
             if not read:

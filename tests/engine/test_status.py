@@ -96,6 +96,12 @@ JOINT = {
 }
 
 
+def test_the_state_of_a_head_from_those_of_its_tiles() -> None:
+    assert {joint: [status._joint_state(tiles) for tiles in each] for joint, each in JOINT.items()} == {
+        joint: [joint] * len(each) for joint, each in JOINT.items()
+    }
+
+
 def test_bytes_are_the_plans(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The model is smaller than what the size of this process varies by.
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
@@ -155,6 +161,16 @@ def test_everything_pinned_has_no_progress(directory: Path) -> None:
         run(model, [[1, 2]])
         assert set(states(told.collect()).values()) == {"pinned"}
         assert json.dumps(told.collect(), allow_nan=False)
+
+
+def test_collecting_is_cheap(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        told, seconds = status_of(model), list[float]()
+        for _ in range(20):
+            began = time.perf_counter()
+            told.collect()
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < 0.002
 
 
 def test_the_kv_cache_shows_in_memory(directory: Path) -> None:

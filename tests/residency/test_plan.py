@@ -32,6 +32,7 @@ from machines import (
     make_model,
     minimum_of,
     models,
+    row_units,
     shares,
     some,
     tensor_bytes,
@@ -43,7 +44,8 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.candidate import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, spread
+from mlx_flash.residency import candidate
+from mlx_flash.residency.candidate import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, spread, tile_rows
 from mlx_flash.residency.ledger import KV_SHARE
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
@@ -489,6 +491,21 @@ def test_a_context_that_takes_most_of_the_memory_still_leaves_the_rest_to_weight
     assert plan.pinned_bytes + plan.spare_bytes > sizes.nbytes / 4  # that room is lent to weights
 
 
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@some(200)
+@given(row_units("head"), st.integers(0, 200 * MIB))
+def test_tiles_fit_their_slot(head: UnitSize, spare: int) -> None:
+    assert head.num_rows
+    row = -(-head.nbytes // head.num_rows)
+    slot = TILE_ROW_MULTIPLE * row + TILE_SLACK_BYTES + spare
+    found = tiles(head, tile_rows(head.num_rows or 0, head.row_bytes, slot))
+    assert max(found) <= slot
+    most = (slot - TILE_SLACK_BYTES) // row // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+    assert len(found) <= -(-head.num_rows // most)
+
+
 # --- spread ----------------------------------------------------------------------------------------------------------
 
 
@@ -512,10 +529,22 @@ def test_every_stretch_of_layers_streams_its_share(
         assert not whole_layers or tensors in ((), unit.tensors)
 
 
+@some(50)
+@given(alike | unlike, st.booleans())
+def test_nothing_and_everything_are_exact(layers: Sequence[Sequence[int]], whole_layers: bool) -> None:
+    units = make_model(layers).layers
+    total = sum(unit.nbytes for unit in units)
+    assert spread(units, 0, whole_layers).names == ()
+    everything = tuple((unit.name, tuple(tensor.name for tensor in unit.tensors)) for unit in units)
+    assert spread(units, total, whole_layers).names == everything
+    assert spread((), 0, whole_layers).names == ()
+
+
 # --- the simulated ring ----------------------------------------------------------------------------------------------
 
 seconds = st.floats(1e-4, 10)
 steps_read = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=12)
+steps_some_pinned = st.lists(st.tuples(st.just(0.0) | seconds, seconds), min_size=1, max_size=12)
 
 
 @some(100)
@@ -524,10 +553,52 @@ def test_one_slot_reads_and_computes_by_turns(steps: Sequence[tuple[float, float
     assert simulate(steps, 1) == pytest.approx(sum(read + compute for read, compute in steps))
 
 
+@some(200)
+@given(st.lists(seconds, min_size=2, max_size=12), st.floats(0, 0.99), st.integers(2, 12), st.booleans())
+def test_the_slower_of_disk_and_processor_is_never_idle(
+    times: Sequence[float], share: float, num_slots: int, is_disk: bool
+) -> None:
+    """A slot that is computed from while another is read loses nothing, unless two neighbours share it."""
+    assume(len(times) % min(num_slots, len(times)) != 1)
+    less = share * min(times)
+    steps = [(each, less) if is_disk else (less, each) for each in times]
+    assert simulate(steps, min(num_slots, len(times))) == pytest.approx(sum(times))
+
+
 def test_a_second_slot_hides_what_comes_after_the_reads() -> None:
     steps = [(1.0, 0.1)] * 6
     assert simulate(steps, 1, late=0.2) == pytest.approx(6 * 1.3)
     assert simulate(steps, 2, late=0.2) == pytest.approx(6)
+
+
+@some(200)
+@given(steps_some_pinned, st.integers(1, 12))
+def test_neither_disk_nor_processor_is_faster_than_it_is(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
+    found = simulate(steps, num_slots)
+    assert found >= max(map(sum, zip(*steps, strict=True))) * (1 - 1e-9)
+    assert found <= simulate(steps, 1) * (1 + 1e-9)
+
+
+@some(200)
+@given(steps_some_pinned)
+@example([(2.5, 0.5), (0.8, 0.1), (0.3, 0.02), (0.3, 2.2)])
+def test_more_slots_are_not_slower(steps: Sequence[tuple[float, float]]) -> None:
+    """As long as they divide the units: else the last unit and the first, which follow each other, share a slot."""
+    num_units = sum(read > 0 for read, _ in steps)
+    divisors = [n for n in range(1, num_units + 1) if num_units % n == 0]
+    for few in divisors:
+        for many in divisors:
+            if many % few == 0:
+                assert simulate(steps, many) <= simulate(steps, few) * (1 + 1e-9)
+
+
+@some(100)
+@given(steps_some_pinned, st.integers(1, 12))
+def test_the_last_pass_is_the_steady_state(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidate, "SIMULATED_PASSES", 13)
+        later = simulate(steps, num_slots)
+    assert later == pytest.approx(simulate(steps, num_slots))
 
 
 # --- large models ----------------------------------------------------------------------------------------------------

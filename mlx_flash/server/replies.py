@@ -195,7 +195,7 @@ class Stream(Response):
     async def _parts(self) -> AsyncIterator[bytes]:
         """Yield the parts, with beats by the clock: a pass may take minutes.
 
-        Of two reports of the same work in a short time there is the first.
+        Of two reports of the same work within a short time, only the first is sent.
         """
         for part in self._writer.begin():
             yield part

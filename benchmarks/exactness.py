@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -61,13 +62,13 @@ class Job:
     """The work of one process.
 
     Without a step it is planned only, without a budget stock mlx-lm does it. All caches together have room for
-    ``length`` tokens, and an answer has at most ``tokens``.
+    ``length`` tokens, or for those that every budget promises, and an answer has at most ``tokens``.
     """
 
     model: str
     kind: str
     prompts: list[str]
-    length: int
+    length: int | None
     tokens: int
     step: int | None = None
     budget: str | None = None
@@ -142,8 +143,9 @@ def in_process(job: Job, limit: int | None = None) -> Run:
 
 
 def _server(job: Job) -> list[object]:
-    words = ["mlx_flash", "serve", job.model, "--kv-prefixes", "off", "--prefill-step-size"]
-    return [*words, job.step, "--context-length", job.length, "--ram-budget-gb", job.budget]
+    words = ["mlx_flash", "serve", job.model, "--kv-prefixes", "off", "--prefill-step-size", job.step]
+    words += [] if job.length is None else ["--context-length", job.length]
+    return [*words, "--ram-budget-gb", job.budget]
 
 
 def server_budget(job: Job) -> int:
@@ -191,21 +193,22 @@ def copies(model: Path, kinds: Sequence[str], folder: Path) -> Iterator[tuple[Pa
         yield (model if kind == "compressed" else path), path
 
 
-def job_of(model: Path, kind: str, text: str, args: argparse.Namespace) -> Job:
-    """Return the work of a kind, without a budget: its prompts have the tokens that the arguments want."""
+def job_of(model: Path, kind: str, text: str, prompt_tokens: int, args: argparse.Namespace) -> Job:
+    """Return the work of a kind, without a budget."""
     tokenizer: Any = load_tokenizer(model)
     number, parts = KINDS[kind], KINDS[kind] if kind == "chat" else 1
-    ids, each, tokens = tokenizer.encode(text), args.prompt_tokens // parts, args.tokens // parts
+    ids, each, tokens = tokenizer.encode(text), prompt_tokens // parts, args.tokens // parts
     prompts = [tokenizer.decode(ids[i * each : (i + 1) * each], skip_special_tokens=True) for i in range(number)]
-    return Job(str(model), kind, prompts, number * (each + tokens + TEMPLATE_TOKENS), tokens)
+    length = None if args.unset_context else number * (each + tokens + TEMPLATE_TOKENS)
+    return Job(str(model), kind, prompts, length, tokens)
 
 
 def print_table(runs: Sequence[Run]) -> None:
     """Print the report in Markdown."""
-    print("| model | work | budget, GB | limit, GB | prefill step | tokens | peak, GB | time, s | as mlx-lm |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | work | prompt | budget, GB | limit, GB | prefill step | tokens | peak, GB | time, s | as mlx-lm |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for run in runs:
-        cells = [run["model"], run["kind"], run["budget"]]
+        cells = [run["model"], run["kind"], run["prompt_tokens"], run["budget"]]
         if "error" in run:
             cells += [""] * 5 + [run["error"].partition(": process")[0]]
         else:
@@ -225,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--budgets", nargs="+", default=["min", "0.5", "1", "2"], help="GB, or min (default: min 0.5 1 2)")
     add("--kinds", nargs="+", default=KINDS, choices=KINDS)
     add("--text", type=Path, nargs="+", default=sorted(ROOT.glob("docs/*.md")), help="for prompts (default: docs)")
-    add("--prompt-tokens", type=int, default=2000, help="(default: %(default)s)")
+    add("--prompt-tokens", type=int, nargs="+", default=[2000], metavar="N", help="lengths (default: 2000)")
+    add("--unset-context", action="store_true", help="leave context_length unset: 20,480 tokens are promised")
     add("--tokens", type=int, default=300, help="most tokens of an answer, all turns of a chat (default: %(default)s)")
     add("--state", type=Path, default=Path("exactness.jsonl"), help="the cases that are done (default: %(default)s)")
     add("--work", type=Path, help=argparse.SUPPRESS)
@@ -252,12 +256,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     text, runs = "\n".join(path.read_text() for path in args.text), []
     for own, model in [pair for each in args.models for pair in copies(each, args.copies, args.folder)]:
-        for kind in args.kinds:
-            plain = job_of(own, kind, text, args)
+        for kind, length in product(args.kinds, args.prompt_tokens):
+            plain = job_of(own, kind, text, length, args)
             for budget in args.budgets:
                 job = replace(plain, model=str(model), budget=budget)
                 run = once(job, model, partial(run_case, job, partial(stock, plain)))
-                runs.append({"model": model.name, "kind": kind, "budget": budget} | run)
+                runs.append({"model": model.name, "kind": kind, "prompt_tokens": length, "budget": budget} | run)
     print_table(runs)
     return int(not all(run["right"] == run["answers"] if "right" in run else REFUSED in run["error"] for run in runs))
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,16 +42,13 @@ from rich.table import Table
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.config import parse_budget
-from mlx_flash.speculation import MAX_GUESSES, Draft, Guesses, Lookup, Source, Times
+from mlx_flash.speculation import Draft, Guesses, Lookup, Source, Times
 
 TASKS = Path(__file__).with_name("real_tasks.json")
 STEP = 512
 """Prompt tokens of a call; another number may give other bits."""
 
 NONE, LOOKUP, DRAFT, BOTH, OWN = "none", "lookup", "draft", "lookup and draft", "lookup and own head"
-HEAD_GUESSES = 3
-"""Tokens that a head of one layer is asked for at most: of later ones fewer are right."""
-
 SETTLED = 30
 """Tokens after which the way that the engine chooses has to be near the best one."""
 
@@ -214,10 +210,6 @@ def replay(args: argparse.Namespace) -> int:
         for way in [NONE, LOOKUP, *([DRAFT, BOTH] if recorded["draft"] else [])]:
             found = [replayed(each, sources_of(each, way, clock), clock, recorded["max_tokens"]) for each in answers]
             rows += [{"disk_mb_per_second": megabytes, "way": way} | row for row in summarized(answers, found)]
-        for share in args.own:
-            found = [replayed_with_head(each, share, clock, recorded["max_tokens"]) for each in answers]
-            label = {"disk_mb_per_second": megabytes, "way": f"own head, {share} right"}
-            rows += [label | row for row in summarized(answers, found)]
     result = {name: recorded[name] for name in ("date", "machine", "versions", "model", "draft")}
     write_json(args.json, result | {"read_gb": args.read_gb, "clock": asdict(clock), "summary": rows})
     print_table(rows)
@@ -253,19 +245,9 @@ def sources_of(answer: Answer, way: str, clock: Clock) -> list[Source]:
     return ways[way]
 
 
-def replayed_with_head(answer: Answer, share: float, clock: Clock, max_tokens: int) -> Counts:
-    """Go through an answer with a head for multi-token prediction that guesses a share of the tokens right."""
-    dice, coming = random.Random(0), [*answer.tokens[1:], 0]
-    drafted = [token if dice.random() < share else token ^ 1 for token in coming]
-    source = Recorded(replace(answer, drafted=drafted), clock.guess_seconds)
-    return replayed(answer, [source], clock, max_tokens, most=HEAD_GUESSES)
-
-
-def replayed(
-    answer: Answer, sources: Sequence[Source], clock: Clock, max_tokens: int, most: int = MAX_GUESSES
-) -> Counts:
+def replayed(answer: Answer, sources: Sequence[Source], clock: Clock, max_tokens: int) -> Counts:
     """Go through an answer as the engine does, on a clock."""
-    guesses = Guesses(*sources, most=most) if sources else None
+    guesses = Guesses(*sources) if sources else None
     tokens, times = answer.tokens, FixedTimes(clock.pass_seconds, clock.row_seconds)
     at, passes, num_guessed, reading, marks = 0, 0, 0, 0.0, [0.0]
     if guesses is not None:
@@ -451,7 +433,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     going.set_defaults(run=replay)
     going.add_argument("--read-gb", type=float, required=True, help="GB that a pass reads")
     going.add_argument("--disk-mb-per-second", type=float, nargs="+", default=[100.0, 300.0, 1000.0])
-    going.add_argument("--own", type=float, nargs="*", default=[], help="shares of right guesses of a model's own head")
     streaming = commands.add_parser("stream")
     streaming.set_defaults(run=stream)
     streaming.add_argument("--model", type=Path, required=True)

@@ -348,11 +348,9 @@ class Passes:
 
     @property
     def can_share(self) -> bool:
-        """True if calls gain by sharing a pass, and nobody counts passes of single calls."""
-        experts = self._engine.experts
-        if experts is None:  # other ranks may read, and all do the same
-            return bool(self._engine.stream.units) or self._chain is not None
-        return not experts.listeners
+        """True if calls gain by sharing a pass. Of several ranks another one may read, and all do the same."""
+        engine = self._engine
+        return bool(engine.stream.units) or engine.experts is not None or self._chain is not None
 
     def fits(self, cache: Sequence[Any]) -> bool:
         """Return whether several calls with one prompt cache can share a pass."""

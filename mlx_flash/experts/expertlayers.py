@@ -253,9 +253,6 @@ def _route_of(stack: ExpertStack) -> tuple[Callable[..., mx.array], Callable[...
 _NUM_CALLS = 64
 """Number of calls over which the share of late experts is averaged."""
 
-OnRouting = Callable[[int, Routing], None]
-"""Called with the number of a layer and the experts of each of its tokens, ``(..., top_k)``."""
-
 
 class _Routed(SwappedClass):
     """A stack of experts whose calls go through the pool."""
@@ -288,7 +285,6 @@ class Experts:
 
     Attributes:
         pool: the experts in memory.
-        listeners: called with the routing of every call.
     """
 
     def __init__(
@@ -302,7 +298,6 @@ class Experts:
     ) -> None:
         self.pool = pooled.pool
         self.stacks = stacks
-        self.listeners: list[OnRouting] = []
         self._stage = Stage(self.pool, stacks)
         self._stream = stream
         self._exact_rows = exact_rows
@@ -415,9 +410,7 @@ class Experts:
         return np.bincount(routing.reshape(-1), minlength=num_experts)
 
     def _note(self, layer: int, routing: Routing, experts: Numbers, counts: Numbers) -> None:
-        """Tell listeners, look-ahead and pool which experts a call needs, and for how many tokens each."""
-        for listener in self.listeners:
-            listener(layer, routing.astype(np.int64))
+        """Tell look-ahead and pool which experts a call needs, and for how many tokens each."""
         self._ahead.settle(layer, experts)
         self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
 

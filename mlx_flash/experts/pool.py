@@ -39,9 +39,9 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 class Uses:
     """The uses of each expert. The least used one in a slot gives way, and recent uses count more.
 
-    Compared on recorded routing by ``benchmarks/eviction.py``: least recently used keeps nothing when a pass needs more
-    experts than there are slots, and is behind frequency at any size; frequency that forgets is as good as frequency
-    where routing stays as it is, and better where it changes (docs/lab-notes.md).
+    Compared on recorded routing (docs/lab-notes.md): least recently used keeps nothing when a pass needs more experts
+    than there are slots, and is behind frequency at any size; frequency that forgets is as good as frequency where
+    routing stays as it is, and better where it changes.
 
     Sums are kept as logarithms of their value at the start, so that time passing does not change them.
     """

@@ -103,12 +103,3 @@ def test_readme_reckons_right() -> None:
     bounds = [4.4, *map(number, reads[:2])]  # GB a token: with no expert in memory, and in budgets of 8 and 16 GB
     below, above, least = [round(bound / DISK_GB_PER_SECOND, 1) for bound in bounds]
     assert models[2][1:] == [f"{above} to {below} s", f"{least} to {above} s", f"at most {least} s"]
-
-
-def test_the_head_on_the_clock() -> None:
-    rows = [row for row in result("real-own-head")["summary"] if row["disk_mb_per_second"] == 300]
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for way, told in (("own head, 0.5 right", "0.044"), ("own head, 0.9 right", "0.088"), ("none", "0.027")):
-        of_way = [row for row in rows if row["way"] == way]
-        assert agrees(told, sum(row["tokens"] for row in of_way) / sum(row["seconds"] for row in of_way))
-        assert told in page

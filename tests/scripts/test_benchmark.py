@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmark_modules import ROOT, load_benchmark
-from models import LLAMA, QWEN3_MOE, save
+from models import LLAMA, save
 
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
 TOKENS = 3
 
 
-streaming, eviction, plot_budget, harness, llama_cpp, mixtures = (
-    load_benchmark(name) for name in ("streaming", "eviction", "plot_budget", "harness", "llama_cpp", "mixtures")
+streaming, plot_budget, harness, llama_cpp = (
+    load_benchmark(name) for name in ("streaming", "plot_budget", "harness", "llama_cpp")
 )
 
 
@@ -101,21 +97,17 @@ def test_loops_and_sequences_take_different_passes(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "arguments", "words"),
+    ("arguments", "words"),
     [
-        ("streaming", ["--model", "MODEL", "--tokens", "1"], "--tokens must be at least 2"),
-        ("streaming", ["--model", "MODEL", "--budgets", "0.001"], "ram_budget_gb is 0.001, but this model needs at"),
-        ("streaming", ["--model", "MODEL", "--limit"], "--limit needs --budgets in GB"),
-        ("streaming", ["--model", "MODEL", "--gguf", "FILE", "--llama-bench", "FILE"], "--llama-bench, --gguf and --"),
-        ("eviction", ["FILE"], "line 1: "),
-        ("eviction", ["nowhere.jsonl"], "nowhere.jsonl"),
-        ("eviction", ["FILE", "--pools", "0"], "--pools must be above 0"),
+        (["--model", "MODEL", "--tokens", "1"], "--tokens must be at least 2"),
+        (["--model", "MODEL", "--budgets", "0.001"], "ram_budget_gb is 0.001, but this model needs at"),
+        (["--model", "MODEL", "--limit"], "--limit needs --budgets in GB"),
+        (["--model", "MODEL", "--gguf", "FILE", "--llama-bench", "FILE"], "--llama-bench, --gguf and --"),
     ],
 )
 def test_refusals(
     model: Path,
     tmp_path: Path,
-    program: str,
     arguments: list[str],
     words: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -123,9 +115,9 @@ def test_refusals(
 ) -> None:
     (tmp_path / "bad").write_text("nothing")
     filled = [word.replace("MODEL", str(model)).replace("FILE", str(tmp_path / "bad")) for word in arguments]
-    monkeypatch.setattr(sys, "argv", [f"{program}.py", *filled])
+    monkeypatch.setattr(sys, "argv", ["streaming.py", *filled])
     with pytest.raises(SystemExit) as refused:
-        {"streaming": streaming, "eviction": eviction}[program].main()
+        streaming.main()
     text = f"{refused.value.code}{capsys.readouterr().err}"
     assert refused.value.code and words in text and "Traceback" not in text
 
@@ -225,130 +217,3 @@ def test_the_picture_names_machine_and_date_and_shows_every_program(tmp_path: Pa
     assert lines["stock mlx-lm"] == [[3.0], [1.3]]
     assert lines["stock mlx-lm: killed"] == [[1.0], [0.03]]  # near the bottom of the axes
     assert all(words in axes.get_title() for words in ("A CPU, 2 threads", "/dev/vda ext4", "2026-11-22", "2.43 GB"))
-
-
-# --- eviction --------------------------------------------------------------------------------------------------------
-
-
-def trace_of(*layers: int, calls: Sequence[tuple[int, int, dict[int, int]]]) -> Any:
-    """Return a trace of (tokens, layer, counts) calls."""
-    return eviction.Trace("t", list(layers), [eviction.Call(*call) for call in calls])
-
-
-def decode(*experts: str) -> Any:
-    """Return a trace of one layer of nine experts; the digits of a word are the experts of a call."""
-    return trace_of(9, calls=[(1, 0, {int(digit): 1 for digit in call}) for call in experts])
-
-
-def hits(trace: Any, slots: int, policy: str) -> int:
-    return int(eviction.replay(trace, slots, policy)[1])
-
-
-LRU, USES, OPTIMUM = "least recently used", "least used", "optimum"
-
-
-@pytest.mark.parametrize(
-    ("trace", "policy", "expected"),
-    [
-        (decode(*"01020304010"), LRU, 5),  # 0 every other time
-        (decode(*"012012012"), LRU, 0),  # what comes next has just left
-        (decode(*"0000012121212"), LRU, 4 + 6),  # 0 five times, then never again
-        (decode(*"0000012121212"), USES, 4),  # 1 and 2 come to four uses each
-        (decode("01", "12", "01", "01"), LRU, 4),  # experts of one call do not evict each other
-        (decode("012", "01"), USES, 2),  # a call larger than the pool is treated as a prompt, and not counted
-    ],
-)
-def test_hits_worked_out_by_hand(trace: Any, policy: str, expected: int) -> None:
-    assert hits(trace, 2, policy) == expected
-
-
-def test_prompts_insert_their_hottest_experts_and_are_not_counted() -> None:
-    calls = [(16, 0, {0: 5, 1: 9, 2: 7}), (1, 0, {1: 1}), (1, 0, {2: 1}), (15, 0, {0: 1})]
-    trace = trace_of(4, 4, calls=calls)
-    assert eviction.make_steps(trace, 4)[0].keys == [(0, 1), (0, 2)]
-    assert eviction.replay(trace, 4, LRU) == (3, 2)
-
-
-@st.composite
-def traces(draw: st.DrawFn, longest: int) -> Any:
-    layers = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
-    calls = []
-    for _ in range(draw(st.integers(1, longest))):
-        layer = draw(st.integers(0, len(layers) - 1))
-        experts = st.dictionaries(st.integers(0, layers[layer] - 1), st.integers(1, 9), min_size=1, max_size=3)
-        calls.append((draw(st.sampled_from([1, 1, 1, 20])), layer, draw(experts)))
-    return trace_of(*layers, calls=calls)
-
-
-@settings(deadline=None)
-@given(traces(10), st.integers(1, 4))
-def test_the_optimum_equals_an_exhaustive_search(trace: Any, slots: int) -> None:
-    best: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
-    for step in eviction.make_steps(trace, slots):
-        needed, after = frozenset(step.keys), dict[frozenset[tuple[int, int]], int]()
-        for held, count in best.items():
-            count += len(held & needed) * step.is_counted
-            others = held - needed
-            for kept in combinations(others, min(len(others), slots - len(needed))):
-                pool = needed | frozenset(kept)
-                after[pool] = max(after.get(pool, 0), count)
-        best = after
-    assert hits(trace, slots, OPTIMUM) == max(best.values())
-
-
-HEADER = json.dumps(
-    {"format": 1, "model": "m", "top_k": 2, "layers": [{"name": "a", "num_experts": 4, "expert_bytes": 8}]}
-)
-
-
-def test_a_replayed_trace_gives_a_table_and_json(tmp_path: Path) -> None:
-    trace = tmp_path / "mine.jsonl"
-    calls = [[number, 1, 0, [[expert, 1], [3, 1]]] for number, expert in enumerate([0, 1, 0, 2, 0])]
-    trace.write_text("\n".join([HEADER, *map(json.dumps, calls)]))
-    command = [sys.executable, str(ROOT / "benchmarks" / "eviction.py"), str(trace), "--pools", "0.5", "1", "--json"]
-    done = subprocess.run([*command, str(tmp_path / "out.json")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["cold"] == ["nothing is read from the disk"]
-    rows = {(row["policy"], row["num_slots"]): row for row in result["results"]}
-    assert {policy for policy, _ in rows} == {*eviction.POLICIES}
-    assert rows[LRU, 2]["num_hits"] == 4  # the other slot never has what comes next
-    assert rows[LRU, 4]["num_hits"] == rows[OPTIMUM, 4]["num_hits"] == 6
-    assert rows[LRU, 4]["hit_rate"] == 0.6
-    assert re.search(r"least recently used +0\.400 +0\.600", done.stdout)
-
-
-BAD_TRACES = {
-    "{}": "line 1: a description of the model was expected",
-    '{"format": 2, "layers": []}': "line 1: ",
-    HEADER: "has no calls",
-    f"{HEADER}\n[0, 1, 0, [[1, 1]]]\n[0, 1,": "line 3: ",
-    f"{HEADER}\n[0, 1, 0]": "line 2: [pass, tokens, layer, [[expert, count], ...]] was expected",
-    f"{HEADER}\n[0, 1, 1, [[1, 1]]]": "line 2: ",
-    f"{HEADER}\n[0, 1, 0, [[4, 1]]]": "line 2: ",
-}
-
-
-def test_bad_traces_name_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    for text, words in BAD_TRACES.items():
-        path.write_text(text)
-        with pytest.raises(eviction.TraceError) as caught:
-            eviction.read_trace(path)
-        assert words in str(caught.value) and str(path) in str(caught.value)
-
-
-def test_a_mixture_has_the_tokens_of_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    directory = save(tmp_path / "mixture", QWEN3_MOE)
-
-    def run_here(script: str, arguments: Sequence[object], label: str) -> Any:
-        _, model, _, tokens, _, engine, size = arguments
-        name = "mlx-flash" if engine == "streamlx" else engine  # streamlx is not installed
-        return mixtures.run(name, model, 0.5 if size else 0, tokens)
-
-    monkeypatch.setattr(harness, "run_worker", run_here)
-    options = ["--model", directory, "--budgets", 0.5, 0.6, "--pools", 1, "--tokens", 4, "--rounds", 1]
-    mixtures.main([str(option) for option in [*options, "--json", tmp_path / "out.json"]])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and all(line.endswith("tokens as mlx-lm's in 1 of 1") for line in lines[4:])
-    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 4

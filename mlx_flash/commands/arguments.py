@@ -325,7 +325,7 @@ PACK = (
     YES,
 )
 _FOLDERS = "folders to look in, beside Hugging Face's cache"
-LIST = (flag("folders", _FOLDERS, Path, nargs="*", metavar="FOLDER"), JSON)
+MODELS = (flag("folders", _FOLDERS, Path, nargs="*", metavar="FOLDER"), JSON)
 PULL = (flag("--revision NAME", "branch, tag or commit (default: main)"), JSON)
 CREATE = (
     flag("NAME", "to name the model by"),
@@ -336,7 +336,6 @@ MONITOR = (
     flag("--json", "print one JSON object for each engine and look, instead of frames"),
     flag("--interval SECONDS", "time between two looks", number(float, 0.05, 3600), default=INTERVAL_SECONDS),
 )
-STOP = (flag("--timeout S", "seconds to wait for its end", number(float, 0, 86_400), default=30.0),)
 COMPLETION = (flag("shell", "the shell that runs the printed code", choices=("bash", "zsh", "fish")),)
 CACHE = (flag("action", "clear removes everything that is not in use", choices=("list", "clear")), JSON)
 
@@ -569,16 +568,14 @@ COMMANDS = {
     "doctor": Command(
         "look at machine, disk and MLX, and compare budgets of a model", measured(16, 12), "[MODEL]", "bench.doctor"
     ),
-    "list": Command(
-        "list models here: size, fit, and expected speed", LIST, place="models.list_", usage="[FOLDER ...]"
+    "models": Command(
+        "list models here and models that people run, with the speed expected here", MODELS, usage="[FOLDER ...]"
     ),
-    "models": Command("list models that people run, and how fast they would be here", (JSON,), place="models.models"),
     "pull": Command("download a model, after showing its plan", PULL, "REPOSITORY", "models.pull"),
     "create": Command(
         "give a Modelfile a name", CREATE, place="models.create", usage="NAME [-f MODELFILE]", streams=False
     ),
     "ps": Command("list running engines", (JSON,), place="engines.ps", usage="[--json]", streams=False),
-    "stop": Command("end a running engine", STOP, "PID|MODEL", "engines.stop", streams=False),
     "monitor": Command(
         "show running engines, live: q quits, Tab shows the next engine",
         MONITOR,

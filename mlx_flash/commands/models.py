@@ -15,7 +15,7 @@ from typing import TextIO
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir
+from huggingface_hub import CacheNotFound, HfApi, constants, scan_cache_dir
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich.console import RenderableType
@@ -192,31 +192,6 @@ _PLACES = ("config.json", "*/config.json", "*/*/config.json")
 _NOT_PLANNED = (FlashError, OSError, ValueError, KeyError, TypeError)
 """Errors of models that mlx-lm does not know, or whose settings it does not understand."""
 
-
-def list_(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash list``."""
-    config = make_config(args)
-    found = [*downloaded(), *_in_folders(args.folders)]
-    models = list({tuple(model.values()): model for model in found}.values())
-    models += _named({model["name"]: model for model in models})
-    with Status("Planning", args.verbose) as status:
-        for number, model in enumerate(models):
-            status.show(number, len(models))
-            model.update(_outcome(model, args, config))
-    nothing = "no models found in the cache of Hugging Face or the folders given. Hint: mlx-flash models lists some"
-    emit(args, {"models": models}, _table(models) if models else nothing, out)
-    return 0
-
-
-def _outcome(model: Json, args: argparse.Namespace, config: FlashConfig) -> Json:
-    """Plan for a model, with the settings of its Modelfile."""
-    if model["modelfile"] is None:
-        return expect(Path(model["folder"]), config)
-    if not model["folder"]:
-        return {**_UNKNOWN, "way": "not downloaded"}
-    return expect(Path(model["folder"]), make_config(args, read_modelfile(model["modelfile"]).flash))
-
-
 _UNKNOWN = {"way": "", "tokens_per_second": None, "budget_bytes": None, "read_bytes": None, "why": ""}
 
 
@@ -229,15 +204,10 @@ def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Json
         that works where that is more; ``read_bytes`` for each token.
     """
     try:
-        with_vlm = loads_with_vlm(folder, None, prefers=False)
-        plan = prepare_model(folder, config, probe, with_vlm=with_vlm).plan
+        plan = prepare_model(folder, config, probe, with_vlm=loads_with_vlm(folder, None, prefers=False)).plan
     except BudgetError as error:
-        return {
-            **_UNKNOWN,
-            "way": "too large",
-            "budget_bytes": error.minimum_bytes,
-            "why": " ".join(str(error).split()),
-        }
+        least, why = error.minimum_bytes, " ".join(str(error).split())
+        return {**_UNKNOWN, "way": "too large", "budget_bytes": least, "why": why}
     except _NOT_PLANNED as error:
         return {**_UNKNOWN, "way": "not supported", "why": " ".join(f"{type(error).__name__}: {error}".split())}
     return {
@@ -257,20 +227,17 @@ def in_words(outcome: Json) -> str:
     return formatted(f"within {{budget_bytes:size}}: {read}, about {{tokens_per_second:speed}}", outcome)
 
 
-def repositories() -> list[CachedRepoInfo]:
-    """Return the models in the cache of Hugging Face."""
-    try:
-        return [found for found in scan_cache_dir().repos if found.repo_type == "model"]
-    except CacheNotFound:
-        return []
-
-
 def downloaded() -> Iterator[Json]:
     """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
-    for repository in sorted(repositories(), key=lambda repository: str(repository.repo_id)):
-        newest = max(repository.revisions, key=lambda revision: revision.last_modified)
-        if nbytes := _weight_bytes(newest.snapshot_path):
-            yield _model(repository.repo_id, str(newest.snapshot_path), nbytes)
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repository in repositories:
+        if repository.repo_type == "model":
+            newest = max(repository.revisions, key=lambda revision: revision.last_modified)
+            if nbytes := _weight_bytes(newest.snapshot_path):
+                yield _model(repository.repo_id, str(newest.snapshot_path), nbytes)
 
 
 def _named(downloaded: Mapping[str, Json]) -> Iterator[Json]:
@@ -293,39 +260,18 @@ def _in_folders(folders: Sequence[Path]) -> Iterator[Json]:
     for folder in folders:
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder. Hint: name folders that hold models.")
-        for config in sorted(file for pattern in _PLACES for file in folder.glob(pattern)):
+        for config in (file for pattern in _PLACES for file in folder.glob(pattern)):
             if nbytes := _weight_bytes(config.parent):
                 yield _model(str(config.parent), str(config.parent.resolve()), nbytes)
 
 
 def _model(name: str, folder: str, nbytes: int, modelfile: str | None = None) -> Json:
     """Return a model on this machine: the bytes of its weights in files, and the Modelfile with this name, if any."""
-    return {"name": name, "folder": folder, "bytes": nbytes, "modelfile": modelfile}
+    return {"name": name, "folder": folder, "bytes": nbytes, "modelfile": modelfile, "is_here": True}
 
 
 def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in weight_files(folder))
-
-
-LISTED = {"model": "{short}", "size": "{bytes:size}", "runs": "{runs}", "tokens/s": "{tokens_per_second:rate}"}
-"""A table of models, in which the name of a repository has room on 80 columns."""
-
-
-def _table(models: Sequence[Json]) -> Table:
-    budgets = {size(model["budget_bytes"]) for model in models if model["tokens_per_second"] is not None}
-    caption = f"planned with a budget of {budgets.pop()}" if len(budgets) == 1 else None
-
-    def runs(model: Json) -> str:
-        return formatted("needs {budget_bytes:size}" if model["why"] and model["budget_bytes"] else "{way}", model)
-
-    rows = ({**model, "short": printable(_short(model["name"])), "runs": runs(model)} for model in models)
-    return tabled(LISTED, rows, caption=caption, caption_justify="left")
-
-
-def _short(name: str) -> str:
-    """Return a folder's name with ``~`` for the home folder."""
-    home = str(Path.home())
-    return f"~{name[len(home) :]}" if name.startswith(f"{home}/") else name
 
 
 def create(args: argparse.Namespace, out: TextIO) -> int:
@@ -416,10 +362,10 @@ OVERHEAD_BYTES = 1_200_000_000
 """Memory in the budget for all but weights: the process, buffers, keys and values. A plan adds it up exactly."""
 
 KNOWN = {
-    "model": "{name}{mark}",
+    "model": "{mark}{shown}",
     "size": "{bytes:size}",
     "experts": "{kind}",
-    "reads": "{read_bytes:read}",
+    "reads": "{reads}",
     "tokens/s": "{tokens_per_second:rate}",
     "licence": "{licence}",
 }
@@ -434,28 +380,62 @@ CAPTION = (
 
 def models(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash models``: the models that run best come first."""
-    config, here = make_config(args), {model["name"]: Path(model["folder"]) for model in downloaded()}
+    config = make_config(args)
     memory = MemoryReading(total_memory(), available_memory())
     budget = budget_of(config, memory, footprint(), OVERHEAD_BYTES)
     disk = profile_for(Path(constants.HF_HUB_CACHE), config.io).bytes_per_second
     linear = nn.QuantizedLinear(4096, 4096, bits=4)
     linear.set_dtype(mx.bfloat16)  # as the models of the table have it
     products = read_products(linear), kept_products(linear) or read_products(linear)
-    found = []
+    found, known = list(_here(args.folders)), known_models()
+    of_repository = {each.repository: name for name, each in known.items()}
     with Status("Planning", args.verbose) as status:
-        for number, (name, known) in enumerate(known_models().items()):
-            status.show(number, len(known_models()))
-            folder = here.get(known.repository)
-            outcome = reckon(known, budget, disk, *products) if folder is None else expect(folder, config)
-            kind = f"{known.chosen[0]} of {known.chosen[1]}" if known.experts else "dense"
-            found.append({"name": name, **asdict(known), "kind": kind, "is_here": folder is not None, **outcome})
+        for number, model in enumerate(found):
+            status.show(number, len(found))
+            model |= _outcome(model, args, config)
+            name = of_repository.pop(model["name"], "")
+            model |= _about(known[name]) | {"name": name, "bytes": model["bytes"]} if name else {}
+    for name in of_repository.values():
+        outcome = reckon(known[name], budget, disk, *products)
+        found.append({"name": name, **_about(known[name]), "is_here": False, **outcome})
     found.sort(key=lambda model: (-(model["tokens_per_second"] or 0), model["name"]))
-    marked = ({**model, "mark": " *" if model["is_here"] else ""} for model in found)
-    words = tabled(KNOWN, marked, caption=formatted(CAPTION, {"budget_bytes": budget, "disk": disk}))
-    words.caption_justify = "left"
-    words.columns[0].no_wrap = True
+    caption = formatted(CAPTION, {"budget_bytes": budget, "disk": disk})
+    words = tabled(KNOWN, map(_shown, found), caption=caption, caption_justify="left", pad_edge=False)
     emit(args, {"budget_bytes": budget, "disk_bytes_per_second": disk, "models": found}, words, out)
     return 0
+
+
+def _here(folders: Sequence[Path]) -> Iterator[Json]:
+    """Yield the models of this machine, each once."""
+    found = {(model["name"], model["folder"]): model for model in [*downloaded(), *_in_folders(folders)]}
+    yield from found.values()
+    yield from _named({model["name"]: model for model in found.values()})
+
+
+def _outcome(model: Json, args: argparse.Namespace, config: FlashConfig) -> Json:
+    """Plan for a model, with the settings of its Modelfile."""
+    if not model["folder"]:
+        return {**_UNKNOWN, "way": "not downloaded"}
+    flash = None if model["modelfile"] is None else read_modelfile(model["modelfile"]).flash
+    return expect(Path(model["folder"]), config if flash is None else make_config(args, flash))
+
+
+def _about(known: Known) -> Json:
+    kind = f"{known.chosen[0]} of {known.chosen[1]}" if known.experts else "dense"
+    return {**asdict(known), "kind": kind}
+
+
+def _shown(model: Json) -> Json:
+    """Return a model for the table."""
+    reads = "{read_bytes:read}" if model["tokens_per_second"] else "needs {budget_bytes:size}"
+    home, name = str(Path.home()), str(model["name"])
+    return {
+        **dict.fromkeys(("kind", "licence"), ""),
+        **model,
+        "shown": printable(f"~{name[len(home) :]}" if name.startswith(f"{home}/") else name),
+        "mark": "* " if model["is_here"] else "",
+        "reads": formatted(reads if model["budget_bytes"] else "{way}", model),
+    }
 
 
 def reckon(known: Known, budget: int, disk: float, read: float, kept: float) -> Json:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -126,6 +128,7 @@ class Status:
         """
         stream = self._engine.stream
         return {
+            "program": _program(),
             "model": self._model,
             "plan": self._told_plan,
             "units": self._units(),
@@ -182,6 +185,14 @@ class Status:
             "kv_and_activations": own.usage.memory_bytes + (max(0, rest) if is_latest else 0),
             "others": sum(other.weight_bytes + other.usage.memory_bytes for other in others),
         }
+
+
+def _program() -> str:
+    """Return the name of this program for people: of mlx-flash, with its command."""
+    script, *words = sys.argv or [""]
+    if Path(script).name in ("mlx-flash", "__main__.py"):
+        return " ".join(["mlx-flash", *words[:1]])
+    return "python" if script in ("", "-c") else Path(script).name
 
 
 def _joint_state(states: Sequence[UnitState]) -> UnitState:

@@ -47,8 +47,7 @@ class Watcher:
         system: memory of the machine.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._pid = pid
+    def __init__(self) -> None:
         self._known: dict[Path, History] = {}
         self._chosen: Path | None = None
         self._is_picked = False  # by the user
@@ -66,8 +65,6 @@ class Watcher:
         """Read what engines published since the last look."""
         running: dict[Path, History] = {}
         for published in find():
-            if self._pid not in (None, published.pid):
-                continue
             history = running[published.path] = self._known.get(published.path) or History(published)
             history.add(published)
         gone = [history for key, history in self._known.items() if key not in running]

@@ -43,8 +43,8 @@ def test_a_mixture_keeps_its_trunk_and_then_experts() -> None:
 
 
 def test_models_here_are_planned_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"name": known_models()["qwen3-30b-a3b"].repository, "folder": str(ROOT / "examples" / "pair" / "draft")}
-    monkeypatch.setattr(module, "downloaded", lambda: [here])
+    name, folder = known_models()["qwen3-30b-a3b"].repository, str(ROOT / "examples" / "pair" / "draft")
+    monkeypatch.setattr(module, "downloaded", lambda: [module._model(name, folder, 1)])
     monkeypatch.setattr(module, "profile_for", lambda *_: DiskProfile(3e9, 1 << 20, 4, True))
     assert cli.main(["models", "--ram-budget-gb", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -59,5 +59,5 @@ def test_models_here_are_planned_for(capsys: pytest.CaptureFixture[str], monkeyp
     assert rows["llama-3.3-70b"]["read_bytes"] == known_models()["llama-3.3-70b"].token - 800_000_000
     assert cli.main(["models", "--ram-budget-gb", "2"]) == 0
     told = capsys.readouterr().out
-    assert "qwen3-30b-a3b *" in told and "8 of 128" in told and "3.00 GB/s" in told
+    assert "* qwen3-30b-a3b" in told and "8 of 128" in told and "3.00 GB/s" in told
     assert all(len(line) <= 80 for line in told.splitlines())

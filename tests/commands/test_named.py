@@ -1,4 +1,4 @@
-"""Models by name: ``pull``, ``create``, and named models in ``list`` and ``run``."""
+"""Models by name: ``pull``, ``create``, and named models in ``models`` and ``run``."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def test_a_named_modelfile_is_a_model(
     assert answer.strip() and cli.main(["run", "-f", str(source), "Hello"]) == 0
     assert capsys.readouterr().out == answer
     monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "source"))
-    assert cli.main(["list", "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)["models"]
+    assert cli.main(["models", "--json"]) == 0
+    (listed,) = [model for model in json.loads(capsys.readouterr().out)["models"] if model["is_here"]]
     assert (listed["name"], listed["modelfile"]) == ("tiny:v1", str(models_folder() / "tiny:v1"))
     assert listed["way"] == "in memory" and listed["budget_bytes"] == 10**9
 

@@ -107,13 +107,10 @@ class Peers:
         return cast(list[list[float]], found.tolist())
 
     def hand_on(self, arrays: Sequence[mx.array], source: int, to: int, what: str) -> list[mx.array]:
-        """Return the arrays of one rank on another one. All ranks call it. On others the result is not to be used.
+        """Return the arrays of one rank, ``source``, on another one. All ranks call it; shapes and types are everywhere
+        the same.
 
-        Args:
-            arrays: on the rank ``source`` what to send; on others only shapes and types count.
-            source: the rank that has them.
-            to: the rank that needs them. MLX's ring connects neighbours only: the arrays go to all ranks otherwise.
-            what: to name in an error.
+        On others the result is not to be used. MLX's ring connects neighbours only: else the arrays go to all ranks.
         """
         if not self._can_send or (to - source) % self.size not in (1, self.size - 1):
             return self.broadcast(arrays, source, what)
@@ -215,19 +212,12 @@ def _patience() -> _Patience:
 
 @dataclass(frozen=True, slots=True)
 class RankSpeed:
-    """The machine of a rank in numbers.
+    """The machine of a rank in numbers."""
 
-    Attributes:
-        memory_bytes: weights that it can keep in memory.
-        disk_bytes_per_second: how fast it reads the others.
-        compute_bytes_per_second: how fast it computes with weights that it has just read.
-        kept_bytes_per_second: how fast it computes with those in memory.
-    """
-
-    memory_bytes: float
-    disk_bytes_per_second: float
-    compute_bytes_per_second: float
-    kept_bytes_per_second: float
+    memory_bytes: float  # weights that it can keep in memory
+    disk_bytes_per_second: float  # how fast it reads the others
+    compute_bytes_per_second: float  # how fast it computes with weights that it has just read
+    kept_bytes_per_second: float  # how fast it computes with those in memory
 
     def bytes_within(self, seconds: float) -> float:
         """Return the weight bytes that it gets through in a pass of so many seconds of its own."""
@@ -269,10 +259,7 @@ def share_layers(layer_bytes: Sequence[int], ranks: Sequence[RankSpeed]) -> list
 def follow_files(owners: Sequence[int], layer_bytes: Sequence[int], able: Sequence[Sequence[int]]) -> list[int]:
     """Return the rank of each layer: the given one, if it has the layer's files, and else the one with least to do.
 
-    Args:
-        owners: the rank of each layer, if all had all files.
-        layer_bytes: bytes of each layer.
-        able: for each layer the ranks that have its files, at least one.
+    ``able`` has for each layer the ranks that have its files, at least one.
     """
     found = list(owners)
     done: Counter[int] = Counter()
@@ -322,18 +309,12 @@ class RankFolder:
 
     A rank loads mlx-lm's model whole, so that the model's own code makes all shapes. For a shard that it lacks, another
     rank sends the header. Reading weights from such a stand-in raises an error.
-
-    Attributes:
-        path: the folder to load from.
-        missing: for each rank the names of the shards that it lacks.
-        rank: this one.
-        private: the folder of the stand-ins; None where there are none.
     """
 
-    path: Path
-    missing: list[set[str]]
+    path: Path  # the folder to load from
+    missing: list[set[str]]  # for each rank the names of the shards that it lacks
     rank: int
-    private: PrivateFolder | None = None
+    private: PrivateFolder | None = None  # the folder of the stand-ins
 
     @property
     def is_complete(self) -> bool:
@@ -467,11 +448,8 @@ class Chain:
     ) -> Iterator[None]:
         """Compute calls of the model on all ranks, one alone or several that share a pass.
 
-        Args:
-            tokens: of each call.
-            caches: the prompt caches that they add to.
-            wait_turn: called with ``HAND_ON``, ``HAND_OVER`` or ``HANDED`` and the number of a layer, whose output is
-                evaluated then. Returns when it is the turn of this call. None for one call alone.
+        ``wait_turn`` is called with ``HAND_ON``, ``HAND_OVER`` or ``HANDED`` and the number of a layer, whose output is
+        evaluated then. It returns when it is the turn of this call.
         """
         self._check_equal(tokens)
         entries = list(_entries([cache for cache in caches if cache is not None]))

@@ -65,10 +65,9 @@ def num_nodes(*outputs: mx.array) -> int:
 
 
 def memory_of(array: mx.array) -> memoryview:
-    """Return the bytes of an array, writable and shared with it.
+    """Return the bytes of an array, writable and shared with it, for which MLX's stubs lack the buffer protocol.
 
-    MLX's stubs lack the buffer protocol, and nothing promises that the memory is the array's own:
-    :mod:`mlx_flash.memory.arena` checks that for its views.
+    Nothing promises that the memory is the array's own: :mod:`mlx_flash.memory.arena` checks that for its views.
     """
     return memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())
 
@@ -255,14 +254,9 @@ _CONVOLUTION_BYTES = 4
 
 
 def tape_of(function: Callable[..., Any], inputs: Sequence[mx.array]) -> list[Mapping[str, Any]]:
-    """Return MLX's record of a function: its inputs, outputs and operations in an order in which they can run.
+    """Return MLX's record of a function of arrays: inputs, outputs, and operations in an order in which they can run.
 
-    Args:
-        function: takes arrays, returns arrays. It may not look at their numbers.
-        inputs: arrays of the shapes that count.
-
-    Raises:
-        ValueError: it does.
+    Raises: ValueError, if the function looks at their numbers.
     """
     events: list[Mapping[str, Any]] = []
     mx.export_function(events.append, function, *inputs)

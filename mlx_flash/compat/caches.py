@@ -29,18 +29,13 @@ for _entry, _names in (
 
 
 class CacheKinds:
-    """Classes of caches, of mlx-lm and of libraries that have their own of the same names.
+    """Classes of caches, of mlx-lm and of libraries that have their own of the same names."""
 
-    Attributes:
-        plain: keys and values of all tokens, with nothing else about them.
-        lists, recurrent, windows: lists of caches, states that every token replaces, and the last tokens only.
-        buffers: keys and values in buffers with room behind them.
-    """
-
-    plain: tuple[type[Any], ...] = (KVCache,)
+    plain: tuple[type[Any], ...] = (KVCache,)  # keys and values of all tokens, with nothing else about them
     lists: tuple[type[Any], ...] = (CacheList,)
-    recurrent: tuple[type[Any], ...] = (ArraysCache,)
-    windows: tuple[type[Any], ...] = (RotatingKVCache,)
+    recurrent: tuple[type[Any], ...] = (ArraysCache,)  # states that every token replaces
+    windows: tuple[type[Any], ...] = (RotatingKVCache,)  # the last tokens only
+    # keys and values in buffers with room behind them
     buffers: tuple[type[Any], ...] = (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache)
 
     @classmethod

@@ -21,12 +21,8 @@ StackCall = Callable[[mx.array, mx.array], mx.array]
 
 
 class StackKinds:
-    """Classes of stacks of experts, of mlx-lm and of libraries that have their own of the same make.
-
-    Attributes:
-        stacks: the stacks.
-        linears: their matrices.
-        callers: answers to calls of stacks with more than tokens and indices.
+    """Classes of stacks of experts, of mlx-lm and of libraries that have their own of the same make, and of their
+    matrices.
     """
 
     stacks: tuple[type[nn.Module], ...] = ()
@@ -35,11 +31,8 @@ class StackKinds:
 
     @classmethod
     def add(cls, stack: type[nn.Module], caller: Callable[..., mx.array] | None = None) -> None:
-        """Add a class of stacks.
-
-        Args:
-            stack: the class.
-            caller: called with a module, a :data:`StackCall` and the arguments of a call; None for no more arguments.
+        """Add a class of stacks. ``caller`` answers calls with more than tokens and indices, given the module and a
+        `StackCall`.
         """
         call = require(stack, "__call__", "x", "indices")  # calls are answered in their place
         sorts = any(

@@ -83,17 +83,11 @@ for _attribute in (*_wanted, "_uid_count", "_prompt_batch", "_generation_batch",
 
 
 class Wanted(NamedTuple):
-    """The work that ``batch_generate`` was called for.
+    """The work that ``batch_generate`` was called for."""
 
-    Attributes:
-        caches: whether it returns prompt caches.
-        lengths: the most tokens of each sequence, prompt and answer, of the longest that are computed together.
-        given: the prompt caches to go on from, if there are any.
-    """
-
-    caches: bool
-    lengths: list[int]
-    given: Sequence[list[Any]]
+    caches: bool  # whether it returns prompt caches
+    lengths: list[int]  # the most tokens of the longest sequences, prompt and answer, that are computed together
+    given: Sequence[list[Any]]  # the prompt caches to go on from, if there are any
 
 
 def wanted_of(frame: FrameType) -> Wanted | None:
@@ -162,16 +156,7 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
 class Group(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's, for sequences of another generator, which keep their numbers.
 
-    Args:
-        model: the model.
-        sequences: as they were inserted. Several have as many segments, none longer than a step: so their prompts end
-            in the same call.
-        options: as mlx-lm's generator takes them.
-
-    Attributes:
-        uids: numbers of the sequences.
-        sequences: as given, if there are several, until their prompts are computed.
-        num_restored: tokens that came from the prefix cache.
+    Several sequences have as many segments, none longer than a step: so their prompts end in the same call.
     """
 
     _generation_batch: Any
@@ -181,7 +166,7 @@ class Group(StockBatchGenerator):  # type: ignore[misc]
         self._old_wired_limit = None  # the other generator sets Metal's limit, and puts it back
         self.uids = [each.uid for each in sequences]
         self.sequences = sequences if len(sequences) > 1 else ()  # a lone one's cache is not needed any more
-        self.num_restored = 0
+        self.num_restored = 0  # tokens that came from the prefix cache
         for each in sequences:
             copied = each._replace(segments=[*each.segments], tokens=[*each.tokens])
             self._unprocessed_sequences.append(tuple(copied))

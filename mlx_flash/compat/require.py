@@ -14,13 +14,7 @@ TESTED = {"mlx-lm": ("0.32.0", "0.32.2"), "mlx": ("0.32.2", "0.32.4")}
 
 
 def require(owner: Any, name: str, *parameters: str) -> Any:
-    """Return an attribute of a module, class or object.
-
-    Args:
-        owner: what has the attribute.
-        name: of the attribute.
-        parameters: names of parameters that it must take, if it is a function.
-    """
+    """Return an attribute of a module, class or object, which takes some parameters if it is a function."""
     place = f"{_place(owner)}.{name}"
     found = getattr(owner, name, None)
     if found is None:

@@ -129,14 +129,8 @@ def replace_vlm_load_model(new: VlmLoadModel, old: VlmLoadModel) -> None:
 def load_processor(path: Path, model: nn.Module, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the processor of texts and pictures for a model, as ``mlx_vlm.load`` does.
 
-    Args:
-        path: the model's folder.
-        model: the model.
-        trust_remote_code: run code of the folder. If not, none runs, also where mlx-vlm would trust it by itself.
-        options: as of ``mlx_vlm.load``.
-
-    Raises:
-        ValueError: it needs code of the folder, which is not trusted.
+    If code of the folder is not trusted, none runs, also where mlx-vlm would trust it by itself. Raises: ValueError, if
+    it is needed.
     """
     options["trust_remote_code"] = trust_remote_code
     with nullcontext() if trust_remote_code else _without_folder_code():
@@ -172,10 +166,8 @@ def apply_chat_template(processor: Any, config: Any, messages: Any, num_images: 
 
 
 def prepare_inputs(model: nn.Module, processor: Any, prompt: str, images: list[Any]) -> dict[str, Any]:
-    """Return what a model is called with for a prompt and its pictures, as ``mlx_vlm.stream_generate`` makes it.
-
-    Raises:
-        ValueError: the pictures do not suit the prompt.
+    """Return what a model is called with for a prompt and its pictures. Raises: ValueError, if they do not suit each
+    other.
     """
     config: Any = model.config
     found: dict[str, Any] = _prepare_inputs(

@@ -67,9 +67,8 @@ _DTYPES = {
 
 @dataclass(slots=True, eq=False)
 class DerivedParameter:
-    """A parameter that was computed, at every place (container, key) of the model that holds it.
-
-    Its name is its path in the model, the first one if there are several. The array is not evaluated.
+    """A parameter that was computed and not evaluated, at every place (container, key) of the model. Its name is the
+    first.
     """
 
     array: mx.array
@@ -83,7 +82,7 @@ class DerivedParameter:
 
 
 def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
-    """The parameters that were computed from tensors of the checkpoint, in the order of the module tree.
+    """Return the parameters that were computed from tensors of the checkpoint, in the order of the module tree.
 
     Constants that a module makes for itself, such as RoPE frequencies, are private to it and none of them: mlx-lm loads
     weights into what ``parameters()`` names.
@@ -165,10 +164,8 @@ def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, 
     """Remove other copies until there is room for more bytes of a copy; none when that would not be enough.
 
     Those of the same source, which are of no use any more, go first, then those used longest ago. The copy itself and
-    its beginning stay. ``limit`` is that of all copies together; None leaves a tenth of the disk free.
-
-    Returns:
-        True if there is room, or would be.
+    its beginning stay. ``limit`` is that of all copies together; None leaves a tenth of the disk free. Return whether
+    there is room, or would be.
     """
     copies, folder = list_copies(), derived_directory()
     room = free_bytes(folder) - (free_floor(folder) if limit is None else 0)
@@ -207,25 +204,15 @@ def adopt_derived(
     *,
     write: bool = True,
 ) -> None:
-    """Give derived parameters a place on disk to be read from: they become direct ones.
+    """Give derived parameters a place on disk to be read from: they become direct ones. Raises: FileChangedError,
+    WriteError.
 
-    Nothing is done when they are small all together. Where there is no room for a copy they stay as they are, and a
-    warning says so. After an error the model is as it was.
+    Nothing is done when they are small all together, or the limit is 0. Where there is no room for a copy they stay as
+    they are, and a warning says so. After an error the model is as it was. ``load`` loads the model once more: what a
+    copy is computed from belongs to that model, and is dropped with it.
 
-    Args:
-        loaded: the model; changed in place.
-        load: loads it once more. What a copy is computed from belongs to that model, and is dropped with it.
-        checkpoint: the files of both.
-        directory: the model directory.
-        limit_gb: size of all copies together, in decimal GB; older ones are removed to keep it. None leaves a tenth of
-            the disk free; 0 does nothing at all.
-        progress: called while they are written and read back.
-        write: False, for a plan, writes and removes nothing: where there is no copy, parameters count as direct ones
-            of the copy that would be made. The model must not be called then.
-
-    Raises:
-        FileChangedError: the checkpoint changed meanwhile.
-        WriteError: the copy cannot be written.
+    Without ``write``, for a plan, nothing is written or removed: where there is no copy, parameters count as direct
+    ones of the copy that would be made. The model must not be called then.
     """
     derived = derived_parameters(loaded)
     total = sum(parameter.spec.nbytes for parameter in derived)

@@ -182,13 +182,9 @@ class ShardPlan:
         progress: Callable[[int], object] = lambda nbytes: None,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, int]:
-        """Write the file. Return the CRC-32 of each tensor.
+        """Write the file. Return the CRC-32 of each tensor. Raises: WriteError.
 
         An older file is replaced at the end, after a check; an error leaves it, and removes what was written.
-
-        Raises:
-            ValueError: the tensors make no valid header, or the pieces of one have another size.
-            WriteError: the system could not write it.
         """
         path, sums = folder / self.name, dict[str, int]()
 
@@ -370,12 +366,9 @@ class Rewrite:
             self._progress(self._done, 2 * self.nbytes)
 
     def finish(self) -> None:
-        """Check what was written, and give the folder its name.
+        """Check what was written, and give the folder its name. Raises: WriteError.
 
         A file that is read back otherwise is removed, so that the next run writes it again.
-
-        Raises:
-            WriteError: there are other files, or a tensor has another name, type, shape, or other bytes.
         """
         found, planned = [path.name for path in weight_files(self.partial)], sorted(shard.name for shard in self.shards)
         if found != planned:
@@ -584,21 +577,10 @@ def pack(
     progress: Progress | None = None,
     compress: Callable[[float], bool] | None = None,
 ) -> PackReport:
-    """Write a checkpoint again, in streaming order.
+    """Write a checkpoint again, in streaming order, to a folder that does not exist, or is empty. Raises: FlashError.
 
-    Args:
-        source: a model folder.
-        target: the new folder; it must not exist, or be empty.
-        shard_bytes: size of a shard at most, unless one unit is larger; shards are cut between units only.
-        progress: called while tensors are written and read back.
-        compress: called with the share of the bytes that a compressed copy is expected to take. True makes one, which
-            stock mlx-lm does not load. None compresses nothing.
-
-    Raises:
-        CheckpointError: the source is not a usable checkpoint.
-        ConfigError: the target is in use, or cannot be where it should.
-        ReadError: the source cannot be read; FileChangedError when it changed meanwhile.
-        WriteError: there is not enough room, the target cannot be written, or it does not hold what was written.
+    Shards are cut between units only. ``compress`` is called with the share of the bytes that a compressed copy is
+    expected to take. True makes one, which stock mlx-lm does not load.
     """
     began = time.perf_counter()
     if shard_bytes <= 0:

@@ -46,10 +46,7 @@ _PRIOR = 4
 
 
 class GuessedError(GuessEndedError):
-    """The end of a speculative call: the router has chosen.
-
-    Its only argument is an array with the chosen experts, ``(..., top_k)``.
-    """
+    """The end of a speculative call: the router has chosen. Its only argument is their array, ``(..., top_k)``."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,10 @@ class Guess:
 
 
 class Odds:
-    """The share of right choices by rank. A choice is never worse than one of a later rank.
-
-    Attributes:
-        num_good: number of ranks that are right often enough to be read.
-    """
+    """The share of right choices by rank. A choice is never worse than one of a later rank."""
 
     def __init__(self, least: float) -> None:
-        self.num_good = 0
+        self.num_good = 0  # ranks that are right often enough to be read
         self._least = least
         self._right: list[float] = []
         self._seen: list[int] = []
@@ -272,19 +265,11 @@ class _Begun:
 
 
 class Experts:
-    """All stacks of experts of a model.
+    """All stacks of experts of a model, in the order of calls.
 
-    Args:
-        stacks: in the pool's order, which is the order of calls.
-        pooled: the stacks that compute from the pool.
-        stream: streams the other weights.
-        exact_rows: whether a row of a matrix product is the same whatever the other rows are. Then the pool serves
-            calls of any size, and rows compute as their experts come. Otherwise a call waits for all of them: CUDA's
-            kernel for quantized experts is another one below eight rows.
-        lookahead: read experts early that the next layer is likely to need.
-
-    Attributes:
-        pool: the experts in memory.
+    With ``exact_rows``, a row of a matrix product is the same whatever the other rows are. Then the pool serves calls
+    of any size, and rows compute as their experts come. Otherwise a call waits for all of them: CUDA's kernel for
+    quantized experts is another one below eight rows.
     """
 
     def __init__(
@@ -316,12 +301,7 @@ class Experts:
         )
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
-        """Compute tokens ``(..., width)`` with the stack of a layer, and experts ``(..., top_k)``.
-
-        Raises:
-            ReadError: experts could not be read.
-            IndexError: there are no such experts.
-        """
+        """Compute tokens ``(..., width)`` with experts ``(..., top_k)`` of a layer. Raises: ReadError, IndexError."""
         if self._stream.is_guessing:
             raise GuessedError(indices)
         if self._stream.wait_turn is not None and not self._stream.holds_units:
@@ -450,8 +430,7 @@ class Experts:
     ) -> tuple[list[tuple[mx.array, Sequence[int]]], Sequence[int]]:
         """Compute (token, expert) pairs as their experts come, until at most so many are in flight.
 
-        Returns:
-            Rows with the numbers of their pairs, and the experts to wait for before they are evaluated.
+        Return rows with the numbers of their pairs, and the experts to wait for before they are evaluated.
         """
         experts = routing.reshape(-1).tolist()  # in plain Python: calls of numpy cost more here
         parts: list[tuple[mx.array, Sequence[int]]] = []

@@ -56,10 +56,10 @@ class Uses:
         self._last = -1
 
     def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Numbers) -> None:
-        """Count a call of a layer: distinct experts, and how many tokens each computes.
+        """Count a call of a layer: distinct experts, how many tokens each computes, and their slots; negative without
+        one.
 
-        Tokens of one call count as if they were spread evenly over as many passes. Slots are negative for experts
-        without one.
+        Tokens of one call count as if they were spread evenly over as many passes.
         """
         if layer <= self._last:
             self._now += 1 / HALF_LIFE
@@ -162,7 +162,7 @@ class PoolLayer:
     @property
     def widths(self) -> list[int]:
         """Bytes of each tensor of an expert: first those that are read, then those that are kept."""
-        pieces = chain.from_iterable(segment.pieces for segment in self.placements[0].segments)
+        pieces = chain.from_iterable(segment.pieces for segment in self.placements.segments(0))
         sizes = {piece.buffer_offset: piece.nbytes for piece in pieces}
         return [*(sizes[offset] for offset in self.placements.offsets), *(rows.shape[1] for _, rows in self.kept)]
 
@@ -173,7 +173,7 @@ class PoolLayer:
 
     def segments(self, expert: int) -> Sequence[Segment]:
         """Return the reads of an expert to the memory of its slot."""
-        segments = self.placements[expert].segments
+        segments = self.placements.segments(expert)
         if self.stacks is None:
             return segments
         offsets, found = dict(zip(self.placements.offsets, self.stacks, strict=True)), []
@@ -211,18 +211,9 @@ class ExpertPool:
     """A table of slots that experts are read into.
 
     Everything that computes with a slot must be evaluated before the next call of :meth:`request` or
-    :meth:`clear_head`, except for the experts of the last request.
-
-    Args:
-        slots: the memory.
-        layers: the layers with experts, in calling order.
-        reader: reads the experts.
-        poison: fill slots with NaN bytes when an expert leaves.
-        reads_past_cache: read an expert so many times past the page cache. Most are in the pool by then. Filling the
-            page cache takes processor time, which is for the computation where the processor does that too.
-
-    Attributes:
-        slot_of: for each layer the slot of each expert, or ``ABSENT``.
+    :meth:`clear_head`, except for the experts of the last request. An expert is first read ``reads_past_cache`` times
+    past the page cache: most are in the pool by then, and filling the page cache takes processor time from the
+    computation.
     """
 
     def __init__(
@@ -236,7 +227,7 @@ class ExpertPool:
     ) -> None:
         self.slots = slots
         self.layers = layers
-        self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
+        self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]  # by layer and expert
         self.stats = ExpertStats()
         self.poison = poison
         self.reader = reader
@@ -270,15 +261,10 @@ class ExpertPool:
         return mask
 
     def request(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Start to read the missing ones of distinct experts, in the order of their files.
+        """Start to read the missing ones of distinct experts, in the order of their files. Raises: ClosedError.
 
-        All of them stay until the next request, or :meth:`clear_head`. At most ``num_usable`` fit.
-
-        Returns:
-            The experts in flight, in the order in which their reads started.
-
-        Raises:
-            ClosedError: the reader was closed.
+        All of them stay until the next request, or :meth:`clear_head`. Return those in flight, in the order of their
+        reads.
         """
         self._held = []
         in_flight = self._in_flight[layer]
@@ -313,11 +299,7 @@ class ExpertPool:
             self.stats.num_predicted += 1
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
-        """Wait until some requested experts are in their slots.
-
-        Raises:
-            ReadError: one of them could not be read. All in flight lose their slots, or each would fail one more call.
-        """
+        """Wait until some requested experts are there. After a ReadError, all in flight have lost their slots."""
         in_flight = self._in_flight[layer]
         try:
             for expert in experts:
@@ -330,11 +312,7 @@ class ExpertPool:
             raise
 
     def wait_any(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
-        """Return those of some requested experts that are in their slots. If none is, wait for the first one.
-
-        Raises:
-            ReadError: as for :meth:`wait`.
-        """
+        """Return those of some requested experts that are in their slots. If none is, wait for the first one."""
         in_flight = self._in_flight[layer]
         came = [expert for expert in experts if expert not in in_flight or in_flight[expert].done()] or experts[:1]
         self.wait(layer, came)
@@ -463,12 +441,11 @@ class ExpertPool:
         self._num_cleared = 0
 
     def adopt(self, layer: int, experts: Iterable[int], spared: set[int]) -> dict[int, int]:
-        """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.
+        """Give slots to experts that the caller will fill, the most important first. Return the slot of each that got
+        one.
 
-        The most important experts come first. Spared slots keep theirs, and the new ones become spared.
-
-        Returns:
-            The slot of each expert that got one.
+        They are free ones, and those of experts that were used less. Spared slots keep theirs; the new ones become
+        spared.
         """
         adopted: dict[int, int] = {}
         for expert in experts:
@@ -485,8 +462,7 @@ class ExpertPool:
     def resize(self, num_slots: int) -> None:
         """Change the number of slots. Of all experts in their slots, those that were used most stay, if slots can.
 
-        Everything that computes with slots must be evaluated, and no slot may be cleared. No view of stacks may be
-        left.
+        Everything that computes with slots must be evaluated, none may be cleared, and no view of stacks may be left.
         """
         self._held = []
         if isinstance(self.slots, StackArena):

@@ -48,8 +48,7 @@ def make_pooled(stacks: Sequence[ExpertStack], slots: tuple[int, int, int], make
     """Return stacks over a new pool, in a form that the back end computes with, if there is one.
 
     An expert is read fastest when all of it lies in one place. Kernels that do not compute with that, such as CUDA's
-    for quantized experts, get one stack for each tensor. ``slots`` are the number of slots, the bytes of each, and the
-    most slots that the pool may grow to.
+    for quantized experts, get one stack for each tensor. ``slots`` are their number, the bytes of each, and the most.
     """
     num_slots, slot_bytes, most_slots = slots
     layers = list(map(pool_layer, stacks))
@@ -76,10 +75,6 @@ class PooledStacks:
     """Copies of all stacks of a model that hold the pool's slots in the place of their experts.
 
     A *pair* is a (token, expert) pair of a call, by its number in the order of the routing.
-
-    Attributes:
-        pool: the experts in memory.
-        takes_slots: for each stack whether the back end computes with slots; tried if it is not given.
     """
 
     def __init__(
@@ -89,6 +84,7 @@ class PooledStacks:
         self._stacks = stacks
         self._modules: list[Any] = []
         self.arrange()
+        # For each stack whether the back end computes with slots; tried if it is not given.
         self.takes_slots = takes_slots or [
             not stack.is_widened and try_slots(module, stack.unit.large[0].container)
             for module, stack in zip(self._modules, stacks, strict=True)
@@ -256,12 +252,9 @@ class Stage:
         return copy
 
     def run(self, layer: int, x: mx.array, indices: mx.array, hottest: Sequence[int], quota: int) -> mx.array:
-        """Compute tokens with a stack, and evaluate the result.
+        """Compute tokens with a stack, and evaluate the result. Raises: ReadError.
 
         Of the needed experts, those of most tokens first, a quota is to be in the pool afterwards.
-
-        Raises:
-            ReadError: weights could not be read.
         """
         pool = self._pool
         pool.drop_unread(layer, hottest)  # their reads may be late in the queue; they are read with the others now

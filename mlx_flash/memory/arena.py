@@ -197,9 +197,6 @@ class LazyRows:
 
     MLX does not count this memory: see :func:`active_memory`. It goes back to the system with this object. Arrays that
     share it read zeros from then on.
-
-    Attributes:
-        array: the rows.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -237,16 +234,10 @@ _MARK = 0xA5
 
 
 class Arena:
-    """A page-aligned buffer of bytes and typed views of it.
+    """A page-aligned buffer of bytes, in new memory or in evaluated rows of one page, and typed views of it.
 
-    Args:
-        nbytes: usable size.
-        pages: evaluated rows of one page to use, instead of new memory.
-        is_read_into: the disk writes to it, which is faster on huge pages. Reads commit them, where the system can.
-        is_read_once: its bytes are read once and stay. They get small pages while huge ones take long to make.
-
-    Attributes:
-        memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
+    Memory that the disk writes to is faster on huge pages. If it is read once and stays, it gets small pages while huge
+    ones take long to make.
     """
 
     def __init__(
@@ -259,7 +250,7 @@ class Arena:
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
-        self.memory = everything[self._start : self._start + nbytes]
+        self.memory = everything[self._start : self._start + nbytes]  # at a multiple of ``DIRECT_ALIGNMENT``
         if pages is None and is_read_into:
             if not is_read_once:
                 use_huge_pages(self.memory, at_once=not is_untouched)
@@ -297,25 +288,18 @@ def views_of(places: Sequence[tuple[Arena, int, Sequence[int], mx.Dtype]]) -> li
 class SlotArena:
     """Slots of one size in one array, and views of them that have one row in each slot.
 
-    Args:
-        num_slots: slots to have memory for now.
-        pitch: bytes from one slot to the next, a multiple of ``DIRECT_ALIGNMENT``. One page of it cannot be used: MLX's
-            CPU allocator aligns to 16 bytes only.
-        capacity: the most rows of the views, which memory may bound further. Slots beyond ``num_slots`` take no memory
-            until :meth:`resize`, where the system can do that; elsewhere the capacity is ``num_slots``.
-
-    Attributes:
-        num_slots: slots that may be used.
-        capacity: rows of the views.
-        num_touched: slots that have memory: those up to the last one that was used.
+    One page of the ``pitch``, from one slot to the next, cannot be used: MLX's CPU allocator aligns to 16 bytes only.
+    Slots beyond ``num_slots`` take no memory until :meth:`resize`, where the system can do that; elsewhere they are
+    all.
     """
 
     def __init__(self, num_slots: int, pitch: int, capacity: int = 0) -> None:
-        self.num_slots = self.num_touched = self._num_small = num_slots
+        self.num_slots = self._num_small = num_slots
+        self.num_touched = num_slots  # slots that have memory: those up to the last one that was used
         self.pitch = pitch
         self._rows = _lazy_rows(num_slots, capacity, pitch) if commits_lazily() else None
         self._array = _zeros(num_slots, pitch) if self._rows is None else self._rows.array
-        self.capacity = len(self._array)
+        self.capacity = len(self._array)  # rows of the views
         self._everything = memory_of(self._array)
         self._bytes = np.frombuffer(self._everything, np.uint8)
         self._start = _first_page(self._everything)
@@ -377,8 +361,7 @@ class SlotArena:
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return an evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
 
-        The offset is a multiple of the item size. The slots must be empty: the check overwrites bytes of the first and
-        the last that have memory.
+        The slots must be empty: the check overwrites bytes of the first and the last that have memory.
         """
         first, size = (self._start + offset) // dtype.size, math.prod(shape)
         rows = self._array.view(dtype)[:, first : first + size]
@@ -464,19 +447,7 @@ class StackArena:
     """Slots of equal parts: one array for each part, with the slot as its first axis.
 
     Kernels that take no gaps between rows take these. In :class:`SlotArena` all parts of a slot lie together instead,
-    so that one read can fill it.
-
-    Args:
-        num_slots: number of slots, and the least that there will be.
-        pitch: bytes to set aside for each slot, at least the sum of its parts.
-        widths: bytes of each part of a slot.
-        capacity: the most slots.
-
-    Attributes:
-        num_slots: slots that there are.
-        least, capacity: the fewest and the most.
-        num_touched: as in :class:`SlotArena`; all of them here.
-        offsets: the offset of each part in a slot.
+    so that one read can fill it. The number of slots to begin with is the least that there will be.
     """
 
     can_resize = True
@@ -497,9 +468,8 @@ class StackArena:
         self.num_slots = self.num_touched = num_slots
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots, up to the capacity. All lose their contents, and no view may be left.
-
-        After an error there are the fewest.
+        """Change the number of slots. All lose their contents, and no view may be left. After an error there are the
+        fewest.
         """
         del self._arena
         free_unused()

@@ -51,13 +51,8 @@ class _Channel:
 
 
 class DriverCopies:
-    """Copies of any threads, each with a stream and a bounce buffer of its own.
-
-    Args:
-        nbytes: size of a bounce buffer.
-
-    Raises:
-        DriverError: MLX's memory is not that of a CUDA device.
+    """Copies of any threads, each with a stream and a bounce buffer of its own. Raises: DriverError, also by its
+    methods.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -90,20 +85,12 @@ class DriverCopies:
         return channel
 
     def start(self, source: memoryview, target: memoryview) -> None:
-        """Start to copy a part of the bounce buffer to MLX's memory.
-
-        Raises:
-            DriverError: the driver refused.
-        """
+        """Start to copy a part of the bounce buffer to MLX's memory."""
         copy, stream = self._driver.cuMemcpyHtoDAsync_v2, self._channel.stream
         _check(copy(address_of(target), address_of(source), len(source), stream))
 
     def finish(self) -> None:
-        """Wait until this thread's copies have arrived.
-
-        Raises:
-            DriverError: one of them failed.
-        """
+        """Wait until this thread's copies have arrived."""
         _check(self._driver.cuStreamSynchronize(self._channel.stream))
 
     def close(self) -> None:
@@ -137,10 +124,7 @@ def clear(memory: memoryview) -> None:
 
 
 def context_bytes() -> int:
-    """Return the memory of the GPU that CUDA takes for this process beside MLX's arrays: context, kernels, gaps.
-
-    0 where MLX does not compute on a GPU with memory of its own.
-    """
+    """Return the memory of a GPU of its own that CUDA takes beside MLX's arrays: context, kernels, gaps. Else 0."""
     if not has_own_memory():
         return 0
     used, of_pool = _used_by_this_process(), _used_of_pool()

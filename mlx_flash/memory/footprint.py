@@ -128,10 +128,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 
 def group_folders(controller: str = "") -> list[Path]:
-    """Return the folders of this process's control group and of its parents.
-
-    Hierarchies of version 1 have the name of a controller; version 2 has one, without a name.
-    """
+    """Return the folders of this process's control group and of its parents; those of version 2 without a name."""
     try:
         entries = [line.split(":", 2) for line in (_PROC / "cgroup").read_text().splitlines()]
     except FileNotFoundError:

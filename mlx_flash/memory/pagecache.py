@@ -24,13 +24,10 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def open_direct(path: Path) -> int | None:
-    """Open a regular file for reads that bypass the page cache.
+    """Open a regular file for reads that bypass the page cache. Return None where the file system cannot.
 
-    Linux uses ``O_DIRECT`` and tries one read, since some file systems accept the flag and refuse the reads; macOS
-    uses ``F_NOCACHE``.
-
-    Returns:
-        A file descriptor, or None where the file system or the operating system cannot.
+    Linux uses ``O_DIRECT`` and tries one read, since some file systems accept the flag and refuse the reads; macOS uses
+    ``F_NOCACHE``.
     """
     if sys.platform == "darwin":
         import fcntl

@@ -440,5 +440,5 @@ def _expert_sizes(stacks: Sequence[ExpertStack]) -> ExpertSizes:
         least_slots=max(-(-stage_bytes // slot_bytes), *(stack.top_k for stack in stacks)),
         nbytes=sum([stack.unit.nbytes for stack in stacks]),
         token_bytes=sum([min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks]),
-        copies=any(placement.read[0].copies for placement in placed) or any(placement.copies for placement in staged),
+        copies=any(placement.read.copied for placement in placed) or any(placement.copies for placement in staged),
     )

@@ -58,17 +58,7 @@ _AGAIN = "Hint: copy it again, or pack the model again."
 
 
 class BlockTable:
-    """The places of all blocks of a file.
-
-    Args:
-        blocks: start, end and item size of each, by logical offset.
-        sizes: bytes of each coded block.
-        data_start: first byte of the file that belongs to a block.
-
-    Attributes:
-        starts, ends: logical offsets of the blocks.
-        offsets: of the coded blocks in the file, and the end of the last.
-    """
+    """The places of all blocks of a file: their logical offsets, and where they lie in it when coded."""
 
     def __init__(self, blocks: Iterable[tuple[int, int, int]], sizes: Iterable[int], data_start: int) -> None:
         self.starts, self.ends, self._itemsizes = array("q"), array("q"), array("B")
@@ -132,11 +122,7 @@ def make_head(header: dict[str, Any], sizes: array[int]) -> bytes:
 
 
 def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of a tensor's blocks and runs, from the JSON of a head.
-
-    Raises:
-        HeaderError: they are missing or not possible.
-    """
+    """Return the bytes of a tensor's blocks and runs, from the JSON of a head. Raises: HeaderError."""
     blocks = header.get("blocks")
     found = blocks.get(name) if isinstance(blocks, dict) else None
     match found:
@@ -146,12 +132,7 @@ def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) ->
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], array[int], int]:
-    """Read and check the head of a file. Return its JSON object, the bytes of each coded block, and where the first is.
-
-    Raises:
-        HeaderError: the file is truncated or damaged, or no such file.
-        OSError: it cannot be read.
-    """
+    """Read and check the head of a file. Return its JSON object, the bytes of each block, and where the first is."""
     with open(open_regular(path), "rb", buffering=0) as file:
         nbytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD.size)
@@ -239,11 +220,6 @@ def num_cores() -> int:
 
 @lru_cache(maxsize=1)
 def _zstandard() -> Any:
-    """Return the library.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
     try:
         import zstandard
     except ModuleNotFoundError as error:
@@ -284,13 +260,10 @@ class Decoder:
         self._planes = np.empty(BLOCK_BYTES, np.uint8)
 
     def decode(self, stored: memoryview, target: memoryview, itemsize: int, sizes: Sequence[int] = ()) -> None:
-        """Write the contents of blocks to memory of their size. Releases the GIL most of the time.
+        """Write the contents of blocks, of some sizes or of a single one, to memory of their size. Raises: CodecError.
 
         Threads that decode hand the GIL to each other, which takes longer than what they do with it. So several blocks
-        are decoded at once, one after another. ``sizes`` are those of their contents; none for a single block.
-
-        Raises:
-            CodecError: a block is damaged, or the contents have another size.
+        are decoded at once, one after another.
         """
         if len(target) > len(self._planes):
             self._planes = np.empty(len(target), np.uint8)
@@ -353,11 +326,7 @@ def _room(read_size: int) -> int:
 
 
 class BlockReader:
-    """Reads and decodes blocks. Each thread has its own.
-
-    Args:
-        read_size: bytes that are fetched at once, one block at least.
-    """
+    """Reads and decodes blocks, ``read_size`` bytes at once and at least one block. Each thread has its own."""
 
     def __init__(self, read_size: int) -> None:
         self._decoder = Decoder()
@@ -376,12 +345,9 @@ class BlockReader:
         fetch: Fetch,
         land: Callable[[memoryview], memoryview] = lambda part: part,
     ) -> None:
-        """Fill memory with the logical bytes of a tensor from ``start`` on, by a function that reads coded bytes.
+        """Fill memory with the logical bytes of a tensor from ``start`` on. Raises: ReadError.
 
-        ``land`` returns the memory to decode a part of the target into.
-
-        Raises:
-            ReadError: a block is damaged.
+        ``fetch`` reads coded bytes; ``land`` returns the memory to decode a part of the target into.
         """
         stop = start + len(target)
         blocks = table.around(start, stop)

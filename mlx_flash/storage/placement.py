@@ -100,10 +100,7 @@ class Placement:
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Return the most bytes that a tensor takes of a buffer, wherever it lies in its file.
-
-    The sum over some tensors is never less than the size of their :class:`Placement`.
-    """
+    """Return the most bytes that a tensor takes of a buffer, wherever it lies in its file."""
     return round_up(nbytes, DIRECT_ALIGNMENT) + 2 * DIRECT_ALIGNMENT
 
 
@@ -116,7 +113,7 @@ def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Place
     """
     joined = [_joined(group) for group in groups]
     whole = [i for i, record in enumerate(joined) if record is not None]
-    placed = place_rows([[record for record in joined if record is not None]], alignment)[0]
+    placed = place_rows([[record for record in joined if record is not None]], alignment)
     offsets = dict(zip(whole, placed.offsets, strict=True))
     cursor = placed.nbytes
     parts: list[tuple[TensorRecord, int]] = []
@@ -127,7 +124,7 @@ def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Place
             cursor += record.nbytes
     segments = [read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts])]
     nbytes = round_up(cursor, DIRECT_ALIGNMENT)
-    return Placement(nbytes, (*placed.segments, *segments), tuple(offsets[i] for i in range(len(groups))))
+    return Placement(nbytes, (*placed.segments(0), *segments), tuple(offsets[i] for i in range(len(groups))))
 
 
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
@@ -218,35 +215,31 @@ def is_aligned(record: TensorRecord, alignment: int) -> bool:
     return record.extent.offset % max(alignment, record.itemsize) == 0
 
 
+@dataclass(frozen=True)
 class PlacedRows:
-    """The placements of some rows, with the same places in the buffer. The reads of a row are found once asked for."""
+    """The placements of some rows, with the same places in the buffer."""
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[TensorRecord]],
-        nbytes: int,
-        offsets: tuple[int, ...],
-        in_place: Sequence[tuple[list[int], Segment]],
-        copied: Sequence[tuple[int, int]],
-    ) -> None:
-        self._rows, self._in_place, self._copied = rows, in_place, copied
-        self.nbytes, self.offsets = nbytes, offsets
-        self._found: dict[int, Placement] = {}
+    rows: Sequence[Sequence[TensorRecord]]
+    nbytes: int
+    offsets: tuple[int, ...]  # of the tensors of each row
+    in_place: Sequence[tuple[list[int], int]]  # tensors that are read together, and where their pages go
+    copied: Sequence[int]  # tensors that are copied
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
-    def __getitem__(self, row: int) -> Placement:
-        found = self._found.get(row)
-        if found is None:
-            segments = _row_segments(self._rows[row], self._in_place, self._copied)
-            found = self._found[row] = Placement(self.nbytes, segments, self.offsets)
-        return found
+    def segments(self, number: int) -> tuple[Segment, ...]:
+        """Return the reads of a row."""
+        row = self.rows[number]
+        found = [read_in_place([row[j] for j in block], cursor) for block, cursor in self.in_place]
+        parts = [(row[j], self.offsets[j]) for j in self.copied]
+        found += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
+        return tuple(sorted(found, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))
 
     @property
     def starts(self) -> list[tuple[str, int]]:
         """For each row a key that sorts rows as their bytes lie on disk."""
-        extents = [[record.extent for record in row if record.extent.nbytes] for row in self._rows]
+        extents = [[record.extent for record in row if record.extent.nbytes] for row in self.rows]
         return [min([(str(extent.path), extent.offset) for extent in row]) for row in extents]
 
 
@@ -263,7 +256,7 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
     _check_alike(rows)
     first = rows[0] if rows else ()
     offsets = [0] * len(first)
-    in_place: list[tuple[list[int], Segment]] = []
+    in_place: list[tuple[list[int], int]] = []
     copied: list[int] = []
     cursor = 0
     for block in _common_blocks(rows):
@@ -271,15 +264,14 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
             segment = read_in_place([first[j] for j in block], cursor)
             for j, piece in zip(block, segment.pieces, strict=True):
                 offsets[j] = piece.buffer_offset
-            in_place.append((block, segment))
+            in_place.append((block, cursor))
             cursor += segment.nbytes
         else:
             copied += block
     for j in copied:
         offsets[j] = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         cursor = offsets[j] + first[j].nbytes
-    nbytes, placed = round_up(cursor, DIRECT_ALIGNMENT), [(j, offsets[j]) for j in copied]
-    return PlacedRows(rows, nbytes, tuple(offsets), in_place, placed)
+    return PlacedRows(rows, round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), in_place, copied)
 
 
 def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
@@ -306,22 +298,3 @@ def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int],
     """Return whether a block's pages can be read to the same place of a slot for every row."""
     starts = {row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows}
     return len(starts) == 1 and all(is_aligned(rows[0][j], alignment) for j in block)
-
-
-def _moved(read: Segment, records: Sequence[TensorRecord]) -> Segment:
-    """Return a read of other tensors, which lie to each other and to their pages as those of a read do."""
-    extents = zip([(record.name, record.extent.offset) for record in records], read.pieces, strict=True)
-    pieces = tuple([Piece(name, at, piece.nbytes, piece.buffer_offset) for (name, at), piece in extents])
-    start = read.offset + pieces[0].offset - read.pieces[0].offset
-    return Segment(records[0].extent.path, start, read.nbytes, read.buffer_offset, pieces)
-
-
-def _row_segments(
-    row: Sequence[TensorRecord], in_place: Iterable[tuple[list[int], Segment]], copied: Sequence[tuple[int, int]]
-) -> tuple[Segment, ...]:
-    """Return the reads of one row: of blocks with places for their pages, and of tensors with places of their own."""
-    segments = [_moved(read, [row[j] for j in block]) for block, read in in_place]
-    if copied:
-        parts = [(row[j], at) for j, at in copied]
-        segments += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
-    return tuple(sorted(segments, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))

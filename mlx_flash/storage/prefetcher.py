@@ -120,11 +120,7 @@ class Reads:
 
 
 class Ticket:
-    """Reads that fill one buffer, in flight. Made by :meth:`BackgroundPrefetcher.start`.
-
-    Attributes:
-        is_urgent: whether the urgent threads read.
-    """
+    """Reads that fill one buffer, in flight."""
 
     def __init__(
         self, reader: BackgroundPrefetcher, reads: Reads, buffer: Buffer, caching: Caching, is_urgent: bool
@@ -162,13 +158,8 @@ class Ticket:
         return is_done
 
     def wait(self) -> float:
-        """Wait until every byte is in the buffer. Return the seconds of it in which reads were in flight.
-
-        The rest is waiting for a processor.
-
-        Raises:
-            ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
-            ClosedError: the prefetcher was closed meanwhile.
+        """Wait until every byte is there. Return the seconds in which reads were in flight. Raises: ReadError,
+        ClosedError.
         """
         began = time.perf_counter()
         with self._in_flight:
@@ -205,22 +196,8 @@ class Ticket:
 class BackgroundPrefetcher:
     """Threads that read segments of files: some read ahead, others serve callers that already wait.
 
-    Args:
-        paths: every file that will be read.
-        direct: read past the page cache where the file system can.
-        read_size: bytes of one read; rounded up to whole pages.
-        queue_depth: reads in flight at once, ahead and for callers that wait.
-        arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
-        room: returns the memory in bytes that the page cache may use for the files; None for none.
-        tables: the places of the blocks in files of compressed tensors. Without its table, a file is read as it is.
-        identities: the files as they were when the model was loaded. Without its own, a file counts as it is opened.
-
-    Attributes:
-        cached: the part of the files that is read through the page cache.
-
-    Raises:
-        CheckpointError: a file cannot be opened.
-        DriverError: the driver is to copy and cannot.
+    ``room`` returns the bytes that the page cache may use for the files. A file without a table of blocks is read as it
+    is; without an identity, that of the model's loading, it counts as it is opened.
     """
 
     def __init__(
@@ -292,19 +269,10 @@ class BackgroundPrefetcher:
         urgent: bool = False,
         num_threads: int | None = None,
     ) -> Ticket:
-        """Start to read.
+        """Start to read. The caller must not touch the buffer until it has waited for the ticket or cancelled it.
 
-        Args:
-            reads: what to read.
-            buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``. The caller must not touch them
-                until it has waited for the ticket or cancelled it.
-            caching: what reads do with the page cache.
-            urgent: do not queue behind reads ahead, since the caller waits.
-            num_threads: the most threads that share the work; None for all.
-
-        Raises:
-            ClosedError: the prefetcher was closed.
-            ValueError: the buffer is too small.
+        The buffer's address is a multiple of ``DIRECT_ALIGNMENT``. Urgent reads do not queue behind reads ahead. At
+        most ``num_threads`` share the work; None for all. Raises: ClosedError.
         """
         if reads.buffer_end > len(buffer):
             name = max(reads.segments, key=lambda segment: segment.buffer_end).pieces[-1].name

@@ -58,11 +58,7 @@ class Measurements:
 
 @contextmanager
 def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
-    """Yield a file with some bytes in a :class:`PrivateFolder`, which is removed after the block.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
+    """Yield a file with some bytes in a :class:`PrivateFolder`, which goes after the block. Raises: WriteError."""
     with closing(PrivateFolder(base, purpose)) as folder:
         path = folder.path / "file"
         with write_errors(f"cannot write the file for {purpose} in {base}", "then try again"), path.open("wb") as file:
@@ -139,10 +135,8 @@ class DiskProfile:
 def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
     """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
-    Args:
-        path: a file to read from; nothing is written to its disk. Profiles of small files are not stored.
-        direct: whether to read past the page cache where the file system can.
-        may_buffer: whether to read through it, too, where that is faster.
+    It is measured with the file; profiles of small files are not stored. ``may_buffer`` tries reads through the page
+    cache, too.
     """
     key = _key(path, direct, may_buffer)
     remembered = _remembered(key)
@@ -159,10 +153,7 @@ def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProf
 def folder_profile(folder: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
     """Return the profile of the disk that holds a folder, which need not exist yet, as :func:`disk_profile` does.
 
-    A disk without a profile is probed with a temporary file in the folder.
-
-    Raises:
-        WriteError: the file cannot be written.
+    A disk without a profile is probed with a temporary file in the folder. Raises: WriteError.
     """
     if remembered := _remembered(_key(nearest(folder), direct, may_buffer)):
         return remembered
@@ -191,11 +182,7 @@ def _disk(path: Path) -> str:
 
 @contextmanager
 def sample_in(folder: Path) -> Iterator[Path]:
-    """Yield a temporary file in a folder, to probe its disk where there is no model yet.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
+    """Yield a temporary file in a folder, to probe its disk where there is no model yet. Raises: WriteError."""
     with temporary_file(folder, "the disk probe", (os.urandom(SAMPLE_BYTES) for _ in range(2))) as file:
         yield file
 

@@ -49,15 +49,7 @@ class Buffer(Protocol):
 class SourceFile:
     """A file that is read while the model runs, through the page cache and, if that is wanted and possible, past it.
 
-    Without an identity, that of the model's loading, the file counts as it is opened.
-
-    Attributes:
-        hint: what to do if bytes of it are missing.
-        buffered_fd: descriptor for reads through the page cache.
-        direct_fd: descriptor for reads past it, or None.
-
-    Raises:
-        CheckpointError: the file cannot be opened.
+    Without an identity, that of the model's loading, the file counts as it is opened. Raises: CheckpointError.
     """
 
     hint: ClassVar[str] = "put the file back or download it again, and load the model again"
@@ -83,12 +75,7 @@ class SourceFile:
             raise CheckpointError(f"cannot open {path} for reading: {error.strerror}. Hint: {hint}.") from error
 
     def check_unchanged(self, tensor: str) -> None:
-        """Check that the path still leads to the same file, and that nobody has written to it. Costs one ``stat``.
-
-        Raises:
-            TruncatedFileError: the file has become shorter.
-            FileChangedError: the file is gone, or its identity is another one.
-        """
+        """Check that the path still leads to the same file, and that nobody has written to it. Costs one ``stat``."""
         try:
             found = identity_of(self._name)
         except OSError as error:
@@ -152,25 +139,12 @@ class Part(NamedTuple):
 
 
 class RangeReader:
-    """A reader of parts of segments, from any number of threads.
-
-    Args:
-        read_size: the longest range in bytes.
-        arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
-
-    Attributes:
-        num_retries: reads that were repeated after an I/O error.
-        in_place: whether aligned bytes go to the caller's memory without a bounce buffer.
-        has_driver: whether CUDA's driver copies them.
-
-    Raises:
-        DriverError: the driver is to copy, and cannot.
-    """
+    """A reader of parts of segments, each of at most ``read_size`` bytes, from any number of threads."""
 
     def __init__(self, read_size: int, arrival: Arrival) -> None:
         self._read_size = read_size
         self.num_retries = 0
-        self.in_place = arrival == "in place"
+        self.in_place = arrival == "in place"  # aligned bytes need no bounce buffer
         self.has_driver = arrival == "copied by the driver"
         self._driver = DriverCopies(read_size) if self.has_driver else None
         self._lock = threading.Lock()
@@ -181,12 +155,9 @@ class RangeReader:
         self._local.copies, self._local.num_used = [], 0
 
     def read(self, part: Part, buffer: Buffer, keep_cached: bool) -> None:
-        """Read what is wanted of a part of a segment. It has arrived after :meth:`finish`.
+        """Read what is wanted of a part of a segment. It has arrived after :meth:`finish`. Raises: ReadError.
 
         ``keep_cached`` reads through the page cache and leaves the pages there.
-
-        Raises:
-            ReadError: bytes could not be read.
         """
         file, segment, start, stop, _ = part
         fd = None if keep_cached else file.direct_fd
@@ -208,11 +179,7 @@ class RangeReader:
             part.drop_cached()
 
     def finish(self) -> None:
-        """Wait until everything that this thread has read is in the caller's memory.
-
-        Raises:
-            ReadError: the driver could not copy it.
-        """
+        """Wait until everything that this thread has read is in the caller's memory. Raises: ReadError."""
         if self._driver is None or not self._local.copies:
             return
         copies: list[_Copy] = self._local.copies
@@ -342,11 +309,7 @@ def _truncated_error(part: Part, offset: int, got: int, needed: int) -> Truncate
 
 
 def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor piece by piece, each at the start of a buffer. The page cache keeps nothing of it.
-
-    Raises:
-        ReadError: they cannot be read, or are damaged; TruncatedFileError when the file ends before them.
-    """
+    """Yield the bytes of a tensor piece by piece, each at the start of a buffer. The page cache keeps nothing of it."""
     path, offset, nbytes = record.extent.path, record.extent.offset, record.nbytes
     try:
         table = read_shard(path).blocks if path.suffix == COMPRESSED_SUFFIX else None

@@ -90,11 +90,7 @@ class TensorRecord:
         return DTYPE_SIZES[self.dtype]
 
     def rows(self, start: int, stop: int) -> TensorRecord:
-        """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0.
-
-        Raises:
-            ValueError: the tensor has no axis 0, or not ``0 <= start <= stop <= shape[0]``.
-        """
+        """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0."""
         if not self.shape:
             raise ValueError(f"rows {start}:{stop} of tensor {self.name!r}: a 0-d tensor has no rows")
         count, *rest = self.shape
@@ -134,11 +130,7 @@ class FileIdentity:
 
 
 def identity_of(path: Path | str | int) -> FileIdentity:
-    """Return the identity of a file or descriptor.
-
-    Raises:
-        OSError: the file cannot be found.
-    """
+    """Return the identity of a file or descriptor. Raises: OSError."""
     status = os.stat(path)  # noqa: PTH116
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -193,14 +185,9 @@ class Checkpoint:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read and validate the header of one safetensors file; its data is not touched.
+    """Read and validate the header of one safetensors file; its data is not touched. Raises: CheckpointError.
 
     Holes between tensors are accepted, although the format forbids them, because MLX loads such files.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        HeaderError: the file is truncated, or its header breaks the format.
-        CheckpointError: the file cannot be read.
     """
     try:
         if path.suffix == COMPRESSED_SUFFIX:
@@ -248,12 +235,8 @@ def _read_compressed(path: Path) -> Shard:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read and validate the headers of all shards of a model folder. As mlx-lm, it takes no notice of an index.
-
-    Raises:
-        CheckpointNotFoundError: there is no such folder, or no shard in it.
-        HeaderError: a shard is truncated, or its header breaks the format.
-        CheckpointError: the folder or a file in it cannot be read.
+    """Read and validate the headers of all shards of a model folder, as mlx-lm without an index. Raises:
+    CheckpointError.
     """
     found = find_shards(directory)
     directory = directory.absolute()  # a program may change its folder
@@ -361,12 +344,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """Return the weight files of a model, in the order in which mlx-lm loads them.
-
-    Raises:
-        CheckpointNotFoundError: there is no such folder, or no shard in it, or a part of a compressed copy is missing.
-        CheckpointError: the folder cannot be read, or has shards of both kinds.
-    """
+    """Return the weight files of a model, in the order in which mlx-lm loads them. Raises: CheckpointError."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as fault:

@@ -82,11 +82,7 @@ def needs_test() -> bool:
 
 
 def way_of_reading() -> Arrival:
-    """Return how bytes are to reach the memory of MLX's default device. The first call for a GPU may test it.
-
-    Raises:
-        SelfTestError: no way works.
-    """
+    """Return how bytes are to reach the memory of MLX's default device. The first call for a GPU may test it."""
     return _remembered_or_run(_key()).way if needs_test() else "in place"
 
 
@@ -102,11 +98,7 @@ def profile_for(path: Path, io: str) -> DiskProfile:
 
 
 def test_now() -> SelfTest:
-    """Test the default device, whatever is remembered, and remember the result.
-
-    Raises:
-        SelfTestError: no way works.
-    """
+    """Test the default device, whatever is remembered, and remember the result. Raises: SelfTestError."""
     result = enginethread.run(run_selftest)
     RESULTS.save(_key(), asdict(result))
     return result
@@ -123,12 +115,7 @@ def _remembered_or_run(key: str) -> SelfTest:
 
 
 def run_selftest() -> SelfTest:
-    """Test the default device, and choose the fastest way that loses nothing.
-
-    Raises:
-        SelfTestError: reads through the page cache are lost. Rows of embeddings are always read so.
-        WriteError: there is no room for its file.
-    """
+    """Test the default device, and choose the fastest way that loses nothing. Raises: SelfTestError, WriteError."""
     with _file_of_words() as file:
         lost: dict[str, int] = {"buffered": _count_lost(file, "buffered") or 0}
         if lost["buffered"]:

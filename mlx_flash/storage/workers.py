@@ -62,12 +62,7 @@ class Work(Generic[T]):
 class Workers(Generic[T]):
     """Threads that serve one queue. Work is in it once for each thread that may do it; None ends a thread.
 
-    They do not keep their owner, and end with it.
-
-    Args:
-        name: of the threads.
-        number: of threads.
-        work: a method of the owner. It handles all errors.
+    They do not keep their owner, whose method works and handles all errors, and end with it.
     """
 
     def __init__(self, name: str, number: int, work: Callable[[T], None]) -> None:

@@ -105,15 +105,12 @@ class PinnedLayers:
     """The layers in memory that calls may have to wait for, on a GPU that MLX records work for far ahead.
 
     MLX keeps the intermediate results of recorded work until it is done: those of all layers, if nobody waits.
-
-    Attributes:
-        modules: the layers.
-        num_at_once: layers that are computed before the next one begins; None for all; 0 where an interrupt came while
-            that was changed. (A model in memory computes in the thread of its caller.)
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        # Layers that are computed before the next one begins; None for all; 0 where an interrupt came while that was
+        # changed. (A model in memory computes in the thread of its caller.)
         self.num_at_once: int | None = None
 
     def compute_at_once(self, number: int | None) -> None:
@@ -200,10 +197,8 @@ class EmbeddingRows(SwappedClass):
 
 
 def _checked_ids(ids: mx.array, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Row numbers, negative ones counted from the end as MLX does.
-
-    Raises:
-        IndexError: the table has no such row. (MLX itself would read whatever lies there.)
+    """Return row numbers, negative ones counted from the end. Raises: IndexError, where MLX would read whatever lies
+    there.
     """
     found = np.array(ids).astype(np.int64)
     found = np.where(found < 0, found + num_rows, found)

@@ -78,14 +78,10 @@ class _Group:
 class Lockstep:
     """One pass over the weights for several calls.
 
-    Args:
-        stream: the weights.
-        before: called with the number of a task each time before it runs.
-        after: called with the number of a task each time after it ran.
-        progress: called after each unit with the number of units so far. What it raises ends the pass.
-        agree: called with the results so far of a group of lanes where all its tasks wait for other ranks, and at the
-            end. Returns them with the errors of lanes that failed on other ranks. The lists in it stay what they are.
-        num_groups: of lanes that meet other ranks one group after another. The same on all ranks.
+    ``before`` and ``after`` are called with the number of a task around each of its runs, ``progress`` after each unit
+    with the number of units so far. ``agree`` takes the results so far of a group of lanes where all its tasks wait for
+    other ranks, and at the end; it returns them with the errors of lanes that failed on other ranks. The number of
+    groups is the same on all ranks.
     """
 
     def __init__(
@@ -112,10 +108,7 @@ class Lockstep:
         """Return for each lane the results of its tasks, or what one of them raised. The others go on then.
 
         At each unit the tasks of a lane run in their order, and none overtakes another, so that one may depend on what
-        those before it did there.
-
-        Raises:
-            ReadError: weights of a unit could not be read. No task goes on then.
+        those before it did there. Raises: ReadError, with which all tasks end.
         """
         self._results = [[None] * len(tasks) for tasks in lanes]
         calls: list[_Call] = []

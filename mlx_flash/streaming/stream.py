@@ -103,30 +103,19 @@ def take_turns(num_units: int, num_slots: int) -> list[int]:
 
 
 class WeightStream:
-    """Fills slots ahead of the calls that need them.
-
-    Args:
-        slots: the buffers.
-        reader: reads the bytes.
-        poison: fill released slots with NaN bytes.
-        num_units: how many units will be added.
-
-    Attributes:
-        computes_ahead: whether a unit may be called before the one before it is computed. Only in a pass, which ends
-            with :meth:`release_computed`.
-        is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
-        lets_go_late: whether MLX lets go of intermediate results some time after the results are there.
-        wait_turn: while several calls share a pass, returns when a call may go on at a place; a unit is acquired then.
-        before_release: called with the number of a unit that is about to be released, and the memory of its slot.
-        to_copy_out: by number of a unit, what is called so once.
-    """
+    """Fills slots ahead of the calls that need them."""
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
+        # A unit may be called before the one before it is computed. Only in a pass, which ends with release_computed().
         self.computes_ahead = False
-        self.is_guessing = False
-        self.lets_go_late = has_own_memory()
+        self.is_guessing = False  # nothing is to be waited for now: calls end with GuessEndedError
+        self.lets_go_late = (
+            has_own_memory()
+        )  # MLX lets go of intermediate results some time after the results are there
+        # While several calls share a pass, returns when a call may go on at a place. A unit is acquired then.
         self.wait_turn: Callable[[Place], None] | None = None
+        # Called with the number of a unit that is about to be released, and the memory of its slot: always, and once.
         self.before_release: Callable[[int, memoryview], None] | None = None
         self.to_copy_out: dict[int, Callable[[memoryview], None]] = {}
         self.units: list[StreamedUnit] = []
@@ -142,10 +131,8 @@ class WeightStream:
         self._seconds = [0.0] * num_units
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
-        """Add a unit after the ones there are; the last one is expected to be followed by the first.
-
-        Returns:
-            The unit's number, and the memory its weights will be in.
+        """Add a unit after the others. Return its number, and the memory its weights will be in. The first follows the
+        last.
         """
         index = len(self.units)
         self.units.append(StreamedUnit(name, self._reader.prepare(placement.segments), self._turns[index]))
@@ -162,12 +149,9 @@ class WeightStream:
             slot.ticket, slot.unit = self._reader.start(unit.reads, slot.arena.memory), index
 
     def acquire(self, index: int) -> None:
-        """Wait until the unit's weights are in its slot; they stay until :meth:`release`.
+        """Wait until the unit's weights are in its slot; they stay until :meth:`release`. Raises: ReadError.
 
         A unit whose release waits is released before, unless the weights are there while it is still computed.
-
-        Raises:
-            ReadError: they could not be read. The unit is not held then, and may be acquired again.
         """
         if self._last is not None:
             self._successor[self._last] = index
@@ -205,10 +189,8 @@ class WeightStream:
     def release(self, index: int, wait: Callable[[], None] | None = None) -> None:
         """Give the unit's slot back, and start the next read into it; the unit before it first.
 
-        Args:
-            index: number of the unit.
-            wait: returns once everything that reads the slot is evaluated. It is called when the next unit is released
-                or has to be waited for, or by :meth:`release_computed`. None where that is evaluated.
+        ``wait`` returns once everything that reads the slot is evaluated. It is called when the next unit is released
+        or has to be waited for, or by :meth:`release_computed`. None where that is evaluated.
         """
         if self._computing is not None:
             self.release_computed()
@@ -258,9 +240,8 @@ class WeightStream:
         self.units[index] = replace(self.units[index], reads=self._reader.prepare(placement.segments))
 
     def complete(self, index: int, write: Callable[[memoryview], None]) -> None:
-        """Add what earlier reads of a unit left out to its slot's memory, if they are there or on their way.
-
-        The unit must not be held.
+        """Add to the slot what earlier reads of a unit left out, if they are there or on their way. It must not be
+        held.
         """
         slot = self._slots[self.units[index].slot]
         if slot.unit != index:
@@ -364,10 +345,8 @@ class Loans:
         self._least = min([array.nbytes for array in self._order], default=0)
 
     def lend(self, nbytes: int) -> int:
-        """Allow so much more memory for loans; the units take it as they are released. Replaces the last call's.
-
-        Returns:
-            The bytes that no weight has use for.
+        """Allow so much more memory for loans, which units take when released, in place of the last call's. Return the
+        rest.
         """
         self._stream.to_copy_out.clear()
         if nbytes < self._least:

@@ -28,12 +28,9 @@ def is_known_to_mlx_lm(path: Path) -> bool:
 
 
 def loads_with_vlm(path: Path, wish: bool | None, *, prefers: bool) -> bool:
-    """Return whether mlx-vlm loads a model.
+    """Return whether mlx-vlm loads a model. A wish is for models that see; None leaves it open.
 
-    Args:
-        path: its folder.
-        wish: for models that see; None leaves it open.
-        prefers: take mlx-vlm, if it is installed, for a model that mlx-lm could load as text alone.
+    ``prefers`` takes mlx-vlm, if it is installed, for a model that mlx-lm could load as text alone.
     """
     if wish is False or not sees(path):
         return False

@@ -108,15 +108,7 @@ class FlashVLM(ModelFacade):
         self.language_model.start(progress)
 
     def expect(self, num_tokens: int | None, inputs: Mapping[str, Any]) -> None:
-        """Plan for a prompt with pictures. Only before :meth:`start`.
-
-        Args:
-            num_tokens: of prompt and answer; None if the answer has no limit.
-            inputs: as of :meth:`picture_bytes`.
-
-        Raises:
-            BudgetError: the budget has no room for them.
-        """
+        """Plan for a prompt with pictures, and an answer, before :meth:`start`. Raises: BudgetError."""
         life = self._life
         life.prepared = life.prepared.expecting(life.config, num_tokens, self.picture_bytes(inputs) or 0)
         life.plan = life.prepared.plan
@@ -124,11 +116,8 @@ class FlashVLM(ModelFacade):
     def picture_bytes(self, inputs: Mapping[str, Any]) -> int | None:
         """Return the memory that making embeddings takes beside weights. Computes nothing.
 
-        Args:
-            inputs: of :meth:`get_input_embeddings`, by name.
-
-        Returns:
-            None where the model decides by the numbers of a picture what it computes.
+        ``inputs`` are those of :meth:`get_input_embeddings`, by name. None where the model decides by the numbers of a
+        picture what it computes.
         """
         rehearsal, layout = TowerRehearsal(), self.layout
         absent = [parameter for unit in layout.towers for parameter in unit.large]

@@ -78,10 +78,7 @@ def load_processor_of(path: Path, model: FlashVLM, **options: Any) -> Any:
 def load_vlm_model(
     path: Path | str, config: FlashConfig, load_model: VlmLoadModel | None = None, **loading: Any
 ) -> FlashVLM:
-    """Load a model of mlx-vlm that streams from its first call on. No processor is needed.
-
-    Raises: as :func:`load_vlm`.
-    """
+    """Load a model of mlx-vlm that streams from its first call on. No processor is needed."""
     if not config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-vlm. Hint: load this one with mlx_vlm.load.")
     config = _settings_of_vlm(config)
@@ -116,18 +113,7 @@ def load_vlm_lazily(
     load_model: VlmLoadModel | None = None,
     **loading: Any,
 ) -> LoadedModel:
-    """Build mlx-vlm's model without reading its weights, and remember which array came from which tensors.
-
-    Args:
-        directory: the model directory.
-        checkpoint: its tensors.
-        model_config: not available.
-        load_model: mlx-vlm's function.
-        loading: as in ``mlx_vlm.utils.load_model``.
-
-    Raises:
-        CheckpointError: the model is built by code of its own, has no language model, or a parameter has no tensor.
-    """
+    """Build mlx-vlm's model without reading its weights, and remember which array came from which tensors."""
     config = checked_config(directory, checkpoint, model_config)
     sources = Sources(checkpoint)
     streams = LoadingStreams()

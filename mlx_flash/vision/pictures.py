@@ -55,11 +55,7 @@ _DAMAGE = (
 
 
 def open_picture(source: Path | bytes, name: str) -> Any:
-    """Return a picture as mlx-vlm gives it to processors: upright, in RGB.
-
-    Raises:
-        PictureError: it is not a picture, is broken, or is too large.
-    """
+    """Return a picture as mlx-vlm gives it to processors: upright, in RGB. Raises: PictureError."""
     with _opened(source, name) as image:
         try:
             found = load_image(image)
@@ -159,15 +155,10 @@ def make_prompt(
     is_chat: bool = True,
     **options: Any,
 ) -> PicturePrompt:
-    """Return a prompt.
+    """Return a prompt of the user's text, or a conversation.
 
-    Args:
-        model: the model.
-        processor: its processor.
-        messages: the user's text, or a conversation.
-        pictures: in the order of their places in the conversation; those without one belong to the last message.
-        is_chat: put the text into the model's chat template. If not, it has the marks of pictures itself.
-        options: variables of the chat template.
+    Pictures are in the order of their places in it; those without one belong to the last message. A text that is no
+    chat has the marks of pictures itself. Options are variables of the chat template.
     """
     text: Any = messages
     if is_chat:

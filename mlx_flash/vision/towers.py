@@ -34,15 +34,11 @@ MARGIN = 1.25
 
 @dataclass(slots=True)
 class TowerRehearsal:
-    """Notes of one rehearsal.
+    """Notes of one rehearsal."""
 
-    Attributes:
-        calls: the units without units inside them: the unit, what calls it, and its arguments.
-        retained_bytes: results of units that something still held when a later unit was called, at most.
-    """
-
+    # the units without units inside them: the unit, what calls it, and its arguments
     calls: list[tuple[Unit, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    retained_bytes: int = 0
+    retained_bytes: int = 0  # results of units that something still held when a later unit was called, at most
     _results: list[ref[mx.array]] = field(default_factory=list)
 
     def call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,10 +57,7 @@ def needed_bytes(call: Callable[..., Any], inputs: dict[str, Any], rehearsal: To
     """Return the memory that results take while a model makes embeddings of pictures, weights not counted.
 
     Units are computed one after another. So only the largest of them counts, what others keep of them, and what is
-    computed outside of them.
-
-    Raises:
-        ValueError: the model looks at the numbers of pictures, so that a rehearsal cannot run.
+    computed outside of them. Raises: ValueError, if the model looks at the numbers of pictures.
     """
     total = _traced(call, (), inputs)
     known: dict[Any, int] = {}
@@ -108,17 +101,13 @@ class Towers:
 
     A unit gets new memory for each of its calls, and its lazily loaded arrays back afterwards. So whatever else refers
     to its weights has the right ones, and no architecture has to be known.
-
-    Attributes:
-        rehearsal: takes calls while it is set, in which units have no weights.
-        has_room: whether room was made for the calls that come, after a rehearsal.
     """
 
     def __init__(self, units: list[Unit], life: Lifecycle) -> None:
         self._units = units
         self._life = life
-        self.rehearsal: TowerRehearsal | None = None
-        self.has_room = False
+        self.rehearsal: TowerRehearsal | None = None  # takes calls, in which units have no weights
+        self.has_room = False  # room was made for the calls that come, after a rehearsal
         self._resident: set[int] = set()
         self._before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
         for unit in units:

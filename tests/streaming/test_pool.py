@@ -60,7 +60,7 @@ class Checkpoint:
         self.layers = []
         for layer, rows in enumerate(self.rows):
             placements = place_rows(rows)
-            kept = [(placements[0].nbytes, self.kept)] if layer == SINGLE else []
+            kept = [(placements.nbytes, self.kept)] if layer == SINGLE else []
             self.layers.append(PoolLayer(placements, kept, sum(SIZES[layer])))
 
     def _rows(self, layer: int, start: int) -> list[list[TensorRecord]]:
@@ -79,7 +79,7 @@ class Checkpoint:
         return TensorRecord(f"layers.{layer}.experts.{expert}", "U8", (nbytes,), Extent(self.path, offset, nbytes))
 
     def pool(self, num_slots: int, reader: BackgroundPrefetcher, reads_past_cache: int = 0) -> ExpertPool:
-        pitch = max(layer.placements[0].nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
+        pitch = max(layer.placements.nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
         slots = SlotArena(num_slots, pitch, CAPACITY)
         return ExpertPool(slots, self.layers, reader, poison=True, reads_past_cache=reads_past_cache)
 
@@ -90,14 +90,14 @@ class Checkpoint:
 
     def found(self, pool: ExpertPool, layer: int, expert: int) -> list[bytes]:
         memory = pool.slots.memory(int(pool.slot_of[layer][expert]))
-        offsets = [*self.layers[layer].placements[0].offsets, *(at for at, _ in self.layers[layer].kept)]
+        offsets = [*self.layers[layer].placements.offsets, *(at for at, _ in self.layers[layer].kept)]
         sizes = map(len, self.expected(layer, expert))
         return [bytes(memory[at : at + nbytes]) for at, nbytes in zip(offsets, sizes, strict=False)]
 
     def fill(self, pool: ExpertPool, layer: int, expert: int) -> None:
         """As the stage does."""
         memory = pool.slots.memory(int(pool.slot_of[layer][expert]))
-        for at, part in zip(self.layers[layer].placements[0].offsets, self.expected(layer, expert), strict=False):
+        for at, part in zip(self.layers[layer].placements.offsets, self.expected(layer, expert), strict=False):
             memory[at : at + len(part)] = part
 
 

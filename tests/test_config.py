@@ -71,15 +71,6 @@ def test_every_field_is_read() -> None:
     }
 
 
-def test_is_frozen() -> None:
-    config = FlashConfig(num_slots=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.num_slots = 3  # type: ignore[misc]
-    assert config == FlashConfig(num_slots=2)
-    assert hash(config) == hash(FlashConfig(num_slots=2))
-    assert dataclasses.replace(config, num_slots=3).num_slots == 3
-
-
 # --- values and their bounds -----------------------------------------------------------------------------------------
 
 IO = "one of 'auto', 'direct', 'buffered'"
@@ -133,43 +124,20 @@ def test_budget_in_bytes() -> None:
         assert FlashConfig(ram_budget_gb=float(f"{megabytes / 1000:.3f}")).budget_bytes == megabytes * 1_000_000
 
 
-def test_budget_suggests_the_nearest_word() -> None:
-    for value, meant in (("MIN", "min"), ("Auto", "auto"), ("balancd", "balanced"), ("perfomance", "performance")):
-        assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}. Did you mean '{meant}'?"
-        with pytest.raises(ConfigError, match=rf"such as 2 or 1.5, {OR_WORDS}\. Did you mean '{meant}'\?$"):
-            parse_budget(value)
-
-
 def test_budget_from_what_a_person_wrote() -> None:
     assert [parse_budget(value) for value in (None, *WORDS)] == [None, *WORDS]
-    texts = {"2": 2.0, "1.5": 1.5, " 0.9 ": 0.9, "1e1": 10.0, "+3": 3.0}
+    texts = {"2": 2.0, " 0.9 ": 0.9, "1e1": 10.0, "+3": 3.0}
     numbers = {2: 2.0, np.float32(0.5): 0.5, np.int64(4): 4.0, Decimal("1.25"): 1.25, Fraction(3, 4): 0.75}
     for value, number in (*texts.items(), *numbers.items()):
         found = parse_budget(value)
         assert type(found) is float and found == number
-
-
-NO_BUDGETS = {
-    f"{IN_GB}, such as 2 or 1.5, {OR_WORDS}": [
-        "",
-        " ",
-        "2GB",
-        "2 GB",
-        "1,5",
-        "2.0.0",
-        "0x10",
-        True,
-        False,
-        [],
-        [1],
-        {},
-    ],
-    "a finite number above 0, in GB (10**9 bytes)": ["0", "-1", "nan", "inf", "1e400", "1e300", 0, -3, *NO_NUMBERS[:3]],
-}
-
-
-def test_what_is_no_budget() -> None:
-    for words, values in NO_BUDGETS.items():
+    nearest = {"MIN": "min", "Auto": "auto", "balancd": "balanced"}
+    wrong: dict[str, list[Any]] = {
+        f"{IN_GB}, such as 2 or 1.5, {OR_WORDS}": ["", "2GB", "1,5", "0x10", True, [1], {}],
+        "a finite number above 0, in GB (10**9 bytes)": ["0", "-1", "nan", "1e400", 0, -3, *NO_NUMBERS[:3]],
+        **{f"{IN_GB}, such as 2 or 1.5, {OR_WORDS}. Did you mean '{nearest[word]}'?": [word] for word in nearest},
+    }
+    for words, values in wrong.items():
         for value in values:
             with pytest.raises(ConfigError) as caught:
                 parse_budget(value)
@@ -240,16 +208,6 @@ def as_toml(values: dict[str, Any]) -> str:
     )
 
 
-def test_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve({"num_slots": 2}).num_slots == 2
-    assert resolve(num_slots=2).num_slots == 2
-    assert resolve(modelfile={"num_slots": "2"}).num_slots == 2
-    assert resolve(environment={"MLX_FLASH_NUM_SLOTS": "2"}).num_slots == 2
-    assert resolve(file=write(tmp_path / "my.toml", "num_slots = 2")).num_slots == 2
-    monkeypatch.setenv("MLX_FLASH_NUM_SLOTS", "3")
-    assert FlashConfig.resolve().num_slots == 3
-
-
 def test_the_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert settings_file() == tmp_path / "mlx-flash" / "config.toml"
@@ -300,53 +258,38 @@ def test_an_empty_variable_is_not_given() -> None:
     assert resolve(environment={"MLX_FLASH_NUM_SLOTS": "", "MLX_FLASH_NONSENSE": ""}) == FlashConfig()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        *(("telemetry", text, True) for text in ("true", "True", "TRUE", "1", "yes", "on", " On ")),
-        *(("enabled", text, False) for text in ("false", "FALSE", "0", "no", "off", "Off")),
-        *((name, text, None) for name in (*COUNTS, *NUMBERS) for text in ("none", "None")),
-        *((name, text, None) for name in (*COUNTS, *NUMBERS) if name != "ram_budget_gb" for text in ("auto", "AUTO")),
-        ("ram_budget_gb", "auto", "auto"),
-        ("ram_budget_gb", "AUTO", "auto"),
-        ("io", "auto", "auto"),
-        ("io", " direct ", "direct"),
-        ("num_slots", "+3", 3),
-        ("read_size_mb", "1e-1", 0.1),
-        ("read_size_mb", "4", 4.0),
-        ("expert_pool_gb", "0", 0.0),
-        ("expert_pool_gb", " 1.5 ", 1.5),
-        ("ram_budget_gb", "performance", "performance"),
-        ("ram_budget_gb", "1.5", 1.5),
-    ],
-)
-def test_text_becomes_the_type_of_the_field(name: str, text: str, value: object) -> None:
-    found = parse_setting(name, text)
-    assert found == value and type(found) is type(value)
-    assert getattr(resolve(environment={f"MLX_FLASH_{name.upper()}": text}), name) == value
-    assert getattr(resolve({name: text}), name) == value
-    assert getattr(resolve(modelfile={name: text}), name) == value
+TEXTS: list[tuple[str, str, object]] = [
+    *(("telemetry", text, True) for text in ("true", "TRUE", "1", "yes", " On ")),
+    *(("enabled", text, False) for text in ("false", "0", "no", "Off")),
+    *((name, text, None) for name in (*COUNTS, *NUMBERS) for text in ("none", "None")),
+    *((name, "AUTO", None) for name in (*COUNTS, *NUMBERS) if name != "ram_budget_gb"),
+    ("ram_budget_gb", "AUTO", "auto"),
+    ("io", "auto", "auto"),
+    ("io", " direct ", "direct"),
+    ("num_slots", "+3", 3),
+    ("read_size_mb", "1e-1", 0.1),
+    ("expert_pool_gb", "0", 0.0),
+    ("ram_budget_gb", "1.5", 1.5),
+]
+NO_TEXTS = [
+    *((name, text, "true or false") for name in SWITCHES for text in ("maybe", "none", "2")),
+    *((name, text, "a whole number") for name in COUNTS for text in ("1.0", "many", "0x10", "1" * 5000)),
+    ("read_size_mb", "big", "a number"),
+    ("expert_pool_gb", "-1", "a finite number not below 0"),
+    ("read_size_mb", "nan", "a finite number above 0"),
+    ("io", "none", "one of 'auto', 'direct', 'buffered'"),
+    ("queue_depth", "65", "between 1 and 64"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        *((name, text, "true or false") for name in SWITCHES for text in ("maybe", "none", "2", "t")),
-        *((name, text, "a whole number") for name in COUNTS for text in ("1.0", "many", "0x10", "1e3")),
-        ("read_size_mb", "big", "a number"),
-        ("expert_pool_gb", "most", "a number"),
-        ("expert_pool_gb", "-1", "a finite number not below 0"),
-        ("read_size_mb", "nan", "a finite number above 0"),
-        ("io", "none", "one of 'auto', 'direct', 'buffered'"),
-        ("queue_depth", "65", "between 1 and 64"),
-        ("num_slots", "1" * 5000, "a whole number"),
-    ],
-)
-def test_text_that_is_no_value(name: str, text: str, words: str) -> None:
-    variable = f"MLX_FLASH_{name.upper()}"
-    assert re.match(
-        rf"environment variable {variable}: {name} is .*: it must be {words}", wrong(environment={variable: text})
-    )
+def test_text_becomes_the_type_of_the_field() -> None:
+    for name, text, value in TEXTS:
+        found = parse_setting(name, text)
+        assert found == value and type(found) is type(value), (name, text)
+    for name, text, words in NO_TEXTS:
+        variable = f"MLX_FLASH_{name.upper()}"
+        message = wrong(environment={variable: text})
+        assert re.match(rf"environment variable {variable}: {name} is .*: it must be {words}", message), message
 
 
 @pytest.mark.parametrize(("given_name", "meant"), [("ram_budget", "ram_budget_gb"), ("Num_Slots", "num_slots")])
@@ -389,18 +332,15 @@ def from_flags(*flags: str) -> FlashConfig:
     return resolve(**{name: getattr(args, name) for name in SETTINGS})
 
 
-def test_flags_that_are_not_given_leave_settings_unset() -> None:
+def test_every_flag_sets_its_field() -> None:
     assert from_flags() == FlashConfig()
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_flag_sets_its_field(name: str) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    for value in RIGHT[name]:
-        if isinstance(value, bool):
-            assert getattr(from_flags(flag if value else f"--no-{flag[2:]}"), name) is value
-        elif value is not None:
-            assert getattr(from_flags(flag, str(value)), name) == value
+    for name in SETTINGS:
+        flag = f"--{name.replace('_', '-')}"
+        for value in RIGHT[name]:
+            if isinstance(value, bool):
+                assert getattr(from_flags(flag if value else f"--no-{flag[2:]}"), name) is value
+            elif value is not None:
+                assert getattr(from_flags(flag, str(value)), name) == value
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import select
@@ -30,15 +31,16 @@ class Shell:
             words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start, env=env
         )
         os.close(slave)
-        self.text = ""
+        self.text = self.last = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def wait_for(self, words: str, seconds: float = 40) -> None:
-        """Read until words come that were not seen yet, and forget what came before them."""
+        """Read until words come that were not seen yet. ``last`` has what came before them, and ``text`` the rest."""
         end = time.monotonic() + seconds
         while words not in self.text:
             assert time.monotonic() < end, self.text
             self._read()
-        self.text = self.text[self.text.index(words) + len(words) :]
+        self.last, _, self.text = self.text.partition(words)
 
     def _read(self) -> bool:
         """Read what the program writes within half a second. Return False once nothing more can come."""
@@ -48,7 +50,7 @@ class Shell:
             text = os.read(self.master, 10_000)
         except OSError:  # Linux: every process has closed its side
             return False
-        self.text += text.decode(errors="replace")
+        self.text += self._decoder.decode(text)
         return bool(text)  # macOS: an empty read says the same
 
     def type(self, text: str) -> None:

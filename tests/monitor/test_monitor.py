@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import re
-import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,10 +36,11 @@ from mlx_flash.commands.engines import Terminal, draw, print_lines
 from mlx_flash.monitor.frames import GLYPHS, PARTS, REST, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.words import STATES, duration, printable, rate, size, speed
-from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
+from mlx_flash.telemetry import SCHEMA, Json, Publisher
 from models import LLAMA, save
 from monitored import MACHINE, canvas, pool, published, run, state, text_of
 from monitored import runtime as runtime  # a fixture
+from terminals import Shell
 
 # Speeds
 
@@ -461,11 +464,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("tiny") / "tiny-model", {**LLAMA, "num_hidden_layers": 24}, mx.bfloat16)
 
 
-@contextlib.contextmanager
-def running_engine(model: Path, runtime: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that generates all the time."""
+@pytest.fixture(scope="module")
+def long_running(model: Path) -> Iterator[subprocess.Popen[str]]:
+    """One engine for several tests, which generates all the time."""
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(model.parent), "TMPDIR": str(model.parent)}
     command = [sys.executable, "-c", ENGINE, str(model)]
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -473,94 +476,96 @@ def running_engine(model: Path, runtime: Path) -> Iterator[subprocess.Popen[str]
         process.kill()
 
 
-@pytest.fixture(scope="module")
-def long_running(model: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """One engine for several tests, and its runtime folder."""
-    runtime = model.parent
-    with running_engine(model, runtime) as process:
-        yield process, runtime
-
-
 @pytest.fixture
 def generating(
-    long_running: tuple[subprocess.Popen[str], Path], runtime: Path, monkeypatch: pytest.MonkeyPatch
+    long_running: subprocess.Popen[str], model: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> subprocess.Popen[str]:
     """That engine, where monitors look."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long_running[1]))
-    return long_running[0]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(model.parent))
+    return long_running
 
 
-class Tmux:
-    """A terminal of 80 columns and 24 lines with a shell in it."""
-
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self._command = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
-        env = {**os.environ, **environment, "PS1": "shell> ", "LC_ALL": "C.UTF-8"}
-        size = ["-x", "80", "-y", "24"]
-        subprocess.run(
-            [*self._command, "new-session", "-d", *size, "env", "-u", "ENV", "sh", "-i"], check=True, env=env
-        )
-        self.wait_for("shell>")
-
-    def do(self, *arguments: str) -> str:
-        return subprocess.run([*self._command, *arguments], check=True, capture_output=True, text=True).stdout
-
-    def type(self, text: str) -> None:
-        self.do("send-keys", "-l", text)
-        self.do("send-keys", "Enter")
-
-    def screen(self, *flags: str) -> list[str]:
-        return self.do("capture-pane", "-p", *flags).split("\n")[:-1]
-
-    def wait_for(self, pattern: str, seconds: float = 30.0) -> str:
-        end = time.monotonic() + seconds
-        while True:
-            text = "\n".join(self.screen())
-            if re.search(pattern, text, re.MULTILINE):
-                return text
-            assert time.monotonic() < end, f"no {pattern!r} on the screen:\n{text}"
-            time.sleep(0.05)
+FRAME = "\x1b[H"
+"""Begins each frame."""
 
 
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Callable[..., Tmux]]:
-    if shutil.which("tmux") is None:
-        pytest.skip("needs tmux, a terminal that a program can look at")
-    started = []
-
-    def start(**environment: str) -> Tmux:
-        started.append(Tmux(tmp_path, environment))
-        return started[-1]
-
-    yield start
-    for tmux in started:
-        tmux.do("kill-server")
+def monitor_of(engine: subprocess.Popen[str], width: int = 80, height: int = 24) -> Shell:
+    shell = Shell("-m", "mlx_flash", "monitor")
+    resize(shell, width, height)
+    shell.wait_for("\x1b[?1049h")
+    shell.wait_for("tiny-model")
+    return shell
 
 
-MONITOR = f"{sys.executable} -m mlx_flash monitor"
+def resize(shell: Shell, width: int, height: int) -> None:
+    fcntl.ioctl(shell.master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
 
-def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None:
-    tmux = terminal()
-    tmux.type("echo before")
-    tmux.type(MONITOR)
-    text = tmux.wait_for(r"tokens/s .* [0-9.]*[1-9][0-9.]* now")
-    lines = tmux.screen()
-    assert lines[0].startswith("model      tiny-model")
-    assert len(lines) == 24 and lines[-1] == ""
-    assert f"pid {generating.pid}" in text and "running" in text
-    assert re.search(r"^24 layers  [█·░▒▶─]{50,68}$", text, re.MULTILINE)
-    assert re.search(r"[0-9.]+ of [0-9.]+ probed \([0-9]+%\)", text)
-    strips, end = set(), time.monotonic() + 30
+@pytest.mark.parametrize(("ending", "status"), [("q", 0), (signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_the_terminal_is_as_before(ending: Any, status: int, generating: subprocess.Popen[str]) -> None:
+    shell = monitor_of(generating)
+    for words in (f"pid {generating.pid}", "running", "24 layers", " probed ("):
+        shell.wait_for(words)
+    assert not termios.tcgetattr(shell.master)[3] & termios.ICANON
+    if isinstance(ending, str):
+        shell.type(ending)
+    else:
+        shell.process.send_signal(ending)
+    shell.wait_for("\x1b[?25h\x1b[?1049l")
+    assert shell.process.wait(30) == status
+    assert termios.tcgetattr(shell.master)[3] & termios.ICANON
+    assert shell.end() == status
+
+
+def test_progress_moves_in_a_terminal_of_any_size(generating: subprocess.Popen[str]) -> None:
+    shell = monitor_of(generating)
+    strips, end = set[str](), time.monotonic() + 30
     while len(strips) <= 3:
         assert time.monotonic() < end, f"progress does not move: {strips}"
-        strips.update(line for line in tmux.screen() if line.startswith("24 layers"))
-        time.sleep(0.1)
-    tmux.do("send-keys", "q")
-    after = tmux.wait_for(r"shell>\s*\Z")
-    assert "before" in after and "tiny-model" not in after
-    tmux.type("echo icanon=$(stty -a | grep -c ' icanon')")
-    tmux.wait_for(r"icanon=1$")
+        shell.wait_for("24 layers")
+        shell.wait_for("\r\n", seconds=5)
+        strips.update(re.findall("[█·░▒▶─]{50,}", re.sub(r"\x1b\[[0-9;]*m", "", shell.last)))
+    for width, height in [(30, 8), (1, 1), (200, 50)]:
+        resize(shell, width, height)
+        for _ in range(3):
+            shell.wait_for(FRAME)
+        assert shell.last.count("\n") < height
+    shell.type("q")
+    assert shell.end() == 0
+
+
+def test_without_colours(generating: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, is_coloured in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", variable)
+        shell = monitor_of(generating)
+        for _ in range(2):
+            shell.wait_for(FRAME)
+        assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", shell.last)) == is_coloured
+        shell.type("q")
+        assert shell.end() == 0
+
+
+def test_it_waits_for_an_engine_and_outlives_it(model: Path) -> None:
+    shell = Shell("-m", "mlx_flash", "monitor")
+    shell.wait_for("No engine is running; waiting.")
+    with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        shell.wait_for("tiny-model")
+        shell.wait_for(" out; ")
+        process.kill()
+    shell.wait_for("ended ")
+    shell.type("q")
+    assert shell.end() == 0
+
+
+def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str]) -> None:
+    shell = monitor_of(generating)
+    monitor = psutil.Process(shell.process.pid)
+    before = monitor.cpu_times()
+    time.sleep(4)
+    after = monitor.cpu_times()
+    assert (after.user + after.system - before.user - before.system) / 4 < 0.06
+    shell.type("q")
+    assert shell.end() == 0
 
 
 def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> None:
@@ -576,72 +581,3 @@ def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> Non
     total = total_points(program, folders)
     for number in range(0, total, max(1, total // 150)):
         assert interrupted_in(program, number, folders)
-
-
-@pytest.mark.parametrize("ending", ["C-c", "TERM"])
-def test_the_terminal_is_as_before(ending: str, generating: subprocess.Popen[str], terminal: Any) -> None:
-    tmux = terminal()
-    tmux.type(f"{MONITOR}; echo status $?")
-    tmux.wait_for("tiny-model")
-    if ending == "TERM":
-        (monitor,) = [p for p in psutil.process_iter(["ppid"]) if is_monitor_of(p, tmux)]
-        monitor.terminate()
-        tmux.wait_for(r"^status 143$")
-    else:
-        tmux.do("send-keys", ending)
-        tmux.wait_for(r"^status 0$")
-    tmux.type("stty -a | grep -c ' icanon'")
-    tmux.wait_for(r"^1$")
-    assert tmux.do("display", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
-
-
-def is_monitor_of(process: psutil.Process, tmux: Tmux) -> bool:
-    return process.info["ppid"] == int(tmux.do("display", "-p", "#{pane_pid}"))
-
-
-def test_a_terminal_of_another_size(generating: subprocess.Popen[str], terminal: Any) -> None:
-    tmux = terminal()
-    tmux.type(MONITOR)
-    tmux.wait_for("tiny-model")
-    for width, height in [(30, 8), (1, 1), (200, 50), (80, 24)]:
-        tmux.do("resize-window", "-x", str(width), "-y", str(height))
-        time.sleep(4 * INTERVAL_SECONDS)
-    text = tmux.wait_for(r"tokens/s .* [0-9.]*[1-9][0-9.]* now")
-    assert text.startswith("model      tiny-model")
-    assert text.count("tiny-model") == 1
-    tmux.do("send-keys", "q")
-    tmux.wait_for(r"shell>\s*\Z")
-
-
-def test_without_colours(generating: subprocess.Popen[str], terminal: Any) -> None:
-    tmux = terminal()
-    for command, colours in [(MONITOR, True), (f"NO_COLOR=1 {MONITOR}", False)]:
-        tmux.type(command)
-        tmux.wait_for(r"^24 layers .*[─▶░]")
-        assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", "\n".join(tmux.screen("-e")))) == colours
-        tmux.do("send-keys", "q")
-        tmux.wait_for(r"shell>\s*\Z")
-
-
-def test_it_waits_for_an_engine_and_outlives_it(model: Path, terminal: Any) -> None:
-    tmux = terminal()
-    tmux.type(MONITOR)
-    tmux.wait_for("No engine is running; waiting.")
-    with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        tmux.wait_for(r"tokens: [1-9]\d* in, [1-9]\d* out")
-        process.kill()
-    text = tmux.wait_for(r"ended [0-9.]+ m?s ago")
-    assert "tiny-model" in text and re.search(r"tokens: [1-9]\d* in, [1-9]\d* out", text)
-    tmux.do("send-keys", "q")
-
-
-def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str], terminal: Any) -> None:
-    tmux = terminal()
-    tmux.type(MONITOR)
-    tmux.wait_for("tiny-model")
-    (monitor,) = [p for p in psutil.process_iter(["ppid"]) if is_monitor_of(p, tmux)]
-    before = monitor.cpu_times()
-    time.sleep(4)
-    after = monitor.cpu_times()
-    assert (after.user + after.system - before.user - before.system) / 4 < 0.06
-    tmux.do("send-keys", "q")

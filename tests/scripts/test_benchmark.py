@@ -18,9 +18,7 @@ SMALL_MACHINE = ROOT / "scripts" / "small_machine"
 TOKENS = 3
 
 
-streaming, plot_budget, harness, llama_cpp = (
-    load_benchmark(name) for name in ("streaming", "plot_budget", "harness", "llama_cpp")
-)
+streaming, harness = load_benchmark("streaming"), load_benchmark("harness")
 
 
 @pytest.fixture(scope="module")
@@ -172,48 +170,3 @@ def test_a_run_that_failed_or_was_killed_once_counts_as_such() -> None:
     for second, expected in ((slow, {**fast, "tokens_per_second": 3.0}), ({"killed": True}, {"killed": True})):
         rounds = [{"budget": 1.0, "limit_bytes": 1, "stock": stock, "llama_cpp": None} for stock in (fast, second)]
         assert streaming._limit_summary(rounds)["stock"] == expected
-
-
-def test_llama_cpp_is_left_out_where_a_file_is_missing(
-    tmp_path: Path, llama_bench: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nowhere, program = tmp_path / "nowhere", str(llama_bench)
-    words = "no llama.cpp runs: there is no"
-    assert llama_cpp.LlamaBench(str(nowhere), llama_bench, 1).missing() == f"{words} program {nowhere}"
-    assert llama_cpp.LlamaBench(program, nowhere, 1).missing() == f"{words} file {nowhere}"
-    monkeypatch.chdir(llama_bench.parent)
-    assert llama_cpp.LlamaBench(f"./{llama_bench.name}", llama_bench, 1).missing() is None
-
-
-RESULT: dict[str, Any] = {
-    "date": "2026-11-22T11:00:00+00:00",
-    "machine": {"cpu": "A CPU", "threads": 2, "device": "cpu", "disk": {"device": "/dev/vda", "file_system": "ext4"}},
-    "versions": {"mlx": "0.32.4"},
-    "model": {"name": "llama", "nbytes": 2_430_000_000},
-    "summary": {
-        "probe": [{"best": 2.2e9}],
-        "streamed": [
-            {"budget": budget, "budget_bytes": budget * 1e9, "tokens_per_second": speed}
-            for budget, speed in ((1.0, 1.0), (1.0, 1.1), (3.0, 1.2))
-        ],
-        "in_limit": [
-            {"budget": 1.0, "stock": {"killed": True}, "llama_cpp": {"killed": False, "tokens_per_second": 0.2}},
-            {"budget": 3.0, "stock": {"killed": False, "tokens_per_second": 1.3}, "llama_cpp": None},
-        ],
-    },
-}
-
-
-def test_the_picture_names_machine_and_date_and_shows_every_program(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib").use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots()
-    plot_budget.draw(axes, RESULT)
-    lines = {line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axes.get_lines()}
-    pyplot.close(figure)
-    assert lines["mlx-flash"] == [[1.0, 3.0], [1.1, 1.2]]
-    assert lines["llama.cpp, mmap"] == [[1.0], [0.2]]
-    assert lines["stock mlx-lm"] == [[3.0], [1.3]]
-    assert lines["stock mlx-lm: killed"] == [[1.0], [0.03]]  # near the bottom of the axes
-    assert all(words in axes.get_title() for words in ("A CPU, 2 threads", "/dev/vda ext4", "2026-11-22", "2.43 GB"))

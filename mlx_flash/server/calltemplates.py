@@ -13,13 +13,9 @@ import regex
 
 from mlx_flash.compat.tokenizers import change_messages, give_calls
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.events import ToolCall
-from mlx_flash.server.text import CALL, JSON_CALL, Parser, TextStream, named_calls, parse_any
+from mlx_flash.server.text import CALL, JSON_CALL, Parser, named_calls, parse_any
 
-_NAMES = ("zqfirst", "zqsecond")
-_IDS = ("zqcall001", "zqcall002")
-_NAME, _KEY = _NAMES[0], "zqkey"
-_ARGUMENTS = {_KEY: "zqvalue"}
+_NAME, _KEY = "zqfirst", "zqkey"
 """Words of conversations with calls, which no template contains."""
 
 _USER = {"role": "user", "content": "Hi"}
@@ -54,9 +50,9 @@ def complete(tokenizer: Any) -> None:
     """Give a tokenizer what its template needs: a parser of calls if mlx-lm has none, and arguments as text."""
     if not tokenizer.has_chat_template:
         return
-    text = _rendered(tokenizer, _USER, _calls({_KEY: "x"}, _NAME))
+    text = _rendered(tokenizer, _USER, _call({_KEY: "x"}))
     if not text or f"{{'{_KEY}'" in text:  # a template that joins texts, or prints Python's form of an object
-        with_text = _rendered(tokenizer, _USER, _calls(json.dumps({_KEY: "x"}), _NAME))
+        with_text = _rendered(tokenizer, _USER, _call(json.dumps({_KEY: "x"})))
         if with_text:
             text = with_text
             change_messages(tokenizer, _with_text_arguments)
@@ -67,26 +63,21 @@ def complete(tokenizer: Any) -> None:
         give_calls(tokenizer, found.start, found.end, found.parse, {**initial, "transitions": found.states})
 
 
-def _calls(arguments: Any, *names: str) -> dict[str, Any]:
-    """Return a message with calls of some functions."""
-    functions = [{"name": name, "arguments": arguments} for name in names]
-    calls = [
-        {"id": number, "type": "function", "function": each} for number, each in zip(_IDS, functions, strict=False)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _render(tokenizer: Any, *messages: dict[str, Any], tool: str) -> str:
-    """Return a conversation with a function, up to where the model's answer begins if there is none."""
-    functions = [{"type": "function", "function": {"name": tool, "description": "", "parameters": _DESCRIBED}}]
-    render = partial(tokenizer.apply_chat_template, list(messages), tools=functions, tokenize=False)
-    return str(render(add_generation_prompt=messages[-1] is _USER))
+def _call(arguments: Any) -> dict[str, Any]:
+    """Return a message with a call."""
+    call = {"id": "zqcall001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _rendered(tokenizer: Any, *messages: dict[str, Any]) -> str:
-    """Return a conversation with a function that is called; an empty text if it is refused."""
+    """Return a conversation with a function, up to where the model's answer begins if there is none.
+
+    An empty text means that the template refuses it.
+    """
+    functions = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": _DESCRIBED}}]
+    render = partial(tokenizer.apply_chat_template, list(messages), tools=functions, tokenize=False)
     try:
-        return _render(tokenizer, *messages, tool=_NAME)
+        return str(render(add_generation_prompt=messages[-1] is _USER))
     except (TypeError, ValueError, *_ERRORS):
         return ""
 
@@ -165,51 +156,6 @@ def _other_form(text: str, prompt: str) -> _Form:
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
-    """The text around names and arguments of calls. Arguments are JSON objects.
-
-    Attributes:
-        start: the mark with which calls begin; empty if an answer that begins with ``opening`` is a call.
-        opening: the text of an answer of calls before the first name.
-        middle: between a name and its arguments.
-        gap: between arguments and the name of the next call; None if an answer has one call.
-        closing: after the last arguments.
-        call_id: stands for the number of a call in ``gap`` and ``closing``: nine letters or digits.
-    """
-
-    start: str
-    opening: str
-    middle: str
-    gap: str | None
-    closing: str
-    call_id: str = _IDS[0]
-
-
-_HARMONY_CALLS = CallForm(_RECIPIENT, f"<|channel|>commentary{_RECIPIENT}", " <|constrain|>json<|message|>", None, "")
-"""GPT-OSS's calls as it writes them. Its template shows earlier ones with the parts of the header in another order."""
-
-
-def form_of(tokenizer: Any, field: str) -> CallForm:
-    """Return the form of a model's calls."""
-    if tokenizer.tool_call_start == _RECIPIENT:
-        return _HARMONY_CALLS
-    for number in (2, 1):  # some templates refuse two calls, and two without a mark could not be told from other JSON
-        names = _NAMES[: number if tokenizer.tool_call_start else 1]
-        try:
-            form, sample = _split(names, tokenizer)
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError):
-            continue
-        if _read_back(sample, tokenizer) == [(name, _ARGUMENTS) for name in names]:
-            return form
-    raise RefusedError(
-        "calls of this model cannot be forced: its chat template has no form of calls with JSON arguments. "
-        "Hint: use tool_choice auto, and no schema of the answer.",
-        400,
-        field,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Headers:
     """The texts around the parts of an answer, each of which has a header.
 
@@ -227,7 +173,7 @@ class Headers:
 def headers_of(tokenizer: Any) -> Headers:
     """Return the headers of a model's answers, as its chat template renders them."""
     states, first = tokenizer.response_transitions, tokenizer.response_initial_state
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _NAMES[0]}]
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _NAME}]
     try:
         asked, begun, whole = (
             str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generates))
@@ -235,7 +181,7 @@ def headers_of(tokenizer: Any) -> Headers:
         )
         reasoning = next(mark for mark, state in states[first] if state == "reasoning")
         end = next(mark for mark, state in states["reasoning"] if state == first)
-        text = whole[len(begun) : whole.index(_NAMES[0])]
+        text = whole[len(begun) : whole.index(_NAME)]
         ends = [mark for mark, state in states[first] if state == "normal"]
         if not begun.startswith(asked) or not whole.startswith(begun) or not text.endswith(tuple(ends)):
             raise ValueError("answers in a conversation do not begin as new ones")
@@ -243,49 +189,3 @@ def headers_of(tokenizer: Any) -> Headers:
     except (jinja2.TemplateError, ValueError, TypeError, LookupError, StopIteration) as error:
         message = "answers of this model cannot follow a schema: its chat template does not show how they begin."
         raise RefusedError(message, 400, "response_format") from error
-
-
-def _split(names: Sequence[str], tokenizer: Any) -> tuple[CallForm, str]:
-    """Return the form of calls in a rendered conversation, and the text of calls of some functions."""
-    prompt = _render(tokenizer, _USER, tool="other")
-    text = _render(tokenizer, _USER, _calls(_ARGUMENTS, *names), tool="other")
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    first = text.index(names[0])
-    begin = text.rindex(start, 0, first) if start else len(prompt)
-    if not start and not text.startswith(prompt):
-        raise ValueError("a call in a conversation does not begin as a new one")
-    ends, middles = [], []
-    for name in names:
-        middle, stop = _arguments(text, text.index(name) + len(name))
-        ends.append(stop)
-        middles.append(middle)
-    if len(set(middles)) > 1 or any(text.count(name) != 1 for name in names):
-        raise ValueError("calls in a row have different forms")
-    rest = text[ends[-1] :]
-    closing = rest[: rest.index(end) + len(end)] if end else _before_end(rest, tokenizer)
-    gap = text[ends[0] : text.index(names[1])] if len(names) > 1 else None
-    last_id = _IDS[len(names) - 1]
-    form = CallForm(start, text[begin:first], middles[0], gap, closing.replace(last_id, _IDS[0]))
-    return form, text[begin : ends[-1]] + closing
-
-
-def _arguments(text: str, at: int) -> tuple[str, int]:
-    """Return the text before a call's arguments, and where these end."""
-    begin = text.index("{", at)
-    value, end = json.JSONDecoder().raw_decode(text, begin)
-    if value != _ARGUMENTS or any(number in text[at:begin] for number in _IDS):
-        raise ValueError("the arguments are not JSON")
-    return text[at:begin], end
-
-
-def _before_end(rest: str, tokenizer: Any) -> str:
-    """Return what an answer has before its last token, which ends it."""
-    places = [rest.find(text) for text in tokenizer.convert_ids_to_tokens(sorted(tokenizer.eos_token_ids)) if text]
-    return rest[: min((at for at in places if at >= 0), default=len(rest))].rstrip()
-
-
-def _read_back(sample: str, tokenizer: Any) -> Sequence[tuple[str, dict[str, Any]]]:
-    """Return the calls that a server finds in a text."""
-    stream = TextStream(tokenizer, (), "normal", [{"function": {"name": name}} for name in _NAMES])
-    parts = [part for token in tokenizer.encode(sample, add_special_tokens=False) for part in stream.add(token)]
-    return [(part.name, part.arguments) for part in [*parts, *stream.end()] if isinstance(part, ToolCall)]

@@ -18,7 +18,7 @@ import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.calltemplates import CallForm, form_of, headers_of
+from mlx_flash.server.calltemplates import headers_of
 from mlx_flash.server.prompts import Prompt, Reasoning, reasoning_of
 from mlx_flash.server.request import GenerationRequest
 
@@ -181,12 +181,14 @@ _TEXT = r"TEXT: /(.|\n)*/"
 _BLANKS = r"BLANKS: /[ \t\r\n]{1,4}/"
 
 
-def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer: Any, reasoning: Reasoning) -> str:
+def answer_grammar(request: GenerationRequest, tokenizer: Any, reasoning: Reasoning) -> str:
     """Return the grammar of an answer. All of it that is bound follows the reasoning, which may be any text.
+
+    A forced call is JSON for every model, as in vLLM: its arguments follow their schema whatever the form in which the
+    model was taught to write calls. Beside a schema, calls have the model's own marks and are free between them.
 
     Args:
         request: with a schema, or functions that it must call.
-        form: of the model's calls; None leaves everything between their marks free.
         tokenizer: mlx-lm's wrapper.
         reasoning: before the rest.
 
@@ -196,21 +198,21 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
     from llguidance import LLMatcher
 
     headers = headers_of(tokenizer) if reasoning == "headers" else None
-    marks = _Marks(tokenizer, form.call_id if form else None, "".join(astuple(headers)) if headers else "")
+    marks = _Marks(tokenizer, "".join(astuple(headers)) if headers else "")
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    rules = [_TEXT, _BLANKS, "CALL_ID: /[a-zA-Z0-9]{9}/"]
-    bodies = ["calls"] if request.tools else []
-    if form is not None:
-        opening = form.opening if form.start else ""  # of calls without a mark, it is in the rule of each
-        rules += [f"calls: {marks.rule(opening)} listed", *_listed_calls(request, form, marks)]
+    rules, bodies = [_TEXT, _BLANKS], ["answer"]
+    text = request.grammar
+    if request.must_call or (request.tools and not start):  # a call without marks is JSON in any case
+        rules += _calls(request)
+        text = "call" if request.must_call else f"call | json\njson: {text}"
     elif request.tools and headers is not None:
+        bodies.append("calls")
         rules += ["calls: begun inside", *marks.until("begun", "TEXT", start, *marks.parts(headers.text)[-1:])]
         rules += marks.until("inside", "TEXT", end, *marks.parts(headers.end))
     elif request.tools:
+        bodies.append("calls")
         rules += [f"calls: ({marks.rule(start)} inside BLANKS?)+", *marks.until("inside", "TEXT", end)]
-    if not request.must_call:
-        bodies.append("answer")
-        rules += [f"answer: {marks.rule(headers.text if headers else '')} text", f"text: {request.grammar}"]
+    rules += [f"answer: {marks.rule(headers.text if headers else '')} text", f"text: {text}"]
     if headers is not None:
         rules += marks.until("thought", "TEXT", headers.end)
         rules.append(f"start: (BLANKS? {marks.rule(headers.reasoning)} thought)* ({' | '.join(bodies)})")
@@ -223,21 +225,17 @@ def answer_grammar(request: GenerationRequest, form: CallForm | None, tokenizer:
     return str(LLMatcher.grammar_from_lark("\n".join(rules)))
 
 
-def _listed_calls(request: GenerationRequest, form: CallForm, marks: _Marks) -> list[str]:
-    """Return the rules of calls after the opening of the first one."""
+def _calls(request: GenerationRequest) -> list[str]:
+    """Return the rules of a call in JSON."""
     functions = [tool["function"] for tool in request.tools or ()]
     functions = [each for each in functions if not request.must_call or each["name"] in request.must_call]
-    more = "" if request.one_call or form.gap is None else f"({marks.rule(form.gap)} call)*"
-    rules = [
-        f"listed: call {more} {marks.rule(form.closing)}",
-        f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
-    ]
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+    rules.append(f"key: {json.dumps(json.dumps('arguments'))} | {json.dumps(json.dumps('parameters'))}")
     for i, function in enumerate(functions):
-        schema = _schema(function)
-        begin = function["name"] + form.middle
-        parts = [begin] if form.start else re.findall(r'"[^"]*"|[^"]', form.opening + begin)  # as in the schema's rule
-        rules.append(f"call_{i}: {' '.join(map(marks.rule, parts))} arguments_{i}")
-        rules.append(f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': _ARGUMENT_OPTIONS})}")
+        # in parts, of which other JSON may have the first ones
+        parts = " ".join(map(json.dumps, ("{", '"name"', ":", " ", json.dumps(function["name"]), ",", " ")))
+        rules.append(f'call_{i}: {parts} key ":" " " arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps({**_schema(function), 'x-guidance': _ARGUMENT_OPTIONS})}")
     return rules
 
 
@@ -256,16 +254,14 @@ class _Marks:
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        call_id: stands for the number of a call; None if there is none.
         alone: text whose special tokens may be those of others at the same place. Each is a terminal of its own then,
             since llguidance follows one of several terminals that have a special token.
     """
 
-    def __init__(self, tokenizer: Any, call_id: str | None, alone: str = "") -> None:
+    def __init__(self, tokenizer: Any, alone: str) -> None:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {token.content: number for number, token in added if token.special}
         self._ends = set(tokenizer.eos_token_ids)
-        self._call_id = call_id
         self._alone = {self._special.get(part) for part in self.parts(alone)}
 
     def rule(self, text: str) -> str:
@@ -303,14 +299,11 @@ class _Marks:
 
     def parts(self, text: str) -> list[str]:
         """Return the special tokens of a text, and the texts between them."""
-        words = [*self._special, *([] if self._call_id is None else [self._call_id])]
-        words = sorted((word for word in words if word in text), key=len, reverse=True)
+        words = sorted((word for word in self._special if word in text), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, words))})", text) if words else [text]
         return [part for part in parts if part]
 
     def _part(self, part: str) -> str:
-        if part == self._call_id:
-            return "CALL_ID"
         return f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
 
 
@@ -333,7 +326,6 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._made: LLTokenizer | None = None
-        self._call_form: CallForm | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -344,21 +336,7 @@ class Grammars:
         """Return the grammar of the answer to a request; None if it may be any text."""
         if not request.has_form:
             return None
-        return answer_grammar(
-            request, self._form(request), self._tokenizer, reasoning_of(request, prompt, self._tokenizer)
-        )
-
-    def _form(self, request: GenerationRequest) -> CallForm | None:
-        """Return the form of the calls of an answer; None if it has none, or they may have any form."""
-        if not request.tools:
-            return None
-        if self._call_form is None:
-            try:
-                self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
-            except RefusedError:
-                if request.must_call or not self._tokenizer.tool_call_start:
-                    raise
-        return self._call_form
+        return answer_grammar(request, self._tokenizer, reasoning_of(request, prompt, self._tokenizer))
 
     def processor(self, grammar: str) -> GrammarProcessor:
         """Return a logits processor that follows a grammar."""

@@ -239,7 +239,7 @@ class LoadedModel:
         stops = [*request.stop, *(END_TEXTS if request.suffix is not None else ())]
         state = "raw" if request.messages is None else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
-        job.text = TextStream(self.tokenizer, stops, state, request.tools, after)
+        job.text = TextStream(self.tokenizer, stops, state, request.tools, after, bool(request.must_call))
         if job.reading is not None:  # all of it is computed
             cache, job.num_cached = None, 0
         elif self._sight is None:

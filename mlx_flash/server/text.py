@@ -80,6 +80,7 @@ class TextStream:
         state: in which the prompt leaves it: ``"normal"``, ``"reasoning"`` ...; ``"raw"`` leaves all marks in the text.
         tools: descriptions of functions that the model may call.
         after: the token that the text goes on from; None drops a space at its beginning.
+        must_call: the text is a call, in JSON whatever the model's own form is.
 
     Attributes:
         num_calls: tool calls so far.
@@ -92,6 +93,7 @@ class TextStream:
         state: str,
         tools: Sequence[dict[str, Any]] | None,
         after: int | None = None,
+        must_call: bool = False,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer
         if after is not None:
@@ -103,7 +105,8 @@ class TextStream:
         self._is_marked = bool(tokenizer.tool_call_end)
         self._parse: Parser = tokenizer.tool_parser
         self._opening = None
-        if tools and tokenizer.has_tool_calling and self._parse in (json_tools.parse_tool_call, parse_any):
+        is_json = tokenizer.has_tool_calling and self._parse in (json_tools.parse_tool_call, parse_any)
+        if tools and (must_call or is_json):
             names = "|".join(regex.escape(tool["function"]["name"]) for tool in tools)
             self._opening = regex.compile(_OPENING.replace("NAMES", f"(?:{names})"))
         self._held = ""
@@ -189,8 +192,8 @@ class TextStream:
         text, self._section = self._section, ""
         calls: list[ToolCall] = []
         with contextlib.suppress(*_UNREADABLE):
-            if text and not (is_cut and self._parse.__module__.rpartition(".")[2] in _WITH_END):
-                parser = parse_any if self._is_call else self._parse
+            parser = parse_any if self._is_call else self._parse
+            if text and not (is_cut and parser.__module__.rpartition(".")[2] in _WITH_END):
                 found = parser(text, list(self._tools))
                 calls = [_tool_call(call) for call in (found if isinstance(found, list) else [found])]
         yield from calls

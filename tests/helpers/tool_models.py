@@ -8,7 +8,6 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from mlx_flash.server.calltemplates import CallForm
 from mlx_flash.server.grammar import answer_grammar, grammar_tokenizer
 from mlx_flash.server.request import GenerationRequest
 
@@ -33,11 +32,9 @@ def with_template(path: Path, template: str = QWEN, parser: str | None = "json_t
     return path
 
 
-def takes(
-    tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str, form: CallForm | None = None
-) -> bool:
+def takes(tokenizer: Any, request: GenerationRequest, reasoning: Any, *texts: str) -> bool:
     """Return whether a complete answer of some texts is allowed."""
     made = grammar_tokenizer(tokenizer, len(tokenizer) + 10)
-    matcher = LLMatcher(made, answer_grammar(request, form, tokenizer, reasoning), log_level=0)
+    matcher = LLMatcher(made, answer_grammar(request, tokenizer, reasoning), log_level=0)
     tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
     return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())

@@ -136,13 +136,13 @@ def test_answer_is_a_call_or_follows_the_schema(server: Live) -> None:
         found = ask(server, text, **both, **more, chat_template_kwargs={"enable_thinking": False})
         jsonschema.validate(json.loads(found["content"]), SCHEMA)
         assert "tool_calls" not in found
-    wrong = CALL.replace("3", '"x"')
-    found = ask(server, f"<think>Hm.</think>\n{wrong}", tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    wrong = '{"name": "go", "arguments": ' + JSON.replace("3", '"x"') + "}"
+    found = ask(server, f"<think>Hm.</think>\n{wrong}", tools=[TOOL], tool_choice="required")
     jsonschema.validate(json.loads(found["tool_calls"][0]["function"]["arguments"]), SCHEMA)
     assert found["reasoning"] == "Hm."
 
 
-def test_calls_without_a_form_are_free_beside_a_schema(model: Path, tmp_path: Path) -> None:
+def test_calls_are_free_beside_a_schema_and_json_where_they_are_forced(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     call = "<tool_call>\n<function={{ c.function.name }}>\n</function>\n</tool_call>"
@@ -159,8 +159,9 @@ def test_calls_without_a_form_are_free_beside_a_schema(model: Path, tmp_path: Pa
         assert json.loads(found["function"]["arguments"]) == {"days": 3}
         assert ask(server, JSON, **both)["content"] == JSON
         assert not (ask(server, f"Well.{text}", **both)["content"] or "").startswith("Well")
-        status, reply = server.post(CHAT, {**BODY, "tools": [TOOL], "tool_choice": "required"})
-        assert status == 400 and "calls of this model cannot be forced" in reply["error"]["message"]
+        for written in (f'{{"name": "go", "arguments": {JSON}}}', text):
+            (made,) = ask(server, f"<think>Hm.</think>{written}", tools=[TOOL], tool_choice="required")["tool_calls"]
+            jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
 
 
 def test_completions_have_the_marks_of_reasoning_and_calls_as_text(server: Live) -> None:
@@ -255,7 +256,6 @@ def test_schema_binds_behind_the_header_of_text(model: Path, tmp_path: Path) -> 
 
 
 HARMONY = TEMPLATES["harmony"].replace("<|eos|>", "<|call|>")
-HARMONY_CALL = f"<|channel|>commentary to=functions.go <|constrain|>json<|message|>{JSON}"
 PREAMBLE = f"{ANALYSIS}Call to=functions.go?{AGAIN}"
 
 
@@ -269,7 +269,7 @@ def test_a_call_of_harmony_is_forced(tmp_path: Path) -> None:
     path.write_text(json.dumps(fields))
     with live(str(with_template(folder, HARMONY, None))) as server:
         for choice in ("required", {"type": "function", "function": {"name": "go"}}):
-            for text in (HARMONY_CALL, HARMONY_CALL.replace("3", '"x"'), f"{HARMONY_CALL}{AGAIN}{FINAL}Well."):
+            for text in (f'{FINAL}{{"name": "go", "arguments": {JSON}}}', f"{FINAL}Well."):
                 found = ask(server, PREAMBLE + text, tools=[TOOL], tool_choice=choice)
                 (call,) = found["tool_calls"]
                 assert call["function"]["name"] == "go" and found["reason"] == "tool_calls"

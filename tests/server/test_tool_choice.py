@@ -10,37 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from call_forms import LLAMA
 from live import Live, live
-from mlx_flash.engine.prepared import load_tokenizer
-from mlx_flash.errors import RefusedError
-from mlx_flash.server.calltemplates import complete, form_of
-from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 from scripted import SHAPE
-from tool_models import END, QWEN, TOOLS, takes, with_template
+from tool_models import with_template
 
-CALL = "{% set f = c.function %}"
-MISTRAL = (
-    TOOLS
-    + "{% for c in m.tool_calls or [] %}"
-    + CALL
-    + '{{ "[TOOL_CALLS] [" if loop.first else ", " }}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, '
-    + '"id": "{{ c.id }}"}{{ "]<|eos|>" if loop.last else "" }}'
-    + END
-)
-HEADERS = (
-    TOOLS + "{% for c in m.tool_calls or [] %}" + CALL + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"
-)
-HEADERS += "{% endfor %}{% if m.tool_calls %}<|eos|>{% endif %}{% endfor %}"
-XML = (
-    TOOLS
-    + "{% for c in m.tool_calls or [] %}"
-    + CALL
-    + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
-    + "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}{% endfor %}"
-)
-PARSERS = {QWEN: "json_tools", MISTRAL: "mistral", HEADERS: "mistral", XML: "qwen3_coder", LLAMA: None}
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -113,44 +87,3 @@ def test_a_call_that_cannot_be_forced_is_refused(server: Live, path: str, body: 
     body = {"model": "default_model", "messages": MESSAGES, "max_tokens": 5, **body}
     status, reply = server.post(f"/v1/{path}", body)
     assert status == 400 and "tool_choice" in json.dumps(reply)
-
-
-# --- forms of templates -----------------------------------------------------------------------------------------------
-
-TEXTS = {
-    QWEN: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    MISTRAL: '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "AbC123xyz"}]',
-    HEADERS: "[TOOL_CALLS]now[ARGS]{}",
-    LLAMA: '{"name": "now", "parameters": {}}',
-}
-
-
-def tokenizer_with(model: Path, folder: Path, template: str) -> Any:
-    """Return a model's tokenizer with another chat template, as a server has it."""
-    for file in model.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    tokenizer = load_tokenizer(with_template(folder, template, PARSERS[template]))
-    complete(tokenizer)
-    return tokenizer
-
-
-def matches(tokenizer: Any, request: GenerationRequest, text: str) -> bool:
-    return takes(tokenizer, request, "none", text, form=form_of(tokenizer, "tools"))
-
-
-@pytest.mark.parametrize("template", TEXTS)
-def test_grammars_follow_the_form_of_the_template(model: Path, tmp_path: Path, template: str) -> None:
-    tokenizer = tokenizer_with(model, tmp_path, template)
-    tools = [tool("now"), tool("weather")]
-    must = GenerationRequest(model="m", tools=tools, must_call=["now"])
-    text = TEXTS[template]
-    assert matches(tokenizer, must, text)
-    for wrong in ("Well.", f"Well. {text}", text.replace("now", "weather"), text.replace("{}", '{"a": 1}'), text[:-4]):
-        assert not matches(tokenizer, must, wrong)
-    assert matches(tokenizer, must, text + text) == (template is HEADERS)
-
-
-def test_forms_that_are_not_json_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="no form of calls with JSON") as caught:
-        form_of(tokenizer_with(model, tmp_path, XML), "tool_choice")
-    assert (caught.value.status, caught.value.field) == (400, "tool_choice")

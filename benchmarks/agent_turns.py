@@ -33,8 +33,8 @@ from rich.table import Table
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from live import Live, live
-from mlx_flash.modelfile.conversation import num_common
 from mlx_flash.server import loaded
+from mlx_flash.server.prompts import num_common
 from models import make_random_model
 
 TEXT = "the file path must exist before a tool reads it and each change is checked with tests after every step"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 import mlx.core as mx
@@ -97,7 +96,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         run = Recorder(language, num_tokens, time.perf_counter() - began)
         # Beyond max_tokens, mlx-lm computes one token ahead; it is not part of the measured time.
         for token, _ in steps:
-            run.add(SimpleNamespace(token=token, text="", finish_reason=None, generation_tokens=len(run.tokens) + 1))
+            run.add_token(token)
         cold = _cold(model.engine)
     run.finish_reason = "length"
     del tokenizer

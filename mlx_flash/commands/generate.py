@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from jinja2 import TemplateError
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
@@ -38,13 +39,15 @@ from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
-from mlx_flash.modelfile.conversation import template_explained
 from mlx_flash.modelfile.parse import find_modelfile
 from mlx_flash.ranks import launched_group, rank_output, read_on_rank_0
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, step_in_words
 
 QUERY = "<query>"
 """Stands for the user's text, to find where it begins in a chat."""
+
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of templates: their own refusals, and those of any expression."""
 
 
 def generate(args: argparse.Namespace, out: TextIO) -> int:
@@ -145,7 +148,7 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
     """Return the prompt as a chat: system prompt, user's turn, beginning of the answer."""
     turns = [("system", args.system_prompt), ("user", prompt), ("assistant", args.prefill_response)]
     has_prefill = args.prefill_response is not None
-    with template_explained():
+    try:
         text = tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in turns if content is not None],
             tokenize=False,
@@ -153,6 +156,12 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
             add_generation_prompt=not has_prefill,
             **(args.chat_template_config or {}),
         )
+    except _TEMPLATE_ERRORS as error:
+        name = "" if type(error) is TemplateError else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"the chat template refuses the messages: {name}{error}. "
+            "Hint: some templates take no system prompt, or want turns of user and assistant to alternate."
+        ) from error
     return cast(str, text)
 
 

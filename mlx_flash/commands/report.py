@@ -72,10 +72,14 @@ class Recorder:
         self.finish_reason = response.finish_reason or self.finish_reason
         if response.generation_tokens <= len(self.tokens):
             return
+        self.add_token(response.token)
+
+    def add_token(self, token: int) -> None:
+        """Record a token."""
         self.last = self.sample()
         if not self.tokens:
             self.first = self.last
-        self.tokens.append(response.token)
+        self.tokens.append(token)
 
     def sample(self) -> Sample:
         """Return the clock and the counters now."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, TextIO
 
-import mlx.core as mx
-import mlx.nn as nn
-import mlx_lm
 from rich.text import Text
 
 from mlx_flash.commands.arguments import DEFAULT_MODEL
@@ -27,23 +25,20 @@ from mlx_flash.commands.common import Status, labelled, make_config, note, note_
 from mlx_flash.commands.dispatch import handling
 from mlx_flash.commands.models import ask_to_download, fetched, is_remote
 from mlx_flash.commands.report import Recorder, make_report, plan_to_json, render_run
-from mlx_flash.commands.vision import SeeingConversation, is_vision, seeing_talk
+from mlx_flash.commands.vision import is_vision
 from mlx_flash.config import FlashConfig, did_you_mean
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.engine.prepared import load_tokenizer
-from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError, FlashError, WriteError
 from mlx_flash.files import make_private, write_atomically, write_errors
 from mlx_flash.folders import home_directory
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.layout.names import known_models, repository_of
-from mlx_flash.loading import apply_adapter, load
 from mlx_flash.memory.footprint import footprint, peak_footprint
-from mlx_flash.model import FlashLLM
-from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.parse import (
+    DEFAULT_MAX_TOKENS,
     Modelfile,
     check_model_name,
+    check_text,
     find_modelfile,
     named_models,
     parse_parameter,
@@ -52,6 +47,21 @@ from mlx_flash.modelfile.parse import (
 )
 from mlx_flash.monitor.words import filled
 from mlx_flash.ranks import launched_group
+from mlx_flash.server.batch import BatchOptions
+from mlx_flash.server.catalog import Source, defaults_of, source_of
+from mlx_flash.server.events import End, Event, Failed, Piece, Progress
+from mlx_flash.server.job import Job
+from mlx_flash.server.loaded import LoadedModel, OwnCache
+from mlx_flash.server.models import Models
+from mlx_flash.server.request import (
+    Defaults,
+    GenerationRequest,
+    Sampling,
+    content_of,
+    data_url,
+    picture_part,
+    with_pictures,
+)
 
 PROMPT, CONTINUED = ">>> ", "... "
 QUOTES = '"""'
@@ -205,18 +215,15 @@ def _path(name: str) -> Path:
 
 _WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n"
 _STDERR = 2
-
-
-class AnswerStoppedError(Exception):
-    """The user stopped an answer."""
+_SEED_BITS = 63
 
 
 @contextmanager
-def stoppable() -> Iterator[Callable[..., None]]:
+def stoppable() -> Iterator[Callable[[], bool]]:
     """Let the first Ctrl-C in a block end an answer after the pass under way, and the second one the program.
 
-    Yield a function that raises AnswerStoppedError once Ctrl-C was pressed. A process that ignores SIGINT, as
-    background jobs do, goes on ignoring it.
+    Yield a function that returns True once Ctrl-C was pressed. A process that ignores SIGINT, as background jobs do,
+    goes on ignoring it.
     """
     pressed: list[int] = []
 
@@ -226,12 +233,172 @@ def stoppable() -> Iterator[Callable[..., None]]:
         pressed.append(number)
         os.write(_STDERR, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
 
-    def check(*_: object) -> None:
-        if pressed:
-            raise AnswerStoppedError
-
     with handling((signal.SIGINT,), handle):
-        yield check
+        yield lambda: bool(pressed)
+
+
+class _Listener:
+    """The client of an answer: what the pipeline of the server sends it is read after each pass."""
+
+    def __init__(self, on_prompt: Callable[[int, int], None], is_stopped: Callable[[], bool]) -> None:
+        self.events: list[Event] = []
+        self._on_prompt, self._is_stopped = on_prompt, is_stopped
+
+    @property
+    def open(self) -> Collection[int]:
+        """The number of the answer, until the user stops it."""
+        return () if self._is_stopped() else (0,)
+
+    def put(self, number: int, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, Progress):
+            self._on_prompt(event.done, event.total)
+        else:
+            self.events.append(event)
+
+
+class Conversation:
+    """Turns of user and assistant. A model answers them as it answers requests of the server.
+
+    Args:
+        loaded: the model.
+        modelfile: first messages, sampling, and texts that end an answer.
+        sampling: further settings; the seed counts up with the answers.
+        grammar: a rule that all answers follow.
+
+    Attributes:
+        modelfile: may be replaced between two answers; :meth:`set_system` changes its system prompt.
+        messages: the turns so far. Those with pictures have ``images``, their files.
+        pictures: files for the next message.
+        job: the last answer.
+        finish_reason: ``"stop"`` or ``"length"``, of the last answer; None if it did not end by itself.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        modelfile: Modelfile,
+        sampling: Sampling | None = None,
+        grammar: str | None = None,
+    ) -> None:
+        self.loaded, self.modelfile = loaded, modelfile
+        self._sampling, self._grammar = sampling or Sampling(), grammar
+        self.messages: list[dict[str, Any]] = [*modelfile.first_messages]
+        self.pictures: list[str] = []
+        self.job: Job | None = None
+        self.finish_reason: str | None = None
+
+    def clear(self) -> None:
+        """Forget everything but the messages that the Modelfile begins with."""
+        self.messages = [*self.modelfile.first_messages]
+
+    def resume(self, messages: list[dict[str, Any]]) -> None:
+        """Go on with messages of another conversation, and with its system prompt."""
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        self.messages, self.modelfile = messages, replace(self.modelfile, system=system)
+
+    def set_system(self, text: str | None) -> None:
+        """Change the system prompt of this conversation; None removes it."""
+        first, self.modelfile = list(self.modelfile.first_messages[:1]), replace(self.modelfile, system=text)
+        if first and first[0]["role"] == "system" and self.messages[:1] == first:
+            del self.messages[0]
+        if text is not None:
+            self.messages.insert(0, {"role": "system", "content": text})
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens in the KV cache."""
+        return len(self.loaded.kept.tokens) if isinstance(self.loaded.kept, OwnCache) else 0
+
+    def answer(
+        self,
+        text: str,
+        on_prompt: Callable[[int, int], None] = lambda done, total: None,
+        on_token: Callable[[Job], None] = lambda job: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Generator[str, None, None]:
+        """Yield the model's answer to a message, piece by piece.
+
+        Closing the iterator keeps the answer so far. An answer that ends before its first piece leaves no trace.
+
+        Args:
+            text: the user's message.
+            on_prompt: called with the prompt tokens done and to do, also during a pass.
+            on_token: called after each token.
+            is_stopped: no further pass begins once it returns True.
+        """
+        pictures, self.pictures, said = self.pictures, [], ""
+        self.messages.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
+        try:
+            for piece in self._pieces(_Listener(on_prompt, is_stopped), on_token):
+                said += piece
+                yield piece
+        except FlashError:
+            pictures = []
+            raise
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": said})
+            else:
+                self.messages.pop()
+                self.pictures = pictures
+
+    def _pieces(self, listener: _Listener, on_token: Callable[[Job], None]) -> Iterator[str]:
+        loaded, parameters = self.loaded, self.modelfile.parameters
+        job = self.job = Job(self._request(), loaded.source, listener)
+        self.finish_reason = None
+        loaded.prepare(job)
+        if parameters.num_predict == -2 and parameters.num_ctx is not None:  # it fills the context
+            job.max_tokens = max(1, min(job.max_tokens, parameters.num_ctx - len(job.prompt.tokens)))
+        loaded.admits(job)
+        loaded.begin(job)
+        try:
+            while not job.is_over and listener.open:
+                num_tokens = len(job.tokens)
+                loaded.advance()
+                events, listener.events = listener.events, []
+                if len(job.tokens) > num_tokens:
+                    on_token(job)
+                for event in events:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, End):
+                        self.finish_reason = event.reason
+                    elif isinstance(event, Piece) and event.text:
+                        yield event.text
+        finally:
+            loaded.stop(job)
+
+    def _request(self) -> GenerationRequest:
+        """Return the request for the next answer."""
+        described, messages = self.modelfile, list[dict[str, Any]]()
+        for message in self.messages:
+            check_text(message["content"], f"the message of the {message['role']}")
+            parts = [_picture(file) for file in message.get("images", ())]
+            content = content_of([*parts, {"type": "text", "text": message["content"]}])
+            messages.append({"role": message["role"], "content": content})
+        if not any(message["content"] for message in messages):
+            raise ConfigError("the prompt is empty. Hint: give it in quotes, or on standard input.")
+        seed = self._sampling.drawn_seed + sum(message["role"] == "assistant" for message in messages)
+        asked = GenerationRequest(
+            model=described.base,
+            messages=messages,
+            sampling=replace(self._sampling, drawn_seed=seed),
+            grammar=self._grammar,
+        )
+        if not self.loaded.tokenizer.has_chat_template:
+            asked = replace(asked, messages=None, prompt="\n".join(str(message["content"]) for message in messages))
+        is_unlimited = (described.parameters.num_predict or 0) < 0
+        defaults = Defaults(max_tokens=2**31 - 1 if is_unlimited else DEFAULT_MAX_TOKENS)
+        return with_pictures(asked.completed(defaults_of(described, defaults)))
+
+
+def _picture(file: str) -> dict[str, str]:
+    """Return a picture as a part of a message."""
+    from mlx_flash.vision.pictures import size_of
+
+    size_of(Path(file), file)  # whose errors name the file
+    return picture_part(data_url(base64.b64encode(Path(file).read_bytes()).decode()), file)
 
 
 INFO = """
@@ -352,26 +519,16 @@ class Talk:
 
     def answer(self, text: str) -> None:
         """Print the answer to a message until it ends or the user presses Ctrl-C."""
-        recorder = self._recorder = Recorder(self._conversation.model, 0, self._load_seconds)
-        with stoppable() as check, Status("computing the prompt", self._is_terminal) as status:
-
-            def report(done: int, total: int) -> None:
-                check()
-                status.show(done, total)
-
-            def add(response: Any) -> None:
-                recorder.add(response)
-                check()
-
-            pieces = self._conversation.answer(text, report, add)
-            try:
-                with closing(pieces):
-                    for piece in pieces:
-                        status.stop()
-                        shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
-                        print(shown, end="", file=self._out, flush=True)
-            except AnswerStoppedError:
-                pass  # what was printed stays
+        recorder = self._recorder = Recorder(self._conversation.loaded.model, 0, self._load_seconds)
+        with stoppable() as is_stopped, Status("computing the prompt", self._is_terminal) as status:
+            pieces = self._conversation.answer(
+                text, status.show, lambda job: recorder.add_token(job.tokens[-1]), is_stopped
+            )
+            with closing(pieces):
+                for piece in pieces:
+                    status.stop()
+                    shown = _CONTROLS.sub("", piece) if self._is_terminal else piece
+                    print(shown, end="", file=self._out, flush=True)
         print(file=self._out, flush=True)
         if self._keeps:
             try:
@@ -379,7 +536,9 @@ class Talk:
             except WriteError as error:
                 self._keeps = False
                 note(f"mlx-flash: {error}")
-        recorder.num_prompt_tokens = self._conversation.num_new_tokens
+        job = self._conversation.job
+        recorder.num_prompt_tokens = 0 if job is None else len(job.prompt.tokens) - job.num_cached
+        recorder.finish_reason = self._conversation.finish_reason or recorder.finish_reason
         if self.is_verbose and recorder.tokens:
             print_rich(render_run(make_report(recorder, "")), sys.stderr)
 
@@ -446,11 +605,11 @@ class Talk:
         self._conversation.modelfile = replace(described, parameters=replace(described.parameters, **changed))  # type: ignore[arg-type]
 
     def _shown(self) -> Iterator[tuple[str, str]]:
-        conversation, model = self._conversation, self._conversation.model
+        conversation, model = self._conversation, self._conversation.loaded.model
         described = conversation.modelfile
         facts = {
             "model": described.base,
-            "plan": plan_to_json(model.plan) if isinstance(model, FlashLLM) else None,
+            "plan": plan_to_json(model.plan),
             "num_messages": str(len(conversation.messages)),
             "num_cached": str(conversation.num_cached),
             "footprint": footprint(),
@@ -463,31 +622,16 @@ class Talk:
         yield from (("stop", repr(text)) for text in described.stop)
 
 
-def processors_of_format(text: str, tokenizer: Any) -> Callable[[list[int]], list[Any]]:
-    """Return what makes the logits processors of the answer to a prompt, so that all answers have a form.
-
-    Args:
-        text: ``json``, or a file with a JSON schema.
-        tokenizer: mlx-lm's wrapper. This is called before the plan, which then counts the memory of the grammar.
-    """
-    from mlx_flash.server.grammar import Grammars, json_grammar
-    from mlx_flash.server.prompts import state_of, whole
-    from mlx_flash.server.request import GenerationRequest
+def grammar_of_format(text: str) -> str:
+    """Return the grammar of ``json``, or of a file with a JSON schema. Its library is in memory before the plan."""
+    from mlx_flash.server.grammar import json_grammar
 
     try:
-        schema = None if text == "json" else json.loads(Path(text).read_bytes())
-        request = GenerationRequest(model="", messages=(), grammar=json_grammar(schema, "--format"))
+        return json_grammar(None if text == "json" else json.loads(Path(text).read_bytes()), "--format")
     except ModuleNotFoundError as error:
         raise ConfigError("--format needs llguidance. Hint: pip install llguidance") from error
     except (FileNotFoundError, TypeError, json.JSONDecodeError) as error:
         raise ConfigError(f"--format {text}: {error}. Hint: json, or a file with a JSON schema.") from error
-    grammars = Grammars(tokenizer, len(tokenizer))
-
-    def processors(prompt: list[int]) -> list[Any]:
-        return [grammars.processor(str(grammars.of(request, whole(prompt, state_of(tokenizer, prompt)))))]
-
-    processors([])  # makes the table of the vocabulary
-    return processors
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
@@ -508,13 +652,21 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     is_typed = read is not None and sys.stdin.isatty()
     if read is not None and not is_typed:
         read = begun(read)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
     began = time.perf_counter()
-    opening, kind = _opening(args, modelfile, config)
-    with ExitStack() as stack:
+    grammar = None if args.format is None else grammar_of_format(args.format)
+    sampling = Sampling(
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        drawn_seed=secrets.randbits(_SEED_BITS) if args.seed is None else args.seed,
+    )
+    source, options = _source(args, modelfile, config)
+    with closing(Models(options)) as models:
         with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
-            conversation = kind(*stack.enter_context(opening(status.show_bytes)), modelfile)
+            model = models.load(source, status.show_bytes)
+        assert model is not None  # nothing else runs
+        if not model.tokenizer.has_chat_template:
+            note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
+        conversation = Conversation(model, modelfile, sampling, grammar)
         if last is not None:
             conversation.resume(last[1])
         conversation.pictures = [str(file.absolute()) for file in args.image or ()]
@@ -526,24 +678,20 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         return talk.converse(read, is_typed)
 
 
-def _opening(
-    args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig
-) -> tuple[Callable[[Progress], AbstractContextManager[tuple[Any, Any]]], Callable[..., Conversation]]:
-    """Return what opens a model, and what makes a conversation with it."""
-    path, settings = fetched(modelfile.base), {"trust_remote_code": bool(args.trust_remote_code)}
-    options: dict[str, Any] = {}
-    if args.format is not None:
-        options["processors"] = processors_of_format(args.format, load_tokenizer(path, settings))
-    if not is_vision(args, path, prefers=False):
-        xtc = {"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold}
-        kind = partial(Conversation, max_kv_size=args.max_kv_size, xtc=xtc, **options)
-        return partial(loaded, modelfile, config, tokenizer_config=settings), kind
-    if modelfile.adapter is not None or modelfile.chat_template is not None or args.xtc_probability or args.max_kv_size:
+def _source(args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig) -> tuple[Source, BatchOptions]:
+    """Return the model of a conversation, and how it is computed."""
+    if not config.enabled:
+        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.chat.")
+    sees = is_vision(args, fetched(modelfile.base), prefers=False)
+    if sees and (modelfile.chat_template is not None or args.max_kv_size):
         raise ConfigError(
-            f"{modelfile.base} sees, and mlx-vlm takes no ADAPTER, TEMPLATE, --xtc-probability or --max-kv-size. "
+            f"{modelfile.base} sees, and mlx-vlm takes no TEMPLATE or --max-kv-size. "
             "Hint: leave them out, or give --no-vision."
         )
-    return partial(seeing_talk, args, path, config), partial(SeeingConversation, **options)
+    settings = {"trust_remote_code": bool(args.trust_remote_code)}
+    config = replace(config, kv_prefixes=config.kv_prefixes or "off")
+    source = source_of(modelfile, modelfile.base, Source(config=config, vision=sees, tokenizer_settings=settings))
+    return source, BatchOptions(is_conversation=True, max_kv_size=args.max_kv_size)
 
 
 def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, str | None]:
@@ -584,27 +732,3 @@ def _names_model(word: str) -> bool:
     is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", repository_of(word)) is not None
     is_folder = os.path.isdir(word)  # noqa: PTH112 - a prompt too long for a file is no error
     return is_folder or word in named_models() or is_repository or is_ollama_name(word)
-
-
-@contextmanager
-def loaded(
-    modelfile: Modelfile,
-    config: FlashConfig,
-    progress: Progress | None = None,
-    tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
-) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``."""
-    adapter = None if modelfile.adapter is None else str(modelfile.adapter)
-    template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
-    settings = {**tokenizer_config, **template}
-    if config.enabled:
-        options = {"adapter_path": adapter, "tokenizer_config": settings, "progress": progress}
-        model, tokenizer = load(modelfile.base, config, **options)  # type: ignore[arg-type]
-    else:
-        model, tokenizer = mlx_lm.load(modelfile.base, tokenizer_config=settings)
-        if adapter is not None:
-            apply_adapter(model, adapter)
-    if not tokenizer.has_chat_template:
-        note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
-    with model if isinstance(model, FlashLLM) else nullcontext():
-        yield model, tokenizer

@@ -62,7 +62,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         draft = None if args.draft_model is None else find_modelfile(args.draft_model).base
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=draft)
     catalog = Catalog(sources, other, describe=describe, any_name=args.any_model_name)
-    given = {field.name: getattr(args, field.name) for field in fields(BatchOptions)}
+    given = {field.name: getattr(args, field.name) for field in fields(BatchOptions) if field.name in args}
     step = args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     return serve_catalog(catalog, BatchOptions(**{**given, "prefill_step_size": step}), args)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,10 +18,7 @@ from mlx_flash.commands.report import Recorder, follow
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.prepared import Prepared
-from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.modelfile.parse import Modelfile
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
@@ -73,8 +70,6 @@ def seeing(
     pictures: Sequence[Any],
     *,
     num_tokens: int | None = None,
-    config: FlashConfig | None = None,
-    progress: Progress | None = None,
     **options: Any,
 ) -> Iterator[tuple[Any, Any, PicturePrompt]]:
     """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, its processor, and a prompt.
@@ -87,7 +82,7 @@ def seeing(
     from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
     from mlx_flash.vision.pictures import make_prompt, open_picture
 
-    config = config or make_config(args)
+    config = make_config(args)
     trusts = vars(args).get("trust_remote_code", False)  # commands without the flag do not
     found: Any = [open_picture(each, str(each)) if isinstance(each, Path) else each for each in pictures]
     if not config.enabled or vars(args).get("resident"):
@@ -100,17 +95,8 @@ def seeing(
         del found, pictures  # before the plan, which counts the process
         model.expect(None if num_tokens is None else len(prompt.tokens) + num_tokens, prompt.keywords)
         with Status("Loading", args.verbose) as status:
-            model.start(progress or status.show_bytes)
+            model.start(status.show_bytes)
         yield model, processor, prompt
-
-
-@contextlib.contextmanager
-def seeing_talk(
-    args: argparse.Namespace, path: Path, config: FlashConfig, progress: Progress
-) -> Iterator[tuple[Any, Any]]:
-    """Yield a model that sees and its processor, ready for a conversation that begins with ``args.image``."""
-    with seeing(args, path, "?", args.image or (), config=config, progress=progress) as (model, processor, _):
-        yield model, processor
 
 
 @contextlib.contextmanager
@@ -128,44 +114,6 @@ def steps_after(model: nn.Module, prompt: PicturePrompt, num_tokens: int, step: 
     from mlx_flash.vision.pictures import steps
 
     return steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)
-
-
-class SeeingConversation(Conversation):
-    """A conversation over a model of mlx-vlm. Its caches are not kept: the same tokens may stand for other pictures."""
-
-    def __init__(self, model: Any, processor: Any, modelfile: Modelfile, **options: Any) -> None:
-        from mlx_flash.vision.flashvlm import FlashVLM
-
-        self._seeing = model
-        language = model.language_model if isinstance(model, FlashVLM) else model
-        super().__init__(language, processor, modelfile, **options)
-
-    def _new_cache(self) -> list[Any]:
-        return []
-
-    def _encode(self) -> list[int]:
-        from mlx_flash.vision.pictures import make_prompt, open_picture
-
-        self._check_messages()
-        files = [file for message in self.messages for file in message.get("images", ())]
-        pictures = [open_picture(Path(file), file) for file in files]
-        self._inputs = make_prompt(
-            self._seeing, self._tokenizer, list(map(_with_places, self.messages)), pictures, enable_thinking=False
-        )
-        return self._inputs.tokens
-
-    def _respond(self, rest: list[int], on_progress: Any, options: dict[str, Any]) -> Generator[Any, None, None]:
-        from mlx_flash.vision.pictures import responses
-
-        if on_progress is not None:
-            on_progress(0, len(rest))
-        return responses(self._seeing, self._tokenizer, self._inputs, **options)
-
-
-def _with_places(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in which each picture has its place, before the text."""
-    text, marks = {"type": "text", "text": message["content"]}, [{"type": "image"} for _ in message.get("images", ())]
-    return {"role": message["role"], "content": [*marks, text] if marks else message["content"]}
 
 
 def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> Recorder:

@@ -242,12 +242,6 @@ class Parameters:
         values = {name: getattr(self, name) for name in PARAMETERS}
         return {name: value for name, value in values.items() if value is not None}
 
-    def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """Return mlx-lm's ``max_tokens`` for a prompt of this length: -1 sets no limit, None is unset."""
-        if self.num_predict != -2:
-            return self.num_predict
-        return -1 if self.num_ctx is None else max(0, self.num_ctx - num_prompt_tokens)
-
 
 def recent_tokens(repeat_last_n: int | None) -> int:
     """Return the number of recent tokens that a penalty counts. None is Ollama's default, 64; -1 is all tokens."""
@@ -289,6 +283,12 @@ class Modelfile:
     licenses: tuple[str, ...] = ()
     flash: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+
+    @property
+    def first_messages(self) -> tuple[dict[str, str], ...]:
+        """The messages that every conversation begins with."""
+        system = [] if self.system is None else [Message("system", self.system)]
+        return tuple({"role": role, "content": content} for role, content in (*system, *self.messages))
 
 
 _OTHER_NAMES = {"enabled": "FLASH", "ram_budget_gb": "FLASH_RAM_GB", "kv_cache": "FLASH_KV"}

@@ -23,8 +23,8 @@ from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, together_bytes
 from mlx_flash.server.events import Progress
-from mlx_flash.server.job import Job, ends_alone, refusal_of
-from mlx_flash.server.sampling import Sampler, greedy
+from mlx_flash.server.job import Job, LeftError, ends_alone, refusal_of
+from mlx_flash.server.sampling import LogitsProcessor, Sampler, greedy
 
 if TYPE_CHECKING:  # an extra
     from mlx_flash.server.seeing import Sight
@@ -44,6 +44,8 @@ class BatchOptions:
         prompt_cache_bytes: the most bytes of these; None takes half of what the plan reserves.
         num_draft_tokens: the most tokens that are guessed at a time with a draft model; None for as many as pay.
         kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
+        is_conversation: the model has one conversation, which ``mlx_lm.stream_generate``'s loop answers.
+        max_kv_size: tokens that the rotating KV cache of a conversation holds; None drops none.
     """
 
     prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
@@ -55,6 +57,8 @@ class BatchOptions:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
+    is_conversation: bool = False
+    max_kv_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,10 @@ def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | Non
             drafted["num_draft_tokens"] = options.num_draft_tokens
         caches = [partial(make_prompt_cache, each) for each in (model, draft)]
         return Loop(partial(speculative_generate_step, **drafted), lambda: [e for make in caches for e in make()])
-    if options.kv_bits is not None:
-        return Loop(partial(generate_step, model=model, **quantized), partial(make_prompt_cache, model))
+    if options.kv_bits is not None or options.is_conversation:
+        return Loop(
+            partial(generate_step, model=model, **quantized), partial(make_prompt_cache, model, options.max_kv_size)
+        )
     return None
 
 
@@ -98,9 +104,15 @@ class LoneRequest:
     """
 
     def __init__(
-        self, loop: Loop, asked: Waiting, step: int, inputs: dict[str, Any], fail: Callable[[RefusedError], None]
+        self,
+        loop: Loop,
+        asked: Waiting,
+        step: int,
+        inputs: dict[str, Any],
+        fail: Callable[[RefusedError], None],
+        on_prompt: Callable[[int, int, int], None],
     ) -> None:
-        self.uids, self.num_restored = [asked.uid], 0
+        self.uids, self.num_restored, self._on_prompt = [asked.uid], 0, on_prompt
         self._loop, self._cache, self._tokens, self._fail = loop, asked.cache, list(asked.tokens), fail
         self._prompt = [token for segment in asked.segments for token in segment]
         self._matcher = asked.stop_sequences.matcher()
@@ -109,7 +121,7 @@ class LoneRequest:
             mx.array(self._prompt),
             max_tokens=asked.max_tokens,
             sampler=asked.sampler,
-            logits_processors=list(asked.processors),
+            logits_processors=[_seeing(asked.tokens, process) for process in asked.processors],
             prompt_cache=asked.cache,
             prefill_step_size=step,
             prompt_progress_callback=self._report,
@@ -139,9 +151,9 @@ class LoneRequest:
         self._steps.close()
         cache = self._cache if self._loop.keeps_caches else []
         offsets = {getattr(entry, "offset", None) for entry in cache}
-        num_tokens = offsets.pop() if len(offsets) == 1 else None
-        is_known = num_tokens is not None and num_tokens <= len(self._tokens)
-        return {self.uids[0]: (cache, self._tokens[:num_tokens] if is_known else [])}
+        num_tokens, tokens = offsets.pop() if len(offsets) == 1 else None, [*self._tokens, *self._prompt]
+        is_known = num_tokens is not None and num_tokens <= len(tokens)
+        return {self.uids[0]: (cache, tokens[:num_tokens] if is_known else [])}
 
     def remove(self, uids: Iterable[int]) -> None:
         """Let go of it."""
@@ -150,6 +162,7 @@ class LoneRequest:
 
     def _report(self, done: int, total: int) -> None:
         self._progress.append(PromptProgress(self.uids[0], (done, total), done == total, done == total))
+        self._on_prompt(self.uids[0], done, total)
 
     def _end_with(self, error: RefusedError) -> None:
         self._steps = None
@@ -167,12 +180,10 @@ class LoneRequest:
         return Response(uid, token, logprobs, reason, *kept)
 
 
-class LeftError(Exception):
-    """The client of a request has left while its prompt was computed."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"the client of request {number} has left")
-        self.number = number
+def _seeing(before: Sequence[int], process: LogitsProcessor) -> LogitsProcessor:
+    """Return a logits processor that also sees the tokens that the cache held before."""
+    seen = mx.array([*before], mx.int32)
+    return lambda tokens, logits: process(mx.concatenate([seen, tokens.astype(mx.int32)]), logits)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -372,7 +383,7 @@ class ServedBatch(RowGenerator):
         if self.loop is not None:
             (asked,) = sequences
             inputs, fail = self._jobs[asked.uid].inputs, partial(self._refuse, asked.uid)
-            self._groups.append(LoneRequest(self.loop, asked, step, inputs, fail))
+            self._groups.append(LoneRequest(self.loop, asked, step, inputs, fail, self.note_prompt))
             return
         limits = {"completion_batch_size": self.completion_batch_size, "prefill_batch_size": self.prefill_batch_size}
         guarded = [self._guarded(each) for each in sequences]
@@ -399,6 +410,8 @@ class ServedBatch(RowGenerator):
         while len(group):
             try:
                 prompts, answers = group.next()
+            except LeftError:  # a loop's; the request is dropped before the next pass
+                return [], []
             except BudgetError as error:
                 assert isinstance(group, Group)
                 if group.newest is not None:

@@ -13,7 +13,6 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.layout.names import repository_of
-from mlx_flash.modelfile.conversation import first_messages
 from mlx_flash.modelfile.parse import Modelfile, named_models, recent_tokens
 from mlx_flash.server.request import Defaults
 
@@ -163,13 +162,14 @@ def source_of(modelfile: Modelfile, name: str, other: Source) -> Source:
         base=modelfile.base,
         adapter=None if modelfile.adapter is None else str(modelfile.adapter),
         tokenizer_settings={**other.tokenizer_settings, **template},
-        defaults=_defaults(modelfile, other.defaults),
-        first_messages=tuple(first_messages(modelfile)),
+        defaults=defaults_of(modelfile, other.defaults),
+        first_messages=modelfile.first_messages,
         modelfile=modelfile,
     )
 
 
-def _defaults(modelfile: Modelfile, defaults: Defaults) -> Defaults:
+def defaults_of(modelfile: Modelfile, defaults: Defaults) -> Defaults:
+    """Return the settings of a Modelfile, and others where it has none."""
     parameters = modelfile.parameters
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given: dict[str, Any] = {name: getattr(parameters, name) for name in names} | {"stop": modelfile.stop or None}

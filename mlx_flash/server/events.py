@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from mlx_flash.errors import RefusedError
 
@@ -127,6 +127,17 @@ class Failed:
 
 
 Event: TypeAlias = Progress | Begun | Piece | ToolCall | End | Failed
+
+
+class Client(Protocol):
+    """The one who asked, as the generation thread sees it."""
+
+    @property
+    def open(self) -> Collection[int]:
+        """Numbers of the answers that are still wanted."""
+
+    def put(self, number: int, event: Event) -> None:
+        """Take an event of an answer."""
 
 
 class Answers:

@@ -15,7 +15,7 @@ from mlx_flash.errors import CheckpointError, FlashError, RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.logs import log
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.events import Answers, End, Event, Failed, Reason
+from mlx_flash.server.events import Client, End, Event, Failed, Reason
 from mlx_flash.server.prompts import NO_PROMPT, Prompt
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.text import TextStream
@@ -47,7 +47,7 @@ class Job:
 
     request: GenerationRequest
     source: Source
-    answer: Answers | None
+    answer: Client | None
     prompt: Prompt = NO_PROMPT
     grammar: str | None = None
     max_tokens: int = 0
@@ -112,11 +112,21 @@ class Job:
         self.is_over = True
 
 
+class LeftError(Exception):
+    """The client of a request has left while its prompt was computed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the client of request {number} has left")
+        self.number = number
+
+
 @contextmanager
 def ends_alone(fail: Callable[[RefusedError], None]) -> Iterator[None]:
     """Give what a block raises to the request that it works for. The thread goes on after the block."""
     try:
         yield
+    except LeftError:
+        raise
     except Exception as error:  # noqa: BLE001 a request may fail in any way: in a template, a sampler, a parser
         fail(refusal_of(error))
 

@@ -26,7 +26,7 @@ from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall
 from mlx_flash.server.grammar import Grammars
 from mlx_flash.server.job import Job, ends_alone, refusal_of, refused
-from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt
+from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, num_common
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
@@ -103,6 +103,40 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         return (cache, num_cached) if num_cached else (None, 0)
 
 
+class OwnCache:
+    """The cache of the only conversation. It is taken out, not copied, so it needs no room of its own.
+
+    Attributes:
+        tokens: in the cache.
+        limit_bytes: as of `PromptCaches`, without effect.
+    """
+
+    def __init__(self) -> None:
+        self._cache: list[Any] = []
+        self.tokens: list[int] = []
+        self.limit_bytes: int | None = None
+
+    def __len__(self) -> int:
+        return 0
+
+    def keep(self, prompt_cache: list[Any], tokens: list[int], kind: str = "assistant") -> None:
+        """Keep the cache."""
+        self._cache, self.tokens = (prompt_cache, tokens) if tokens else ([], [])
+
+    def longest(self, tokens: list[int]) -> tuple[list[Any] | None, int]:
+        """Return the cache, cut to the longest prefix of a prompt, and the number of tokens in it."""
+        cache, held = self._cache, self.tokens
+        self._cache, self.tokens = [], []
+        common = num_common(held, tokens[:-1])
+        if not common or (common < len(held) and not can_trim_prompt_cache(cache)):
+            return None, 0
+        trim_prompt_cache(cache, len(held) - common)
+        return cache, common
+
+    def trim_to(self, **_: Any) -> None:
+        """Do nothing, as the conversation is planned for."""
+
+
 LEAST_ANSWER = 256
 """Tokens of an answer that a request has room for, or the most that it asks for: otherwise it is refused."""
 
@@ -133,7 +167,9 @@ class LoadedModel:
         complete(tokenizer)
         self.jobs: dict[int, Job] = {}
         self.vocab_size = model.plan.activations.logits_per_token // 4
-        self.kept = PromptCaches(model, options.prompt_cache_size, options.prompt_cache_bytes, ranks)
+        self.kept: PromptCaches | OwnCache = OwnCache()
+        if not options.is_conversation:
+            self.kept = PromptCaches(model, options.prompt_cache_size, options.prompt_cache_bytes, ranks)
         self.expires: float | None = None
         self.keep_alive: float | None = None
         self._options = options
@@ -237,7 +273,7 @@ class LoadedModel:
     def _compute(self, job: Job) -> None:
         request, options = job.request, self._options
         stops = [*request.stop, *(END_TEXTS if request.suffix is not None else ())]
-        state = "raw" if request.messages is None else job.prompt.state
+        state = "raw" if request.messages is None or options.is_conversation else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
         job.text = TextStream(self.tokenizer, stops, state, request.tools, after, bool(request.must_call))
         if job.reading is not None:  # all of it is computed
@@ -304,6 +340,11 @@ class LoadedModel:
             self._batch.remove([job.number])
         if error is not None:
             job.fail(error)
+
+    def stop(self, job: Job) -> None:
+        """End an answer that nobody waits for any more, and keep its cache."""
+        if self._computed(job.number) is not None:
+            self._end(job, "stop", self._batch.finish(job.number))
 
     def drop_all(self, error: RefusedError) -> None:
         """End all requests with an error, after a pass that failed for all."""

@@ -14,7 +14,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.modelfile.conversation import num_common
 from mlx_flash.server.request import GenerationRequest, joined
 
 _ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
@@ -73,6 +72,12 @@ class Prompt:
 
 NO_PROMPT = Prompt([], [], [])
 """The prompt of a request whose model is not in memory yet, or that has no prompt."""
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def opened(request: GenerationRequest, first: Sequence[Mapping[str, Any]]) -> GenerationRequest:

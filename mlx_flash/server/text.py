@@ -14,7 +14,6 @@ import regex
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
-from mlx_flash.modelfile.conversation import StopTexts
 from mlx_flash.server.events import Piece, ToolCall
 
 Part: TypeAlias = Piece | ToolCall
@@ -69,6 +68,34 @@ def _tool_call(call: dict[str, Any]) -> ToolCall:
     if not isinstance(call["name"], str) or not isinstance(arguments, dict):
         raise TypeError("a tool call needs a name and arguments")
     return ToolCall(call["name"], arguments, call.get("id"))
+
+
+class StopTexts:
+    """Finds the first text that ends an answer, in text that comes in pieces, as mlx-lm finds marks.
+
+    Args:
+        texts: the texts. Empty ones are none.
+
+    Attributes:
+        found: the text that was found; None before.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        ends: dict[str, list[Any]] = {text: [] for text in texts}
+        self._state = TextStateMachine({"": [(text, text) for text in texts], **ends}).make_state("")
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        """Return the text that is surely part of the answer. What may begin a stop text is held back."""
+        if self.found:
+            return ""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        self.found = self._state[0] or None
+        return str(segments[0][1])
+
+    def end(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
+        return "" if self.found else str(TextStateMachine.flush(self._state)[1])
 
 
 class TextStream:

@@ -6,22 +6,26 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 import pytest
+from mlx_lm.sample_utils import make_logits_processors
 
 import children
-from mlx_flash import FlashConfig, FlashLLM, cli
-from mlx_flash.commands.run import AnswerStoppedError, loaded
+from mlx_flash import FlashConfig, cli
+from mlx_flash.commands.run import Conversation
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.modelfile.conversation import Conversation, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
+from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Source, source_of
+from mlx_flash.server.loaded import LoadedModel
+from mlx_flash.server.models import Models
 from mlx_flash.server.prompts import opened
 from mlx_flash.server.request import Defaults, GenerationRequest
 from models import GEMMA3, MAMBA2, make_random_model, save
@@ -43,12 +47,20 @@ def modelfile(model_dir: Path, text: str = "") -> Modelfile:
     )
 
 
+@contextmanager
+def opened_model(described: Modelfile) -> Iterator[LoadedModel]:
+    """Yield the model of a conversation."""
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+    with closing(Models(BatchOptions(is_conversation=True))) as models:
+        model = models.load(source_of(described, "model", Source(config=config)), lambda *_: None)
+        assert model is not None
+        yield model
+
+
 def say(described: Modelfile, turns: Sequence[str]) -> list[str]:
     """The answers, by the engine."""
-    config = FlashConfig.resolve(modelfile=described.flash, environment={})
-    with loaded(described, config) as (model, tokenizer):
-        assert isinstance(model, FlashLLM) == config.enabled
-        conversation = Conversation(model, tokenizer, described)
+    with opened_model(described) as model:
+        conversation = Conversation(model, described)
         return ["".join(conversation.answer(text)) for text in turns]
 
 
@@ -56,12 +68,15 @@ def expected_answer(described: Modelfile, messages: list[dict[str, str]], max_to
     """What mlx-lm alone makes of a whole conversation, from nothing."""
     model, tokenizer, *_ = mlx_lm.load(described.base)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, **sampling(described.parameters))
+    processors = make_logits_processors(
+        repetition_penalty=described.parameters.repeat_penalty, repetition_context_size=64
+    )
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, logits_processors=processors)
 
 
 def follow(described: Modelfile, turns: Sequence[str], max_tokens: int) -> None:
     """Check that each answer is what mlx-lm makes of the conversation before it."""
-    messages = first_messages(described)
+    messages = [*described.first_messages]
     for turn, answer in zip(turns, say(described, turns), strict=True):
         messages.append({"role": "user", "content": turn})
         assert answer == expected_answer(described, messages, max_tokens) != ""
@@ -74,10 +89,8 @@ def test_a_conversation_is_what_mlx_lm_makes_of_all_of_it(model_dir: Path) -> No
         "SYSTEM You are brief.\nMESSAGE user Hi\nMESSAGE assistant Hello.\nPARAMETER num_predict 12\n"
         "PARAMETER repeat_penalty 1.3\nPARAMETER top_k 20",
     )
-    assert [message["role"] for message in first_messages(described)] == ["system", "user", "assistant"]
-    turns = ["Tell me about the sea", "And the sky?", "Go on"]
-    follow(described, turns, 12)
-    follow(replace(described, flash={**described.flash, "enabled": "false"}), turns, 12)
+    assert [message["role"] for message in described.first_messages] == ["system", "user", "assistant"]
+    follow(described, ["Tell me about the sea", "And the sky?", "Go on"], 12)
 
 
 def test_a_seed_repeats_and_stop_ends(model_dir: Path) -> None:
@@ -123,22 +136,17 @@ def test_a_served_modelfile_sets_defaults(model_dir: Path) -> None:
 
 def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_not(model_dir: Path) -> None:
     described = modelfile(model_dir, "PARAMETER num_predict 12")
-    config = FlashConfig.resolve(modelfile=described.flash, environment={})
-
-    def stop(done: int, total: int) -> None:
-        raise AnswerStoppedError
-
-    with loaded(described, config) as (model, tokenizer):
-        conversation = Conversation(model, tokenizer, described)
-        with pytest.raises(AnswerStoppedError):
-            list(conversation.answer("Never answered", stop))
+    with opened_model(described) as model:
+        conversation = Conversation(model, described)
+        assert list(conversation.answer("Never answered", is_stopped=lambda: True)) == []
         assert conversation.messages == []
         pieces = conversation.answer("Tell me about the sea")
         begun = next(pieces)
         pieces.close()
         assert [message["content"] for message in conversation.messages] == ["Tell me about the sea", begun]
         (answer,) = ["".join(conversation.answer("Go on"))]
-        assert 0 < conversation.num_new_tokens < conversation.num_cached / 2  # most of the prompt is not computed again
+        assert conversation.job is not None
+        assert conversation.job.num_cached > len(conversation.job.prompt.tokens) / 2  # which is not computed again
         assert answer == expected_answer(described, conversation.messages[:-1], 12)
         conversation.clear()
         assert conversation.messages == []
@@ -147,21 +155,17 @@ def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_no
 def test_a_stopped_answer_begins_no_further_pass(model_dir: Path) -> None:
     """Not even to complete a text that may become a stop text, which is held back."""
     described = modelfile(model_dir, "PARAMETER num_predict 12")
-    config = FlashConfig.resolve(modelfile=described.flash, environment={})
-    with loaded(described, config) as (model, tokenizer):
-        (answer,) = ["".join(Conversation(model, tokenizer, described).answer("Hello"))]
-        held = replace(described, stop=(answer[:3] + "never",))
+    with opened_model(described) as model:
+        (answer,) = ["".join(Conversation(model, described).answer("Hello"))]
         passes: list[int] = []
-
-        def stop(response: object) -> None:
-            passes.append(model.counters.num_passes)
-            raise AnswerStoppedError
-
-        conversation, said = Conversation(model, tokenizer, held), list[str]()
-        with pytest.raises(AnswerStoppedError):
-            said.extend(conversation.answer("Hello", on_response=stop))
-        assert len(passes) == 1 and answer.startswith("".join(said))
-        assert model.counters.num_passes == passes[0]
+        conversation = Conversation(model, replace(described, stop=(answer[:3] + "never",)))
+        said = conversation.answer(
+            "Hello",
+            on_token=lambda job: passes.append(model.model.counters.num_passes),
+            is_stopped=lambda: bool(passes),
+        )
+        assert answer.startswith("".join(said))
+        assert len(passes) == 1 and model.model.counters.num_passes == passes[0]
 
 
 @pytest.mark.parametrize("command", [["run", "--max-tokens", "-1"], ["chat", "--max-tokens", "-1", "--model"]])

@@ -6,25 +6,26 @@ import io
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2 import TemplateError
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlx_flash.commands import run
-from mlx_flash.commands.run import NAMES, Talk
+from mlx_flash.commands.run import NAMES, Conversation, Talk
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import ConfigError
-from mlx_flash.loading import load
-from mlx_flash.modelfile.conversation import Conversation
+from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.modelfile.parse import parse_modelfile
+from mlx_flash.server.batch import BatchOptions
+from mlx_flash.server.catalog import Source
+from mlx_flash.server.loaded import LoadedModel
+from mlx_flash.server.models import Models
 from terminals import ROOT
 
 MODEL = ROOT / "examples" / "pair" / "draft"
@@ -113,15 +114,17 @@ def test_without_a_place_messages_are_not_kept(
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[Any, Any]]:
-    model, tokenizer = load(str(MODEL), FlashConfig(ram_budget_gb=1.0, context_length=1024))
-    with model:
-        yield model, tokenizer
+def loaded() -> Iterator[LoadedModel]:
+    config = FlashConfig(ram_budget_gb=1.0, context_length=1024)
+    with closing(Models(BatchOptions(is_conversation=True))) as models:
+        model = models.load(Source(name="model", base=str(MODEL), config=config), lambda *_: None)
+        assert model is not None
+        yield model
 
 
 @pytest.fixture
-def conversation(loaded: tuple[Any, Any]) -> Conversation:
-    return Conversation(*loaded, parse_modelfile(TEXT, "Modelfile"))
+def conversation(loaded: LoadedModel) -> Conversation:
+    return Conversation(loaded, parse_modelfile(TEXT, "Modelfile"))
 
 
 def test_slash_commands_change_the_next_answers(conversation: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,17 +187,15 @@ def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
     assert Talk(conversation, 0.0, out, verbose=False).converse(lambda: "/quit") == 0
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise TemplateError("System role not supported")
-
-
 def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
-    conversation: Conversation, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    conversation: Conversation, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(conversation, "_tokenizer", SimpleNamespace(has_chat_template=True, apply_chat_template=refuse))
-    with pytest.raises(ConfigError, match="the chat template refuses the messages: System role not supported"):
-        list(conversation.answer("Hello"))
-    monkeypatch.setattr(conversation, "_tokenizer", loaded[1])
+    shown = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}{{ messages }}"
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.tokenizer._tokenizer, "chat_template", shown)
+        patch.setattr(loaded.tokenizer._tokenizer, "has_chat_template", True)
+        with pytest.raises(RefusedError, match="the model's chat template refuses the messages: System role not"):
+            list(conversation.answer("Hello"))
     conversation.set_system(None)
     messages = iter(["caf\udce9", "Hello", "/bye"])
     Talk(conversation, 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
@@ -202,18 +203,7 @@ def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
     assert "the message of the user is no text: it has bytes that are not UTF-8 after 3 characters" in told
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
     with pytest.raises(ConfigError, match="the prompt is empty"):
-        list(Conversation(*loaded, parse_modelfile(f"FROM {MODEL}", "Modelfile")).answer(""))
-
-
-def test_more_tokens_to_keep_than_there_are_do_not_end_a_conversation(
-    conversation: Conversation, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In mlx-lm's compiled sampler the error took MLX's random state with it."""
-    more = ["/set parameter temperature 1", "/set parameter top_k 99999", "Hello", "/set parameter top_k 3", "Hello"]
-    messages = iter([*more, "/bye"])
-    Talk(conversation, 0.0, io.StringIO(), verbose=False).converse(lambda: next(messages))
-    assert "top_k is 99999, and the model has 2048 tokens" in " ".join(capsys.readouterr().err.split())
-    assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
+        list(Conversation(loaded, parse_modelfile(f"FROM {MODEL}", "Modelfile")).answer(""))
 
 
 def test_an_answer_cannot_control_the_terminal(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:

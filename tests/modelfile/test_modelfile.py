@@ -244,15 +244,6 @@ def test_stops_add_up() -> None:
     assert found.notes == ()
 
 
-def test_the_most_tokens() -> None:
-    assert Parameters().max_tokens(10) is None
-    assert Parameters(num_predict=5, num_ctx=8).max_tokens(10) == 5
-    assert Parameters(num_predict=-1, num_ctx=8).max_tokens(10) == -1
-    assert Parameters(num_predict=-2, num_ctx=100).max_tokens(10) == 90
-    assert Parameters(num_predict=-2, num_ctx=100).max_tokens(200) == 0
-    assert Parameters(num_predict=-2).max_tokens(10) == -1
-
-
 # --- streaming -------------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from live import Live
 from mlx_flash.engine.prepared import load_tokenizer
-from mlx_flash.modelfile.conversation import StopTexts
 from mlx_flash.server.events import Piece, ToolCall
-from mlx_flash.server.text import TextStream
+from mlx_flash.server.text import StopTexts, TextStream
 from scripted import saying
 
 WEATHER: Any = {

@@ -360,7 +360,11 @@ def complete_folder(directory: Path, peers: Peers) -> RankFolder:
     headers = {}
     for name in sorted(set().union(*missing)):
         owner = next(rank for rank, lacking in enumerate(missing) if name not in lacking)
-        headers[name] = peers.data(_header_of(directory / name) if owner == peers.rank else b"", owner)
+        head = b""
+        if owner == peers.rank:
+            with (directory / name).open("rb") as file:
+                head = file.read(read_shard(directory / name).data_offset)
+        headers[name] = peers.data(head, owner)
     found = RankFolder(directory, missing, peers.rank)
     if not found.is_complete:
         found.private = PrivateFolder(cache_directory() / "ranks", "headers of other ranks")

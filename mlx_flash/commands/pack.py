@@ -17,7 +17,7 @@ from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.monitor.words import counted, filled
 from mlx_flash.residency.machine import computes_on_cores, largest_linear, read_products
-from mlx_flash.storage.blocks import Compression, check_installed, decode_speed
+from mlx_flash.storage.blocks import Compression, decode_speed, zstandard_library
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import profile_for
 
@@ -47,7 +47,7 @@ class _Decision:
     """The decision to compress a copy, from measurements of disk, decoder and processor."""
 
     def __init__(self, source: Path, target: Path, always: bool) -> None:
-        check_installed()
+        zstandard_library()
         self._always = always
         checkpoint, folder = read_checkpoint(source), nearest(target)
         shard = max(checkpoint.shards, key=lambda shard: shard.nbytes).path

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
@@ -149,11 +148,6 @@ class PoolLayer:
     # the offset of each tensor that is read, if slots are parts of stacks. ``kept`` has such offsets then, too.
     stacks: tuple[int, ...] | None = None
 
-    @cached_property
-    def file_order(self) -> Sequence[tuple[str, int]]:
-        """For each expert a key that sorts experts as their bytes lie on disk."""
-        return self.placements.starts
-
     @property
     def offsets(self) -> tuple[int, ...]:
         """Offsets in each slot of the tensors that are read."""
@@ -275,7 +269,7 @@ class ExpertPool:
             len(missing), lambda: self.spared(layer, experts, ())
         ):
             raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
-        for expert in sorted(missing, key=self.layers[layer].file_order.__getitem__):
+        for expert in sorted(missing, key=self.layers[layer].placements.starts.__getitem__):
             self._read((layer, expert), urgent=True)
         self._held = self.slot_of[layer][list(experts)].tolist()
         needed = set(experts)

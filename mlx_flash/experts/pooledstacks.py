@@ -19,11 +19,11 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.experts.pool import Bytes, ExpertPool, PoolLayer, pool_layer, stack_layers
-from mlx_flash.layout.parts import ExpertStack, Parameter
+from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, swap_class
 from mlx_flash.layout.units import expert_records, matrices_of, place_matrix
-from mlx_flash.memory.arena import Arena, SlotArena, StackArena
+from mlx_flash.memory.arena import SlotArena, StackArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, Segment, grouped, read_scattered
 from mlx_flash.storage.prefetcher import Ticket
@@ -176,16 +176,16 @@ def join_rows(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[i
     return mx.concatenate([*rows])[mx.array(source, mx.uint32)].reshape(*shape, -1)
 
 
-@dataclass(slots=True, eq=False)
 class _Matrix:
     """One module of a stack that holds weights of all experts."""
 
-    module: nn.Module  # the module in the full-shape copy of the stack
-    parameters: list[Parameter]  # its streamed parameters
-    columns: list[int]  # numbers of these tensors in an expert
-    rows: list[tuple[TensorRecord, ...]]  # for each parameter the records of all experts
-    placement: Placement  # of the whole parameters
-    views: dict[int, list[mx.array]]  # the parameters in each region of the stage
+    def __init__(self, stack: ExpertStack, columns: list[int]) -> None:
+        self.columns = columns  # numbers of its tensors in an expert
+        self.parameters = [stack.unit.large[i] for i in columns]
+        self.module = cast(nn.Module, self.parameters[0].container)  # later that in the full-shape copy of the stack
+        self.rows = [expert_records(parameter) for parameter in self.parameters]
+        self.placement = place_matrix(stack, columns)  # of the whole parameters
+        self.views: dict[int, list[mx.array]] = {}  # the parameters in each region of the stage
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class Stage:
 
     def __init__(self, pool: ExpertPool, stacks: Sequence[ExpertStack]) -> None:
         self._pool = pool
-        self._matrices = [[_matrix(stack, columns) for columns in matrices_of(stack)] for stack in stacks]
+        self._matrices = [[_Matrix(stack, columns) for columns in matrices_of(stack)] for stack in stacks]
         self._copies = [
             self._full_copy(stack, matrices) for stack, matrices in zip(stacks, self._matrices, strict=True)
         ]
@@ -230,11 +230,11 @@ class Stage:
         slots = self._pool.slots
         two, one = (slots.num_head(count * self._region_bytes) for count in (2, 1))
         self._num_regions, self.num_slots = (2, two) if 2 * two <= slots.num_slots else (1, one)
-        self._arena: Arena | None = slots.head(self.num_slots)
+        self._arena = slots.head(self.num_slots)
 
     def let_go(self) -> None:
         """Drop all views of the slots, before others take their place."""
-        self._arena = None
+        del self._arena
         for matrix in chain.from_iterable(self._matrices):
             matrix.views.clear()
             for parameter in matrix.parameters:
@@ -343,7 +343,6 @@ class Stage:
     def _views(self, matrix: _Matrix, region: int) -> list[mx.array]:
         if region not in matrix.views:
             start = region * self._region_bytes
-            assert self._arena is not None
             matrix.views[region] = [
                 self._arena.view(start + offset, parameter.array.shape, parameter.array.dtype)
                 for parameter, offset in zip(matrix.parameters, matrix.placement.offsets, strict=True)
@@ -351,15 +350,7 @@ class Stage:
         return matrix.views[region]
 
     def _memory(self, region: int) -> memoryview:
-        assert self._arena is not None
         return self._arena.memory[region * self._region_bytes :][: self._region_bytes]
-
-
-def _matrix(stack: ExpertStack, columns: list[int]) -> _Matrix:
-    parameters = [stack.unit.large[i] for i in columns]
-    rows = [expert_records(parameter) for parameter in parameters]
-    module = cast(nn.Module, parameters[0].container)
-    return _Matrix(module, parameters, columns, rows, place_matrix(stack, columns), {})
 
 
 def rows_in_place(

@@ -61,11 +61,11 @@ class BlockTable:
     """The places of all blocks of a file: their logical offsets, and where they lie in it when coded."""
 
     def __init__(self, blocks: Iterable[tuple[int, int, int]], sizes: Iterable[int], data_start: int) -> None:
-        self.starts, self.ends, self._itemsizes = array("q"), array("q"), array("B")
+        self.starts, self.ends, self.itemsizes = array("q"), array("q"), array("B")
         for start, end, itemsize in blocks:
             self.starts.append(start)
             self.ends.append(end)
-            self._itemsizes.append(itemsize)
+            self.itemsizes.append(itemsize)
         self.offsets = array("q", accumulate(sizes, initial=data_start))
 
     def __len__(self) -> int:
@@ -75,10 +75,6 @@ class BlockTable:
     def stored_bytes(self) -> int:
         """Bytes of all coded blocks."""
         return self.offsets[-1] - self.offsets[0]
-
-    def itemsize(self, number: int) -> int:
-        """Return the item size of a block's tensor."""
-        return self._itemsizes[number]
 
     def around(self, start: int, stop: int) -> range:
         """Return the numbers of the blocks that have any of the logical bytes ``[start, stop)``."""
@@ -219,7 +215,8 @@ def num_cores() -> int:
 
 
 @lru_cache(maxsize=1)
-def _zstandard() -> Any:
+def zstandard_library() -> Any:
+    """Return the library. Raises: ConfigError, if it is not installed."""
     try:
         import zstandard
     except ModuleNotFoundError as error:
@@ -227,16 +224,11 @@ def _zstandard() -> Any:
     return zstandard
 
 
-def check_installed() -> None:
-    """Raise a ConfigError if the library is not installed."""
-    _zstandard()
-
-
 class Encoder:
     """Encodes blocks. Not for several threads at once."""
 
     def __init__(self) -> None:
-        library = _zstandard()
+        library = zstandard_library()
         parameters = library.ZstdCompressionParameters(
             strategy=library.STRATEGY_FAST, min_match=7, window_log=17, hash_log=6, write_checksum=True
         )
@@ -255,7 +247,7 @@ class Decoder:
     """Decodes blocks. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._library = _zstandard()
+        self._library = zstandard_library()
         self._decompressor = self._library.ZstdDecompressor()
         self._planes = np.empty(BLOCK_BYTES, np.uint8)
 
@@ -367,7 +359,7 @@ class BlockReader:
     ) -> None:
         """Decode whole blocks, or a part of one from the logical offset ``low`` on."""
         sizes = [table.ends[number] - table.starts[number] for number in blocks]
-        itemsize = table.itemsize(blocks.start)
+        itemsize = table.itemsizes[blocks.start]
         try:
             if len(landing) == sum(sizes):
                 self._decoder.decode(coded, landing, itemsize, sizes)

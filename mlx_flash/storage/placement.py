@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -145,7 +146,10 @@ def without(placement: Placement, ranges: Sequence[range]) -> Placement:
             segments.append(segment)
         else:
             runs = grouped(kept, lambda left, right: right.offset - left.end <= MERGE_GAP)
-            segments += (_part(segment, run) for run in runs)
+            shift = None if segment.buffer_offset is None else segment.buffer_offset - segment.offset
+            for run in runs:
+                start = run[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+                segments.append(read_pages(segment.path, run, None if shift is None else start + shift))
     return replace(placement, segments=tuple(segments))
 
 
@@ -159,12 +163,6 @@ def grouped(items: Iterable[T], follows: Callable[[T, T], bool]) -> Iterable[lis
         run.append(item)
     if run:
         yield run
-
-
-def _part(segment: Segment, pieces: Sequence[Piece]) -> Segment:
-    """Return the read of some neighbouring pieces of a segment."""
-    at = None if segment.buffer_offset is None else pieces[0].buffer_offset - pieces[0].offset % DIRECT_ALIGNMENT
-    return read_pages(segment.path, pieces, at)
 
 
 def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
@@ -236,7 +234,7 @@ class PlacedRows:
         found += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
         return tuple(sorted(found, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))
 
-    @property
+    @cached_property
     def starts(self) -> list[tuple[str, int]]:
         """For each row a key that sorts rows as their bytes lie on disk."""
         extents = [[record.extent for record in row if record.extent.nbytes] for row in self.rows]
@@ -253,14 +251,18 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
     Raises:
         ValueError: a tensor has another size or dtype in some row.
     """
-    _check_alike(rows)
     first = rows[0] if rows else ()
+    expected = [(record.nbytes, record.dtype) for record in first]
+    for i, row in enumerate(rows):
+        if (found := [(record.nbytes, record.dtype) for record in row]) != expected:
+            raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
     offsets = [0] * len(first)
     in_place: list[tuple[list[int], int]] = []
     copied: list[int] = []
     cursor = 0
     for block in _common_blocks(rows):
-        if _fits_in_place(rows, block, alignment):
+        starts = {row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows}  # where its pages begin
+        if len(starts) == 1 and all(is_aligned(first[j], alignment) for j in block):
             segment = read_in_place([first[j] for j in block], cursor)
             for j, piece in zip(block, segment.pieces, strict=True):
                 offsets[j] = piece.buffer_offset
@@ -274,14 +276,6 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
     return PlacedRows(rows, round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), in_place, copied)
 
 
-def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
-    expected = [(record.nbytes, record.dtype) for record in rows[0]] if rows else []
-    for i, row in enumerate(rows):
-        found = [(record.extent.nbytes, record.dtype) for record in row]
-        if found != expected:
-            raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
-
-
 def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]]:
     """Yield groups of indices of non-empty tensors that are neighbours in one file, equally in every row."""
 
@@ -292,9 +286,3 @@ def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]
 
     for run in runs_of(rows[0] if rows else ()):
         yield from grouped(run, follows)
-
-
-def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
-    """Return whether a block's pages can be read to the same place of a slot for every row."""
-    starts = {row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows}
-    return len(starts) == 1 and all(is_aligned(rows[0][j], alignment) for j in block)

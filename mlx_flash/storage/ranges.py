@@ -82,11 +82,8 @@ class SourceFile:
             raise FileChangedError(
                 f"cannot go on reading '{tensor}' from {self.path}: {error.strerror}. Hint: {self.hint}."
             ) from error
-        if not self._is_same(found):
+        if found != self.identity:
             self._refuse(tensor, found)
-
-    def _is_same(self, found: FileIdentity) -> bool:
-        return found == self.identity
 
     def _refuse(self, tensor: str, found: FileIdentity) -> None:
         expected = self.identity.nbytes

@@ -91,23 +91,10 @@ class TensorRecord:
 
     def rows(self, start: int, stop: int) -> TensorRecord:
         """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0."""
-        if not self.shape:
-            raise ValueError(f"rows {start}:{stop} of tensor {self.name!r}: a 0-d tensor has no rows")
         count, *rest = self.shape
-        if not 0 <= start <= stop <= count:
-            raise ValueError(f"rows {start}:{stop} of tensor {self.name!r}: it has rows 0:{count}")
         row_bytes = self.nbytes // count if count else 0
         extent = Extent(self.extent.path, self.extent.offset + start * row_bytes, (stop - start) * row_bytes)
         return TensorRecord(self.name, self.dtype, (stop - start, *rest), extent)
-
-
-_WORDS = {
-    "device": "device",
-    "inode": "inode",
-    "nbytes": "size",
-    "modified_ns": "modification time",
-    "changed_ns": "change time",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +107,13 @@ class FileIdentity:
     device: int
     inode: int
     nbytes: int
-    modified_ns: int
-    changed_ns: int
+    modification_time: int  # in nanoseconds
+    change_time: int
 
     def differences(self, other: FileIdentity) -> str:
         """Return the names of the values that differ, for an error."""
         theirs = asdict(other)
-        return ", ".join(_WORDS[name] for name, value in asdict(self).items() if theirs[name] != value)
+        return ", ".join(name.replace("_", " ") for name, value in asdict(self).items() if theirs[name] != value)
 
 
 def identity_of(path: Path | str | int) -> FileIdentity:

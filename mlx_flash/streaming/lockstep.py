@@ -15,7 +15,7 @@ next rank computes the one before it. A unit is held until all groups have been 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -75,6 +75,7 @@ class _Group:
         return any(call.meeting == HAND_ON for call in self.going)
 
 
+@dataclass
 class Lockstep:
     """One pass over the weights for several calls.
 
@@ -84,25 +85,16 @@ class Lockstep:
     groups is the same on all ranks.
     """
 
-    def __init__(
-        self,
-        stream: WeightStream,
-        before: Callable[[int], None],
-        after: Callable[[int], None],
-        progress: Callable[[int], None],
-        agree: Callable[[Results], Results] = lambda results: results,
-        num_groups: int = 1,
-    ) -> None:
-        self._stream = stream
-        self._before = before
-        self._after = after
-        self._progress = progress
-        self._agree = agree
-        self._num_groups = num_groups
-        self._results: Results = []
-        self._held: int | None = None
-        self._to_come: list[_Group] = []
-        self._num_units = 0
+    stream: WeightStream
+    before: Callable[[int], None]
+    after: Callable[[int], None]
+    progress: Callable[[int], None]
+    agree: Callable[[Results], Results] = lambda results: results
+    num_groups: int = 1
+    _results: Results = field(default_factory=list)
+    _held: int | None = None
+    _to_come: list[_Group] = field(default_factory=list)
+    _num_units: int = 0
 
     def run(self, lanes: Sequence[Sequence[Task]]) -> Results:
         """Return for each lane the results of its tasks, or what one of them raised. The others go on then.
@@ -115,12 +107,12 @@ class Lockstep:
         for lane, tasks in enumerate(lanes):
             for index, task in enumerate(tasks):
                 calls.append(_Call(len(calls), lane, greenlet(self._runner(lane, index, task))))
-        self._stream.wait_turn = getcurrent().switch
+        self.stream.wait_turn = getcurrent().switch
         try:
-            self._run([_Group([c for c in calls if c.lane % self._num_groups == i]) for i in range(self._num_groups)])
+            self._run([_Group([c for c in calls if c.lane % self.num_groups == i]) for i in range(self.num_groups)])
         finally:
             self._let_go()
-            self._stream.wait_turn = None
+            self.stream.wait_turn = None
             for call in calls:
                 _end(call)
                 del call.greenlet  # in a traceback it would outlive its thread, which crashes Python's collector
@@ -153,7 +145,7 @@ class Lockstep:
 
     def _meet(self, group: _Group) -> bool:
         """Let calls exchange something with other ranks. Return whether any goes on, which is so on all ranks."""
-        agreed = self._agree([self._results[lane] for lane in group.lanes])
+        agreed = self.agree([self._results[lane] for lane in group.lanes])
         for lane, result in zip(group.lanes, agreed, strict=True):
             self._results[lane] = result
         for call in group.calls:
@@ -162,14 +154,14 @@ class Lockstep:
         going = group.going
         if going:
             self._take_turns(going, _next_place(going))
-            self._progress(self._num_units)
+            self.progress(self._num_units)
         return bool(going)
 
     def _visit(self, group: _Group, place: Place | None, groups: Sequence[_Group]) -> None:
         """Let the calls of a group go on at a place. A unit is held until all groups have been there."""
         enginethread.check()
         if isinstance(place, int) and self._held is None:
-            self._stream.acquire(place)
+            self.stream.acquire(place)
             self._held, self._to_come = place, list(groups)
             self._num_units += 1
         self._take_turns(group.live, place)
@@ -177,12 +169,12 @@ class Lockstep:
             self._to_come = [other for other in self._to_come if other is not group]
             if not self._to_come:
                 self._let_go()
-        self._progress(self._num_units)
+        self.progress(self._num_units)
 
     def _let_go(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            self._stream.release(held)
+            self.stream.release(held)
 
     def _take_turns(self, live: Sequence[_Call], place: Place | None) -> None:
         """Let the first calls of each lane go on that wait for a unit."""
@@ -197,7 +189,7 @@ class Lockstep:
         """Run a task until it needs a unit. When it has failed, end its lane, once each task has got its message."""
         if call.greenlet.dead:
             return
-        self._before(call.number)
+        self.before(call.number)
         call.place = call.greenlet.switch()
         call.num_turns += 1
         if isinstance(self._results[call.lane], Exception):
@@ -205,7 +197,7 @@ class Lockstep:
                 if other.lane == call.lane and (other is call or other.meeting is None):
                     _end(other)
             return
-        self._after(call.number)
+        self.after(call.number)
 
 
 def _next_place(calls: Sequence[_Call]) -> Place | None:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.layout.swap import holdings
@@ -75,10 +74,6 @@ class _Slot:
     ticket: Ticket | None = None
     held: bool = False
     ready_at: float = 0.0
-    bytes: np.ndarray[Any, np.dtype[np.uint8]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.bytes = np.frombuffer(self.arena.memory, np.uint8)
 
     def empty(self) -> None:
         """Forget the unit, and wait until nothing writes to the slot."""
@@ -209,7 +204,7 @@ class WeightStream:
         self.stats.held_seconds += seconds
         slot.held, slot.unit = False, None
         if self._poison:
-            slot.bytes[:] = POISON
+            slot.arena.fill(POISON)
         upcoming = index
         for _ in self.units:
             upcoming = self._successor[upcoming]

@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from children import ROOT
 from mlx_flash import CompatibilityError, compat
-from mlx_flash.compat.arrays import CHANGING, memory_of, wrapped_functions
+from mlx_flash.compat.arrays import CHANGING, wrapped_functions
 from mlx_flash.compat.require import TESTED, require
 
 MODULES = sorted(path.stem for path in Path(compat.__path__[0]).glob("*.py") if path.stem != "__init__")
@@ -131,11 +131,3 @@ def test_wrapped_functions_are_put_back_after_an_error() -> None:
         "view",
     ]
     assert before == (mx.stack, mx.concatenate, mx.split, mx.array.view, mx.array.reshape, mx.array.flatten)
-
-
-def test_memory_of_an_array_is_shared_and_writable() -> None:
-    array = mx.zeros((2, 3), mx.uint8)
-    mx.eval(array)
-    memory_of(array)[4] = 7
-    assert array.tolist() == [[0, 0, 0], [0, 7, 0]]
-    assert memory_of(mx.zeros((0,))).nbytes == 0

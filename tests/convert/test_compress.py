@@ -162,12 +162,12 @@ def test_an_interrupted_run_goes_on(dense: tuple[Path, Path], tmp_path: Path, mo
 
 
 def test_a_model_needs_the_library(dense: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    codec._zstandard.cache_clear()
+    codec.zstandard_library.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zstandard", None)
         with pytest.raises(ConfigError, match=r"pip install zstandard"):
             load_model(dense[1], SMALLEST)
-    codec._zstandard.cache_clear()
+    codec.zstandard_library.cache_clear()
 
 
 def test_what_mlx_lm_computes_is_not_compressed(dense: tuple[Path, Path], tmp_path: Path, monkeypatch: Any) -> None:

@@ -149,17 +149,6 @@ def test_experts_that_mlx_lm_stacks(tmp_path: Path, naming: str, options: list[s
         assert same_bits(run(model, [[5, 17, 9], [12]]), expected)
 
 
-def test_the_same_tensor_in_two_shards_is_the_one_that_mlx_lm_takes(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LARGER, num_shards=2)
-    name = "model.layers.1.mlp.up_proj.weight"
-    other = mx.random.normal((704, 256))
-    mx.save_safetensors(str(source / "model-extra.safetensors"), {name: other}, {"format": "mlx"})
-    expected = run(stock(source), PREFILL_AND_DECODE)
-    pack(source, tmp_path / "packed")
-    assert names_on_disk(tmp_path / "packed").count(name) == 1
-    assert same_bits(run(stock(tmp_path / "packed"), PREFILL_AND_DECODE), expected)
-
-
 # --- fewer, larger, aligned reads ------------------------------------------------------------------------------------
 
 
@@ -220,37 +209,6 @@ def test_shards_are_cut_between_units(
     assert report.num_shards == len(sizes)
 
 
-def test_tensors_of_odd_size_move_no_other(tmp_path: Path) -> None:
-    """A head of 34 numbers makes biases of 68 bytes, which is no multiple of 16."""
-    odd = {**LARGER, "attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 34}
-    pack(save(tmp_path / "source", odd, mx.float16), tmp_path / "packed")
-    reads = reads_of(tmp_path / "packed")
-    assert any(record.nbytes % 16 for record in read_checkpoint(tmp_path / "packed").tensors.values())
-    assert all(segment.buffer_offset is not None for segment in reads)
-    assert len(reads) == num_units(tmp_path / "packed")
-
-
-def test_unused_tensors_follow_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-lm drops these tensors, so that no layer owns them. They are sorted by the numbers in their names."""
-    source = save(tmp_path / "source", LARGER)
-    loaded = dict(mx.load(str(source / "model.safetensors")))  # type: ignore[arg-type]
-    extra = [f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in (10, 2)]
-    weights = {f"language.{name}": array for name, array in {**loaded, **dict.fromkeys(extra, mx.zeros((4,)))}.items()}
-    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
-
-    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        found = {name.removeprefix("language."): array for name, array in weights.items()}
-        return {name: array for name, array in found.items() if name not in extra}
-
-    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
-    units = order_of(source)
-    *_, second, first, norm, head = units
-    assert [second, first] == [[f"language.{name}"] for name in reversed(extra)]
-    assert norm == ["language.model.norm.weight"] and head == ["language.lm_head.weight"]
-    pack(source, tmp_path / "packed")
-    assert contents(tmp_path / "packed") == contents(source)
-
-
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -304,18 +262,6 @@ def test_every_form_of_a_path_names_the_same_model(
     assert len(names) == 1 and not any("model-" in name for name in next(iter(names)))
     pack(report.target, tmp_path / "plain")
     assert contents(tmp_path / "plain") == expected
-
-
-def test_weights_that_were_not_written_are_refused(scattered: Callable[[str], Path], tmp_path: Path) -> None:
-    source = scattered("llama-fp32")
-
-    def progress(done: int, total: int) -> None:
-        if done == total // 2:
-            shutil.copy(source / "model-00001-of-00003.safetensors", tmp_path / "packed.partial")
-
-    with pytest.raises(WriteError, match=r"holds the weights .*model-00001-of-00003.safetensors.*were written"):
-        pack(source, tmp_path / "packed", progress=progress)
-    finished(source, tmp_path / "packed")
 
 
 def test_a_source_that_nobody_may_write_to(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,6 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.convert import pack as writer
 from mlx_flash.convert.pack import (
     DATA_ALIGNMENT,
     CompressedPlan,
@@ -22,7 +20,7 @@ from mlx_flash.convert.pack import (
     copy_buffer,
     cut,
 )
-from mlx_flash.errors import HeaderError, ReadError, TruncatedFileError, WriteError
+from mlx_flash.errors import HeaderError, ReadError, TruncatedFileError
 from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord, read_shard
 
@@ -132,19 +130,6 @@ def test_a_block_that_raises_leaves_the_older_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    tensors = [spec("a", "F32", 4), spec("b", "U8", 3)]
-    written = plan(path, tensors, {"format": "mlx"})
-    assert not written.is_written(tmp_path)
-    written.write(tmp_path, pieces)
-    assert written.is_written(tmp_path)
-    assert not plan(path, tensors[::-1], {"format": "mlx"}).is_written(tmp_path)
-    assert not plan(path, tensors).is_written(tmp_path)
-    os.truncate(path, path.stat().st_size - 1)
-    assert not written.is_written(tmp_path)
-
-
 @pytest.mark.parametrize("names", [["a", "a"], ["__metadata__"]])
 def test_tensors_that_make_no_header(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(ValueError, match=f"'{names[0]}': the name is taken"):
@@ -173,15 +158,3 @@ def test_a_source_that_ends_early_or_is_gone(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match=r"cannot read 'a' .*: no such file\. Hint"):
         ShardPlan("out", [spec("a", "F32", 4)]).write(tmp_path, lambda tensor: from_file(source, 0, tensor))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_writes_that_take_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite, tensors = os.pwrite, [spec("a", "F32", 100), spec("b", "U8", 33)]
-    monkeypatch.setattr(writer.os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
-    write_all(tmp_path / "out", tensors)
-    assert (tmp_path / "out").read_bytes()[DATA_ALIGNMENT:] == content(tensors[0]) + content(tensors[1])
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match="No such file or directory"):
-        write_all(tmp_path / "nowhere" / "out", [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -13,12 +12,10 @@ import mlx.core as mx
 import pytest
 
 import zoo
-from children import ROOT
 from mlx_flash.experts.expertlayers import SORTED_SIZE
 from mlx_flash.experts.pool import ExpertPool
-from zoo.compare import GENERATIONS, LONGEST_CALL, Outcome, compare, find_difference, same
+from zoo.compare import GENERATIONS, LONGEST_CALL, compare, find_difference, same
 from zoo.pool import Case, outcome_of
-from zoo.weights import VARIANTS, build, quantize
 
 MLX_LM = tuple(map(int, version("mlx-lm").split(".")[:2]))
 
@@ -117,16 +114,6 @@ def test_bits_are_compared(left: Any, right: Any, equal: bool) -> None:
     assert bool(find_difference([("x", left)], [("x", right)])) is not equal
 
 
-def test_mixed_has_both_widths_and_unquantized_embeddings() -> None:
-    config = zoo.configuration("llama")
-    variant = VARIANTS["mixed"]
-    model, config = quantize(build(config, variant), config, variant)
-    layers = model.layers
-    assert [layer.mlp.up_proj.bits for layer in layers] == [4, 8, 4, 8]
-    assert not hasattr(model.model.embed_tokens, "bits")
-    assert config["quantization"]["model.layers.1.mlp.up_proj"]["bits"] == 8
-
-
 def test_experts_stream_through_pools_of_every_size() -> None:
     outcome = compare("qwen3_moe", "fp32")
     assert outcome.status == "ok", outcome.reason
@@ -153,22 +140,6 @@ def test_unstacked_experts_are_listed() -> None:
     assert len(outcome.unpooled) == 4 and set(outcome.unpooled.values()) == {
         "SparseMoeBlock has a list of modules for experts, not stacks"
     }
-
-
-def test_the_summary_lists_architectures_without_an_expert_pool() -> None:
-    summary_of_experts = runpy.run_path(str(ROOT / "scripts" / "zoo.py"))["summary_of_experts"]
-    outcomes = [
-        Outcome("llama", "fp32", status="ok"),
-        Outcome("qwen3_moe", "fp32", status="ok", num_stacks=3),
-        Outcome("qwen3_moe:other", "fp32", status="ok", num_stacks=3),
-        Outcome("dbrx", "fp32", status="failed", unpooled={"a": "no stack", "b": "no stack"}),
-        Outcome("muse", "fp32", status="cannot"),
-    ]
-    assert list(summary_of_experts(outcomes)) == [
-        "experts one by one in 1 of 2 architectures that have routed ones",
-        "  not in dbrx: no stack",
-    ]
-    assert list(summary_of_experts(outcomes[:1])) == []
 
 
 def test_one_call_is_long_enough_for_mlx_lm_to_sort_its_tokens() -> None:

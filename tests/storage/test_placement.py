@@ -183,11 +183,6 @@ def test_neighbours_are_one_read_and_copied_only_if_they_must_be(
     assert offsets is None or placement.offsets == offsets
 
 
-@given(st.integers(0, 1 << 40))
-def test_padded_bytes_hold_the_tensor_and_a_page_on_either_side(nbytes: int) -> None:
-    assert 0 <= padded_bytes(nbytes) - nbytes - 2 * DIRECT_ALIGNMENT < DIRECT_ALIGNMENT
-
-
 # --- rows of stacks --------------------------------------------------------------------
 
 
@@ -303,11 +298,6 @@ def test_unequal_rows_are_refused() -> None:
     for other in (first[:1], [record("a", 0, 8), record("b", 8, 9)], [record("a", 0, 8), record("b", 8, 2, "F32")]):
         with pytest.raises(ValueError, match=r"row 1 has .*row 0 has"):
             place_rows([first, other])
-
-
-def test_no_rows_and_empty_tensors_take_nothing() -> None:
-    assert placements_of([]) == []
-    assert placements_of([[record("a", 5, 0)]] * 2) == [Placement(0, (), (0,))] * 2
 
 
 @pytest.mark.parametrize("tail", [0, 100])

@@ -164,13 +164,6 @@ def test_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch, er
 # --- remembering -----------------------------------------------------------------------
 
 
-def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_directory() == tmp_path / "cache" / "mlx-flash"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_directory().is_relative_to(Path.home())
-    assert cache_directory().name == "mlx-flash"
-
-
 def test_stored_profile_is_used(big: Path, probed: list[bool], tmp_path: Path) -> None:
     for direct in (True, False, True, False):
         assert disk_profile(big, direct) == FAKE

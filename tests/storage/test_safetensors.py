@@ -25,7 +25,6 @@ from mlx_flash.files import open_regular
 from mlx_flash.storage.safetensors import (
     DTYPE_SIZES,
     MAX_HEADER_BYTES,
-    Extent,
     Shard,
     TensorRecord,
     read_checkpoint,
@@ -121,19 +120,6 @@ def scratch() -> Iterator[Path]:
 # --- reading what the official writers wrote -------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", _MLX_DTYPES)
-def test_reads_what_mlx_writes(tmp_path: Path, dtype: str) -> None:
-    values = mx.arange(6).astype(_MLX_DTYPES[dtype]).reshape(2, 3)
-    mx.save_safetensors(str(tmp_path / "x.safetensors"), {"x": values, "scalar": mx.array(1, dtype=_MLX_DTYPES[dtype])})
-
-    records = _by_name(read_shard(tmp_path / "x.safetensors"))
-
-    assert {record.dtype for record in records.values()} == {dtype}
-    assert (records["x"].shape, records["scalar"].shape) == ((2, 3), ())
-    assert records["x"].itemsize == _MLX_DTYPES[dtype].size
-    assert _bytes_of(records["x"]) == bytes(memoryview(values.view(mx.uint8)))
-
-
 def test_every_dtype_of_whole_bytes_has_the_size_that_safetensors_gives_it(tmp_path: Path) -> None:
     eight_bits = {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
     assert DTYPE_SIZES.keys() == eight_bits | _NUMPY_DTYPES.keys() | _MLX_DTYPES.keys()
@@ -227,15 +213,6 @@ def test_rows_are_numpy_rows(scratch: Path, data: st.DataObject) -> None:
     assert (rows.name, rows.dtype, rows.shape) == ("x", "I32", (stop - start, *shape[1:]))
     assert _bytes_of(rows) == values[start:stop].tobytes()
     assert rows.rows(0, stop - start) == rows
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 5), (3, 2), (5, 5)])
-def test_rows_out_of_range_are_refused(start: int, stop: int) -> None:
-    record = TensorRecord("layer.weight", "U8", (4, 2), Extent(Path("x"), 0, 8))
-    with pytest.raises(ValueError, match=f"rows {start}:{stop} of tensor 'layer.weight'.* 0:4"):
-        record.rows(start, stop)
-    with pytest.raises(ValueError, match=r"'scale'.*0-d"):
-        TensorRecord("scale", "F32", (), Extent(Path("x"), 0, 4)).rows(start, stop)
 
 
 # --- files that are refused ------------------------------------------------------------
@@ -424,18 +401,6 @@ def test_later_shard_wins_as_in_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monke
     assert checkpoint.nbytes == 3
 
 
-def test_links_into_a_cache_are_followed_from_a_relative_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    snapshot.mkdir()
-    for path in _checkpoint(blobs).iterdir():
-        (snapshot / path.name).symlink_to(path)
-    monkeypatch.chdir(snapshot)
-    assert read_checkpoint(Path(".")).tensors.keys() == set("abcd")  # noqa: PTH201
-
-
 def test_missing_folder(tmp_path: Path) -> None:
     _expect(CheckpointNotFoundError, tmp_path / "gone", "no such folder", "Hint", read=read_checkpoint)
     file = _write(tmp_path / "model.safetensors", {})
@@ -458,14 +423,6 @@ def test_folder_that_glob_reads_as_a_pattern(tmp_path: Path, neighbour: str | No
         (tmp_path / name).mkdir()
         _checkpoint(tmp_path / name)
     _expect(CheckpointNotFoundError, tmp_path / "m[1]", "pattern", "Hint: rename", read=read_checkpoint)
-
-
-def test_a_bad_shard_is_named(tmp_path: Path) -> None:
-    _checkpoint(tmp_path)
-    bad = tmp_path / "model-00002-of-00002.safetensors"
-    os.truncate(bad, bad.stat().st_size - 1)
-    with pytest.raises(HeaderError, match=r"model-00002-of-00002\.safetensors.*truncated"):
-        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "endless"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
+from mlx_flash.errors import FileChangedError, TruncatedFileError
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import SourceFile
 from reading import PAGE, Load, descriptors, packed, write_file
@@ -136,19 +136,6 @@ def test_every_change_is_an_error_and_writing_the_bytes_back_another(tmp_path: P
             check_fails(reader, load, mode, FileChangedError, OTHER)
 
 
-@MODES
-def test_the_file_itself_that_is_put_back_counts_as_another(tmp_path: Path, mode: str) -> None:
-    """Its change time is that of the move."""
-    for name, words in (("gone", os.strerror(errno.ENOENT)), ("replaced", OTHER)):
-        with reading(tmp_path / name, mode) as (shard, load, reader):
-            away = shard.rename(shard.with_name("away"))
-            if name == "replaced":
-                write_file(shard, NBYTES, seed=9)
-            check_fails(reader, load, mode, FileChangedError, words)
-            away.replace(shard)
-            check_fails(reader, load, mode, FileChangedError, OTHER)
-
-
 def test_folder_moved_and_put_back(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -218,18 +205,3 @@ def test_file_system_without_direct_reads(
     assert descriptors() == before + 1
     file.close()
     assert descriptors() == before
-
-
-def test_empty_file(tmp_path: Path) -> None:
-    file = SourceFile(write_file(tmp_path / "empty", 0), direct=True)
-    file.check_unchanged("a tensor")
-    for _ in range(2):
-        file.close()
-
-
-def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="absent"):
-        SourceFile(tmp_path / "absent", direct=True)
-    write_file(tmp_path / "file", 10)
-    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOTDIR)):
-        SourceFile(tmp_path / "file" / "below", direct=True)

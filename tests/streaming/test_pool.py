@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from disks import Disk
-from mlx_flash.errors import ClosedError, FileChangedError, ReadError, TruncatedFileError
+from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -322,13 +322,6 @@ def test_limit_of_predicted_experts_holds_over_all_layers(checkpoint: Checkpoint
     assert [expert for layer, expert in resident(pool) if layer == 1] == [0, 1, 2]
 
 
-def test_prediction_evicts_no_held_expert(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
-    pool = checkpoint.pool(3, reader)
-    bring(pool, 0, 0, 1)
-    pool.read_ahead(1, [4, 2, 3], 9)
-    assert resident(pool) == [(0, 0), (0, 1), (1, 4)]
-
-
 def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(2, reader)
     pool.use(0, numbers([0, 1]), numbers([9, 1]), 10)
@@ -350,18 +343,6 @@ def test_an_expert_that_stayed_gives_way_to_the_next_one(checkpoint: Checkpoint,
     assert not pool.adopt(1, [2], set())
     assert list(pool.adopt(2, [3], set())) == [3]
     assert resident(pool) == [(0, 0), (2, 3)]
-
-
-def test_a_smaller_pool_keeps_the_most_used_experts(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
-    """The third one gets no slot of the others; the fourth one still gets that of the first."""
-    pool = checkpoint.pool(4, reader)
-    if not pool.slots.can_resize:
-        pytest.skip("slots keep their memory here")
-    pool.use(0, numbers([0, 1, 2, 3]), numbers([20, 30, 10, 25]), 30)
-    for expert in range(4):
-        bring(pool, 0, expert)
-    pool.resize(2)
-    assert resident(pool) == [(0, 1), (0, 3)]
 
 
 @pytest.fixture
@@ -451,23 +432,6 @@ def test_failed_prediction_is_read_again(checkpoint: Checkpoint, reader: Backgro
     bring(pool, 0, 2, 3, 4)  # (2, 3) never came, and gives way
     bring(pool, 2, 3)
     assert checkpoint.found(pool, 2, 3) == checkpoint.expected(2, 3)
-
-
-def test_file_cut_short_or_changed_is_an_error(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path)
-    reader = BackgroundPrefetcher([checkpoint.path])
-    pool = checkpoint.pool(4, reader)
-    bring(pool, 0, 0)
-    checkpoint.path.write_bytes(checkpoint.data[: len(checkpoint.data) // 10])
-    for _ in range(2):
-        with pytest.raises(TruncatedFileError, match=rf"'layers\.1\.experts\.\d' from {checkpoint.path}"):
-            bring(pool, 1, 3, 4)
-    for data in (checkpoint.data, checkpoint.data[::-1]):
-        checkpoint.path.write_bytes(data)
-        with pytest.raises(FileChangedError, match="replaced by another one"):
-            bring(pool, 1, 3, 4)
-    bring(pool, 0, 0)  # it is in memory
-    reader.close()
 
 
 def test_close_with_expert_reads_in_flight(checkpoint: Checkpoint, disk: Disk) -> None:

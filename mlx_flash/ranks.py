@@ -289,7 +289,6 @@ class NeededFiles:
     all_ranks: set[str]
 
     def of(self, numbers: Iterable[int]) -> list[str]:
-        """Return the files that a rank with some layers needs."""
         return sorted(self.all_ranks.union(*(self.layers[number] for number in numbers)))
 
 
@@ -318,11 +317,9 @@ class RankFolder:
 
     @property
     def is_complete(self) -> bool:
-        """True if this rank has all shards."""
         return not self.missing[self.rank]
 
     def has(self, path: Path) -> bool:
-        """Return True if this rank has the weights of a shard."""
         return path.name not in self.missing[self.rank]
 
     def let_go(self) -> None:
@@ -422,7 +419,6 @@ class Chain:
             object.__setattr__(layer, "__class__", mixed_class(cast(Hashable, type(layer)), cast(Hashable, RankLayer)))
 
     def close(self) -> None:
-        """Give the layers their own classes back."""
         for layer in self._layers:
             if _STATE in vars(layer):
                 if isinstance(layer, RankLayer):
@@ -431,7 +427,6 @@ class Chain:
         self._layers.clear()
 
     def telemetry(self) -> dict[str, Any]:
-        """Return the layers of all ranks."""
         each = [{"layers": runs(self.owners, rank)} for rank in range(self.peers.size)]
         return {"rank": self.peers.rank, "each": each}
 
@@ -467,7 +462,6 @@ class Chain:
 
     @contextmanager
     def computing(self, cache: Sequence[Any] | None) -> Iterator[None]:
-        """Compute one of these calls."""
         assert self._users is not None
         self._users |= {id(entry): -1 for entry in _entries(cache or ())}
         try:
@@ -481,7 +475,6 @@ class Chain:
             ) from error
 
     def least(self, number: int) -> int:
-        """Return the smallest of the numbers of all ranks."""
         return int(min(numbers[0] for numbers in self.peers.gather([number])))
 
     def worst(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -545,7 +538,6 @@ class Chain:
         return _replaced(result, arrays)
 
     def _note_entries(self, link: _Link, given: tuple[Any, Any]) -> None:
-        """Note the rank of the cache entries of a layer."""
         assert self._users is not None
         for entry in [entry for value in (*given[0], *given[1].values()) for entry in _entries([value])]:
             if id(entry) not in self._users:

@@ -40,7 +40,6 @@ class CacheKinds:
 
     @classmethod
     def add(cls, module: Any) -> None:
-        """Add a library's classes of caches."""
         cls.plain += (require(module, "KVCache"),)
         cls.lists += (require(module, "CacheList"),)
         cls.recurrent += (require(module, "ArraysCache"),)

@@ -138,7 +138,6 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         self.insert_segments([segments], **{name: [value] for name, value in options.items()})
 
     def forget(self, uids: set[int]) -> None:
-        """Let go of sequences that wait."""
         super().remove(uids & {sequence[0] for sequence in self._unprocessed_sequences})
 
     def count(self, *, prompt_tokens: int, new_tokens: int, seconds: float) -> None:
@@ -176,7 +175,6 @@ class Group(StockBatchGenerator):  # type: ignore[misc]
 
     @property
     def num_prompts(self) -> int:
-        """Number of sequences whose prompts are not computed yet."""
         return len(self._unprocessed_sequences) + len(self._prompt_batch)
 
     @property
@@ -186,5 +184,4 @@ class Group(StockBatchGenerator):  # type: ignore[misc]
         return uids[-1] if uids else None
 
     def take(self, other: Group) -> None:
-        """Take the answers of another group."""
         self._generation_batch.extend(other._generation_batch)

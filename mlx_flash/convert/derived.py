@@ -76,7 +76,6 @@ class DerivedParameter:
     spec: TensorSpec
 
     def bind(self, array: mx.array) -> None:
-        """Put another array in its places."""
         for container, key in self.places:
             bind(container, key, array)
 
@@ -119,7 +118,6 @@ class Copy:
 
     @property
     def fingerprint(self) -> str:
-        """The digest in the name of the folder."""
         return self.folder.name.removesuffix(PARTIAL_SUFFIX)
 
 
@@ -250,7 +248,6 @@ class _Copying:
         self._rewrite = Rewrite(self._folder, self._shards, checkpoint, state, 0o700, COPY_HINT)
 
     def use(self) -> HeldLock | None:
-        """Hold the copy if it is complete and unchanged."""
         try:
             held = HeldLock(self._folder, shared=True, required=False)  # keeps it from being removed
         except (FileNotFoundError, NotADirectoryError):
@@ -302,7 +299,6 @@ class _Copying:
                 remove(copy)
 
     def assume(self) -> None:
-        """Treat the copy as made, if there is room for it."""
         if not self._has_room(removes=False):
             return
         for shard in self._shards:
@@ -310,7 +306,6 @@ class _Copying:
                 self._note(self._parameters[record.name].array, record)
 
     def adopt(self) -> None:
-        """Bind the lazily loaded arrays of the copy."""
         for shard in self._shards:
             arrays = cast(dict[str, mx.array], mx.load(str(self._folder / shard.name)))
             for record in shard.records(self._folder):

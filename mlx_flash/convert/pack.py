@@ -100,7 +100,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return DTYPE_SIZES[self.dtype] * math.prod(self.shape)
 
 
@@ -128,12 +127,10 @@ class ShardPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def header(self) -> dict[str, object]:
-        """The entries of the header."""
         header: dict[str, object] = {} if self.metadata is None else {"__metadata__": self.metadata}
         start = 0
         for tensor in self.tensors:
@@ -145,7 +142,6 @@ class ShardPlan:
 
     @property
     def head(self) -> bytes:
-        """Everything before the tensors."""
         text = json.dumps(self.header, separators=(",", ":")).encode()
         blanks = b" " * (-(_LENGTH_BYTES + len(text)) % self.alignment)
         text = text[:-1] + blanks + text[-1:]  # behind it, a damaged length could move all tensors unnoticed
@@ -160,7 +156,6 @@ class ShardPlan:
 
     @property
     def data_start(self) -> int:
-        """Offset of the first tensor."""
         return len(self.head)
 
     def is_written(self, folder: Path) -> bool:
@@ -337,12 +332,10 @@ class Rewrite:
 
     @property
     def missing(self) -> list[ShardPlan]:
-        """Shards that are not complete yet."""
         return [shard for shard in self.shards if not shard.is_written(self.partial)]
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are still to be written."""
         return sum(shard.nbytes for shard in self.missing)
 
     def write(self, pieces: Pieces, progress: Progress | None) -> None:
@@ -459,7 +452,6 @@ class CompressedPlan(ShardPlan):
 
     @property
     def data_start(self) -> int:
-        """Logical offset of the first tensor."""
         return LOGICAL_START
 
     def _fill(self, file: NewFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
@@ -487,7 +479,6 @@ class CompressedPlan(ShardPlan):
                 yield coded.result(), nbytes
 
     def _blocks(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
-        """Yield each block, and the item size of its tensor."""
         for tensor in self.tensors:
             itemsize, rest = DTYPE_SIZES[tensor.dtype], bytearray()
             source = iter(pieces(tensor))

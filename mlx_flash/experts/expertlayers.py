@@ -130,8 +130,6 @@ class _Block(SwappedClass):
 
 
 class _Gate(SwappedClass):
-    """The module that scores the experts."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         state: _Stack = self._flash_state
@@ -220,7 +218,6 @@ class Lookahead:
             self._pool.read_ahead(layer, likely, most, urgent=not is_early)
 
     def settle(self, layer: int, experts: Numbers) -> None:
-        """Learn from the experts that a call needs how good the guesses were."""
         unsettled = self._states[layer].unsettled
         needed = set(experts.tolist()) if unsettled else set()
         for odds, missing in unsettled:
@@ -380,7 +377,6 @@ class Experts:
         return _Begun(rows, pairs, ready)
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
-        """Return the number of tokens of each expert."""
         num_experts = self.stacks[layer].num_experts
         lowest = int(routing.min(initial=0)) if routing.dtype.kind == "i" else 0
         highest = int(routing.max(initial=0))

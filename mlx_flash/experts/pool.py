@@ -70,12 +70,10 @@ class Uses:
         self._in_slots[slots[slots >= 0]] = found[slots >= 0]
 
     def enter(self, slot: int, key: Expert) -> None:
-        """Note that an expert has a slot."""
         self._holders[slot] = key
         self._in_slots[slot] = self._sums[key[0]][key[1]]
 
     def leave(self, slot: int) -> None:
-        """Note that a slot is empty."""
         self._holders[slot] = None
         self._in_slots[slot] = np.inf
 
@@ -113,7 +111,6 @@ class Uses:
         self._order = self._in_slots.argsort()[:number][::-1].tolist()
 
     def is_more(self, key: Expert, than: Expert) -> bool:
-        """Return whether an expert was used more than another."""
         return bool(self._sums[key[0]][key[1]] > self._sums[than[0]][than[1]])
 
 
@@ -150,7 +147,6 @@ class PoolLayer:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Offsets in each slot of the tensors that are read."""
         return self.placements.offsets if self.stacks is None else self.stacks
 
     @property
@@ -162,7 +158,6 @@ class PoolLayer:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts."""
         return len(self.placements)
 
     def segments(self, expert: int) -> Sequence[Segment]:
@@ -237,7 +232,6 @@ class ExpertPool:
 
     @property
     def num_resident(self) -> int:
-        """Number of experts that have slots."""
         return sum(int(np.count_nonzero(table != ABSENT)) for table in self.slot_of)
 
     @property
@@ -348,7 +342,6 @@ class ExpertPool:
         return len(self._free) >= number
 
     def _read(self, key: Expert, *, urgent: bool) -> None:
-        """Start to read an expert into a free slot."""
         layer, expert = key
         slot = self._enter(key)
         caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
@@ -384,7 +377,6 @@ class ExpertPool:
         return slot
 
     def leave(self, key: Expert) -> None:
-        """Take an expert's slot away. Cancel its read."""
         layer, expert = key
         ticket = self._in_flight[layer].pop(expert, None)
         if ticket is not None:
@@ -410,7 +402,6 @@ class ExpertPool:
                     del in_flight[expert]
 
     def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
-        """Take the slots away from those of some experts that are in flight."""
         self._settle(layer, experts)
         for expert in self._in_flight[layer].keys() & set(experts):
             self.leave((layer, expert))
@@ -430,7 +421,6 @@ class ExpertPool:
         self._num_cleared = num_slots
 
     def restore_head(self) -> None:
-        """Give the slots of :meth:`clear_head` back."""
         self._free = [*reversed(range(self._num_cleared)), *self._free]
         self._num_cleared = 0
 

@@ -113,11 +113,9 @@ class PooledStacks:
         return result
 
     def run_routing(self, layer: int, x: mx.array, routing: Routing) -> mx.array:
-        """Compute tokens with their experts, all of which have slots."""
         return self.run(layer, x, self._slots(layer, routing))
 
     def run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: list[int]) -> mx.array:
-        """Compute some pairs, ``(pairs, width)``."""
         if len(pairs) == routing.size:
             return self.run_routing(layer, x, routing).reshape(routing.size, -1)
         slots = self._slots(layer, routing.reshape(-1)[pairs])
@@ -190,8 +188,6 @@ class _Matrix:
 
 @dataclass(slots=True)
 class _Call:
-    """The state of one call."""
-
     layer: int  # number of the stack
     waiting: list[_Matrix]  # matrices that are not in the stage yet
     experts: list[int]  # the needed experts, ascending
@@ -284,7 +280,6 @@ class Stage:
         self._pool.restore_head()
 
     def enter(self, matrix: _Matrix) -> None:
-        """Wait until a matrix is in the stage."""
         region = self._region_of(matrix)
         if region is None:  # called in another order than the one they were found in, or once more
             region = 0

@@ -318,7 +318,6 @@ class SlotArena:
             self._note()
 
     def touch(self, slot: int) -> None:
-        """Note that a slot gets memory."""
         if slot >= self.num_touched:
             before = self.committed
             self.num_touched = slot + 1
@@ -327,7 +326,6 @@ class SlotArena:
 
     @property
     def committed(self) -> int:
-        """Memory of the slots in bytes."""
         nbytes = self.num_touched * self.pitch
         if self.num_touched <= self._num_small:
             return nbytes
@@ -348,11 +346,9 @@ class SlotArena:
         return self._everything[first : first + self.pitch - DIRECT_ALIGNMENT]
 
     def part(self, slot: int, offset: int, nbytes: int) -> memoryview:
-        """Return some bytes of a slot."""
         return self.memory(slot)[offset : offset + nbytes]
 
     def num_head(self, nbytes: int) -> int:
-        """Return the number of slots that :meth:`head` takes for so many bytes."""
         return -(-(nbytes + DIRECT_ALIGNMENT) // self.pitch)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -369,13 +365,11 @@ class SlotArena:
         return array
 
     def head(self, num_slots: int) -> Arena:
-        """Return the memory of the first slots as one buffer."""
         pages = self._array[:num_slots].reshape(-1, DIRECT_ALIGNMENT)
         mx.eval(pages)
         return Arena(num_slots * self.pitch - DIRECT_ALIGNMENT, pages)
 
     def fill(self, slot: int, byte: int) -> None:
-        """Write one value to every byte of a slot."""
         first = slot * self.pitch + self._start
         self._bytes[first : first + self.pitch - DIRECT_ALIGNMENT] = byte
 
@@ -464,7 +458,6 @@ class StackArena:
 
     @property
     def committed(self) -> int:
-        """Memory of the slots in bytes."""
         return self.num_slots * self.pitch
 
     def num_within(self, nbytes: int) -> int:
@@ -478,20 +471,16 @@ class StackArena:
         """Do nothing: all slots have memory."""
 
     def memory(self, slot: int) -> StackedSlot:
-        """Return the bytes of a slot."""
         return StackedSlot(self, slot)
 
     def part(self, slot: int, offset: int, nbytes: int) -> memoryview:
-        """Return some bytes of a part of a slot."""
         part, within = divmod(offset, _DISTANCE)
         return self._arena.memory[self._starts[part] + slot * self._widths[part] + within :][:nbytes]
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """Return the stack of the part at an offset as an evaluated array ``(slots, *shape)``."""
         return self._arena.view(self._starts[offset // _DISTANCE], (self.num_slots, *shape), dtype)
 
     def num_head(self, nbytes: int) -> int:
-        """Return the number of slots that :meth:`head` takes for so many bytes."""
         stacks = zip(self._starts, self._widths, strict=True)
         return min(self.num_slots, max(-(-(nbytes - start) // width) for start, width in stacks))
 
@@ -500,7 +489,6 @@ class StackArena:
         return self._arena
 
     def fill(self, slot: int, byte: int) -> None:
-        """Write one value to every byte of a slot."""
         for offset, width in zip(self.offsets, self._widths, strict=True):
             np.frombuffer(self.part(slot, offset, width), np.uint8)[:] = byte
 

@@ -72,7 +72,6 @@ class DriverCopies:
 
     @property
     def bounce_buffer(self) -> memoryview:
-        """This thread's bounce buffer."""
         return memoryview(self._channel.host)
 
     @property

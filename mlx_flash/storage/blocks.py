@@ -73,7 +73,6 @@ class BlockTable:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all coded blocks."""
         return self.offsets[-1] - self.offsets[0]
 
     def around(self, start: int, stop: int) -> range:
@@ -379,7 +378,6 @@ class BlockReader:
         np.copyto(np.frombuffer(landing, np.uint8), np.frombuffer(self._block[at : at + len(landing)], np.uint8))
 
     def _chunks(self, table: BlockTable, blocks: range) -> Iterator[range]:
-        """Yield runs of blocks that are fetched and decoded at once."""
         first = blocks.start
         for number in blocks:
             begin = table.offsets[first] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT

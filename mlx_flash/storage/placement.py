@@ -38,7 +38,6 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """First byte of the file after the piece."""
         return self.offset + self.nbytes
 
 
@@ -227,7 +226,6 @@ class PlacedRows:
         return len(self.rows)
 
     def segments(self, number: int) -> tuple[Segment, ...]:
-        """Return the reads of a row."""
         row = self.rows[number]
         found = [read_in_place([row[j] for j in block], cursor) for block, cursor in self.in_place]
         parts = [(row[j], self.offsets[j]) for j in self.copied]

@@ -60,7 +60,6 @@ class CachedShare:
         self._nbytes = max(self._nbytes - nbytes, 1)
 
     def refresh(self) -> None:
-        """Look at the memory of the machine."""
         found = min(1.0, max(0.0, self.room() / self._nbytes))
         if found < self.share or found == 1:
             self.share = found
@@ -240,14 +239,12 @@ class BackgroundPrefetcher:
 
     @property
     def busy_seconds(self) -> float:
-        """The time with at least one read in flight, up to now."""
         with self._lock:
             since = time.perf_counter() - self._busy_since if self._num_busy else 0.0
             return self._stats.busy_seconds + since
 
     @property
     def is_direct(self) -> bool:
-        """True if every file is read past the page cache."""
         return all(file.direct_fd is not None for file in [*self._files.values()])
 
     def prepare(self, segments: Sequence[Segment], caching: Caching = "shared") -> Reads:
@@ -299,7 +296,6 @@ class BackgroundPrefetcher:
         caching: Caching = "shared",
         urgent: bool = False,
     ) -> Ticket:
-        """Do what :meth:`prepare` and :meth:`start` do, for reads that come once."""
         return self.start(self.prepare(segments, caching), buffer, caching=caching, urgent=urgent)
 
     def _tasks(self, segments: Sequence[Segment], caching: Caching) -> Iterator[_Task]:
@@ -329,7 +325,6 @@ class BackgroundPrefetcher:
             yield task
 
     def _work(self, ticket: Ticket) -> None:
-        """Do the tasks of a ticket that are left."""
         while ticket._waiting:
             self._do_next(ticket)
 
@@ -363,7 +358,6 @@ class BackgroundPrefetcher:
         del ticket, error  # the traceback refers to this frame
 
     def _read(self, task: _Task, buffer: Buffer, caching: Caching, read: ReadStats) -> None:
-        """Read some parts, and count them."""
         self._ranges.begin()
         for part in task:
             if self._closed:

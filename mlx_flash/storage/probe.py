@@ -49,7 +49,6 @@ class Measurements:
         return read_json_object(self.file, _MOST_BYTES)
 
     def save(self, key: str, entry: dict[str, Any]) -> None:
-        """Add an entry, and the time."""
         entries = {**self.load(), key: {**entry, "time": time.time()}}
         with suppress(OSError):  # such as a read-only home
             make_private(self.file.parent)
@@ -216,7 +215,6 @@ def _best(path: Path, direct: bool, candidates: Sequence[tuple[int, int]]) -> Di
 
 
 def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
-    """Return the speed of reads of a part of a file: each trial takes another part."""
     reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
     try:
         if not reader.is_direct:

@@ -108,7 +108,6 @@ class SourceFile:
         return range(start, stop, step) if self.table is None else self.table.cuts(start, stop, step)
 
     def close(self) -> None:
-        """Close the descriptors. Another call does nothing."""
         if self._is_open:
             self._is_open = False
             os.close(self.buffered_fd)
@@ -131,7 +130,6 @@ class Part(NamedTuple):
             yield offset, buffer[at : at + nbytes]
 
     def drop_cached(self) -> None:
-        """Let the page cache forget it."""
         drop_cached(self.file.buffered_fd, self.start, min(self.stop, self.segment.wanted_end) - self.start)
 
 

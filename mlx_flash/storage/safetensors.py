@@ -66,7 +66,6 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """Offset of the first byte after the run."""
         return self.offset + self.nbytes
 
 
@@ -81,12 +80,10 @@ class TensorRecord:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         return self.extent.nbytes
 
     @property
     def itemsize(self) -> int:
-        """Size of one item in bytes."""
         return DTYPE_SIZES[self.dtype]
 
     def rows(self, start: int, stop: int) -> TensorRecord:
@@ -111,7 +108,6 @@ class FileIdentity:
     change_time: int
 
     def differences(self, other: FileIdentity) -> str:
-        """Return the names of the values that differ, for an error."""
         theirs = asdict(other)
         return ", ".join(name.replace("_", " ") for name, value in asdict(self).items() if theirs[name] != value)
 
@@ -135,7 +131,6 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
         return self.identity.nbytes
 
 
@@ -149,17 +144,14 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Size of all of `tensors` in bytes."""
         return sum(record.nbytes for record in self.tensors.values())
 
     @property
     def tables(self) -> dict[Path, BlockTable]:
-        """The places of compressed blocks, by file."""
         return {shard.path: shard.blocks for shard in self.shards if shard.blocks is not None}
 
     @property
     def identities(self) -> dict[Path, FileIdentity]:
-        """The files as their headers were read."""
         return {shard.path: shard.identity for shard in self.shards}
 
     @property
@@ -209,7 +201,6 @@ def _records(
 
 
 def _read_compressed(path: Path) -> Shard:
-    """Read the head of a file of compressed tensors."""
     identity = identity_of(path)
     head, sizes, data_start = read_head(path)
     records, metadata = _records(path, head["header"], LOGICAL_START, _MAX_SIZE)

@@ -185,7 +185,6 @@ def _lost_in_case(case: _Case, reader: BackgroundPrefetcher, file: Path) -> int:
 
 
 def _work(neighbour: mx.array) -> mx.array:
-    """Return a result that the device computes from an array, through a new array beside it."""
     return (neighbour ^ 1).max()
 
 
@@ -207,12 +206,10 @@ def _wrong(
 
 
 def _words(start: int, nbytes: int) -> _Words:
-    """Return the words of a part of the test file."""
     return np.arange(start // 4, (start + nbytes) // 4, dtype=np.uint32) * np.uint32(_FACTOR)
 
 
 def _words_on_device(start: int, nbytes: int) -> mx.array:
-    """Return these words as the device computes them."""
     return mx.arange(start // 4, (start + nbytes) // 4, dtype=mx.uint32) * mx.array(_FACTOR, mx.uint32)
 
 

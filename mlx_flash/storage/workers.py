@@ -84,7 +84,6 @@ class Workers(Generic[T]):
         self.are_started = True
 
     def end(self) -> None:
-        """End the threads, after what is in the queue."""
         _end(self.queue, self._number)
         for thread, running in self._threads:
             with running:  # after a `join` that an interrupt ended, Python 3.11 takes the thread for stopped

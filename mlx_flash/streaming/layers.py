@@ -186,7 +186,6 @@ class EmbeddingRows(SwappedClass):
         return cast(mx.array, own_class(module).__call__(clone_with(module, rows), local))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """The table as output head."""
         if not enginethread.check():
             return cast(mx.array, hand_in(self.as_linear, x))
         state: TableState = self._flash_state

@@ -61,7 +61,6 @@ class _Group:
 
     @property
     def going(self) -> list[_Call]:
-        """The calls that have not ended."""
         return [call for call in self.calls if not call.greenlet.dead]
 
     @property

@@ -138,7 +138,6 @@ class WeightStream:
         return index, self._slots[self.units[index].slot].arena
 
     def start(self) -> None:
-        """Begin to read ahead: the first unit of each slot."""
         for index, unit in enumerate(self.units[: len(self._slots)]):
             slot = self._slots[unit.slot]
             slot.ticket, slot.unit = self._reader.start(unit.reads, slot.arena.memory), index
@@ -227,7 +226,6 @@ class WeightStream:
         return any(slot.held for slot in self._slots)
 
     def is_in_slot(self, index: int) -> bool:
-        """Return whether the unit's weights are in its slot, or on their way there."""
         return self._slots[self.units[index].slot].unit == index
 
     def change_reads(self, index: int, placement: Placement) -> None:
@@ -320,7 +318,6 @@ class Loans:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all loans in bytes."""
         return sum([array.nbytes for array in self._lent])
 
     @property
@@ -372,7 +369,6 @@ class Loans:
             forgotten.clear()
 
     def _copy_out(self, index: int, arrays: Sequence[Lendable], memory: memoryview) -> None:
-        """Copy arrays out of a slot that is about to be released."""
         unit = self._units[index]
         if holdings(unit.module) != unit.holdings:
             # A call left something in the module, which may refer to arrays in the slot.

@@ -168,7 +168,6 @@ class FlashVLM(ModelFacade):
         return False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a forward pass, as mlx-vlm's model does."""
         own = language_part(self._model)
         if own is self._model:
             return self.language_model(*args, **kwargs)

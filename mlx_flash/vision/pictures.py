@@ -141,7 +141,6 @@ class PicturePrompt:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments of mlx-vlm's loops."""
         given = {_NAMES.get(name, name): value for name, value in self.inputs.items()}
         return {"pixel_values": None, "mask": None, **given}
 

@@ -42,7 +42,6 @@ class TowerRehearsal:
     _results: list[ref[mx.array]] = field(default_factory=list)
 
     def call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a unit, and note it."""
         held = [array.nbytes for result in self._results if (array := result()) is not None]
         self.retained_bytes = max(self.retained_bytes, sum(held))
         before = len(self.calls)
@@ -179,7 +178,6 @@ class Towers:
             )
 
     def close(self) -> None:
-        """Give every module its own class back."""
         for unit in self._units:
             restore_class(unit.module)
         self._units = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -142,34 +141,15 @@ class PoolLayer:
     # arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot
     kept: Sequence[tuple[int, Bytes]]
     expert_bytes: int  # bytes of one expert that are read from disk
-    # the offset of each tensor that is read, if slots are parts of stacks. ``kept`` has such offsets then, too.
-    stacks: tuple[int, ...] | None = None
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self.placements.offsets if self.stacks is None else self.stacks
 
     @property
     def widths(self) -> list[int]:
         """Bytes of each tensor of an expert: first those that are read, then those that are kept."""
-        pieces = chain.from_iterable(segment.pieces for segment in self.placements.segments(0))
-        sizes = {piece.buffer_offset: piece.nbytes for piece in pieces}
-        return [*(sizes[offset] for offset in self.placements.offsets), *(rows.shape[1] for _, rows in self.kept)]
+        return [*(record.nbytes for record in self.placements.rows[0]), *(rows.shape[1] for _, rows in self.kept)]
 
     @property
     def num_experts(self) -> int:
         return len(self.placements)
-
-    def segments(self, expert: int) -> Sequence[Segment]:
-        """Return the reads of an expert to the memory of its slot."""
-        segments = self.placements.segments(expert)
-        if self.stacks is None:
-            return segments
-        offsets, found = dict(zip(self.placements.offsets, self.stacks, strict=True)), []
-        for segment in segments:
-            pieces = tuple([replace(piece, buffer_offset=offsets[piece.buffer_offset]) for piece in segment.pieces])
-            found.append(Segment(segment.path, segment.offset, segment.nbytes, None, pieces))
-        return found
 
 
 def pool_layer(stack: ExpertStack) -> PoolLayer:
@@ -184,12 +164,13 @@ def pool_layer(stack: ExpertStack) -> PoolLayer:
 
 def stack_layers(layers: Sequence[PoolLayer], offsets: Sequence[int]) -> list[PoolLayer]:
     """Return layers whose experts, of tensors of the same sizes, lie in stacks with these offsets in a slot."""
-    num_read = len(layers[0].placements.offsets)
-    read, kept = tuple(offsets[:num_read]), offsets[num_read:]
-    return [
-        replace(layer, stacks=read, kept=[(offset, rows) for offset, (_, rows) in zip(kept, layer.kept, strict=True)])
-        for layer in layers
-    ]
+    number = len(layers[0].placements.offsets)
+    found = []
+    for layer in layers:
+        placements = replace(layer.placements, offsets=tuple(offsets[:number]), in_place=(), copied=range(number))
+        kept = [(offset, rows) for offset, (_, rows) in zip(offsets[number:], layer.kept, strict=True)]
+        found.append(replace(layer, placements=placements, kept=kept))
+    return found
 
 
 READS_PAST_CACHE = 3
@@ -361,7 +342,7 @@ class ExpertPool:
         self.stats.read_bytes += self.layers[layer].expert_bytes
 
     def _prepare(self, key: Expert) -> Reads:
-        reads = self._prepared[key] = self.reader.prepare(self.layers[key[0]].segments(key[1]))
+        reads = self._prepared[key] = self.reader.prepare(self.layers[key[0]].placements.segments(key[1]))
         return reads
 
     def _enter(self, key: Expert) -> int:
@@ -409,7 +390,7 @@ class ExpertPool:
     def reads(self, key: Expert) -> tuple[Sequence[Segment], Buffer]:
         """Return the reads that fill an expert's slot, and the memory that they write to."""
         layer, expert = key
-        return self.layers[layer].segments(expert), self.slots.memory(int(self.slot_of[layer][expert]))
+        return self.layers[layer].placements.segments(expert), self.slots.memory(int(self.slot_of[layer][expert]))
 
     def clear_head(self, num_slots: int) -> None:
         """Take the first slots away from their experts, until :meth:`restore_head`."""

@@ -100,7 +100,7 @@ class PooledStacks:
 
     def _copy(self, layer: int, stack: ExpertStack) -> nn.Module:
         unit, of_pool = stack.unit, self.pool.layers[layer]
-        offsets = (*of_pool.offsets, *(offset for offset, _ in of_pool.kept))
+        offsets = (*of_pool.placements.offsets, *(offset for offset, _ in of_pool.kept))
         arrays = {
             (id(p.container), p.key): self.pool.slots.view(offset, p.array.shape[1:], p.array.dtype)
             for p, offset in zip([*unit.large, *unit.small], offsets, strict=True)
@@ -328,7 +328,7 @@ class Stage:
     def _rows(self, matrix: _Matrix, slot: int, memory: memoryview, expert: int) -> Iterator[tuple[Bytes, Bytes]]:
         """Yield the bytes of an expert's part of a matrix, in its slot and in the stage."""
         in_stage = np.frombuffer(memory, np.uint8)
-        offsets = self._pool.layers[self._call.layer].offsets
+        offsets = self._pool.layers[self._call.layer].placements.offsets
         for column, start, rows in zip(matrix.columns, matrix.placement.offsets, matrix.rows, strict=True):
             nbytes = rows[expert].nbytes
             first = start + expert * nbytes

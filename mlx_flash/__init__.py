@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mlx_flash.kv.diskcache import DiskKVCache
     from mlx_flash.loading import FlashGenerationLoop, FlashManager, load, load_model
     from mlx_flash.model import FlashLLM
-    from mlx_flash.vision.loadvlm import load_vlm
+    from mlx_flash.vision.flashvlm import load_vlm
 
 __version__ = VERSION
 
@@ -91,7 +91,7 @@ _HOMES = {
     "mlx_flash.kv.diskcache": {"DiskKVCache"},
     "mlx_flash.loading": {"FlashGenerationLoop", "FlashManager", "load", "load_model"},
     "mlx_flash.model": {"FlashLLM"},
-    "mlx_flash.vision.loadvlm": {"load_vlm"},
+    "mlx_flash.vision.flashvlm": {"load_vlm"},
 }
 
 

@@ -57,7 +57,7 @@ def prepare_model(path: Path, config: FlashConfig, probe: Path | None = None, *,
     """Return a model's plan, and what it is made of; of one that sees, with its towers. Writes nothing."""
     if not with_vlm:
         return prepare(path, config, writes=False, probe=probe)
-    from mlx_flash.vision.loadvlm import prepare_vlm
+    from mlx_flash.vision.flashvlm import prepare_vlm
 
     return prepare_vlm(path, config, writes=False, probe=probe)
 
@@ -79,7 +79,7 @@ def seeing(
     """
     import mlx_vlm
 
-    from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
+    from mlx_flash.vision.flashvlm import load_processor_of, load_vlm_model
     from mlx_flash.vision.pictures import make_prompt, open_picture
 
     config = make_config(args)

@@ -43,7 +43,7 @@ _lock = threading.RLock()
 _LARGE_BYTES = 64 << 20
 """Weights of fewer bytes are no model that needs streaming."""
 
-_OWN_LOADERS = frozenset({"mlx_flash.layout.load", "mlx_flash.vision.loadvlm"})
+_OWN_LOADERS = frozenset({"mlx_flash.layout.load", "mlx_flash.vision.flashvlm"})
 
 
 class _State:

@@ -42,7 +42,7 @@ def restore_vlm() -> None:
 
 def _patch(config_in_force: Callable[[], FlashConfig | None]) -> None:
     from mlx_flash.compat.vlm import VLM_WRITERS, current_vlm_load_model, replace_vlm_load_model
-    from mlx_flash.vision.loadvlm import load_vlm_model
+    from mlx_flash.vision.flashvlm import load_vlm_model
 
     original = current_vlm_load_model()
 

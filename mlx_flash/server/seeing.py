@@ -13,8 +13,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
 from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
 from mlx_flash.server.request import GenerationRequest, decoded
-from mlx_flash.vision.flashvlm import FlashVLM
-from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
+from mlx_flash.vision.flashvlm import FlashVLM, load_processor_of, load_vlm_model
 from mlx_flash.vision.pictures import (
     PicturePrompt,
     make_prompt,

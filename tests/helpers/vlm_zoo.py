@@ -19,7 +19,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from mlx_flash import BudgetError, FlashConfig, FlashError
 from mlx_flash.compat.vlm import language_part
-from mlx_flash.vision.loadvlm import load_vlm_model
+from mlx_flash.vision.flashvlm import load_vlm_model
 from tiny_vlms import MODELS, TEXT, VISION
 from vlm_configs import ENTRIES, merged
 from vlm_pictures import FORMS, IMAGE, Picture, picture_of

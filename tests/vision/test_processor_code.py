@@ -16,7 +16,7 @@ pytest.importorskip("mlx_vlm")
 import mlx_vlm.utils
 
 from mlx_flash.errors import CheckpointError
-from mlx_flash.vision.loadvlm import load_processor_of
+from mlx_flash.vision.flashvlm import load_processor_of
 from vocabularies import write_tokenizer
 
 EVIL = """

@@ -18,8 +18,7 @@ from mlx_vlm import utils  # noqa: E402
 from mlx_vlm.generate import generate_step  # noqa: E402
 from mlx_vlm.models.cache import make_prompt_cache  # noqa: E402
 
-from mlx_flash.vision.flashvlm import FlashVLM  # noqa: E402
-from mlx_flash.vision.loadvlm import load_vlm_model  # noqa: E402
+from mlx_flash.vision.flashvlm import FlashVLM, load_vlm_model  # noqa: E402
 from mlx_flash.vision.towers import TowerRehearsal  # noqa: E402
 from tiny_vlms import MODELS, inputs, save  # noqa: E402
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_vlm.utils import load_model
 
 from mlx_flash import FlashConfig
-from mlx_flash.vision.loadvlm import load_vlm_model
+from mlx_flash.vision.flashvlm import load_vlm_model
 from vlm_pictures import picture_of
 from vlm_zoo import compare, make_prompt_cache, save
 

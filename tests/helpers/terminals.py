@@ -27,6 +27,8 @@ class Shell:
         words = [sys.executable, *map(str, program)]
         start = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a background job ignores it
         env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers questions for the cursor
+        for name in ("LINES", "COLUMNS"):  # the terminal has a size of its own
+            env.pop(name, None)
         self.process = subprocess.Popen(
             words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start, env=env
         )

@@ -64,13 +64,9 @@ def computes_as_expert_stack(module: nn.Module) -> bool:
     return is_expert_stack(module) and any(type(module).__call__ is kind.__call__ for kind in StackKinds.stacks)
 
 
-def has_kernel(module: nn.Module) -> bool:
-    """Return whether MLX can compute a module here: its CPU back end multiplies by experts in float32 only."""
-    return not isinstance(module, StackKinds.linears) or _multiplies_experts(module.weight.dtype)
-
-
 @cache
-def _multiplies_experts(dtype: mx.Dtype) -> bool:
+def multiplies_experts(dtype: mx.Dtype) -> bool:
+    """Return whether MLX can multiply by experts here: its CPU back end does in float32 only."""
     x = mx.ones((1, 1, 1), dtype)
     try:
         mx.eval(mx.gather_mm(x, x, rhs_indices=mx.array([0])))

@@ -97,10 +97,12 @@ DoRALinear: Any = require(dora, "DoRALinear")
 DoRAEmbedding: Any = require(dora, "DoRAEmbedding")
 
 
-def adapted_part(module: nn.Module) -> nn.Module | None:
-    """Return the module with the weights that a DoRA adapter changes, given the adapter; None for other modules."""
-    if not isinstance(module, (DoRALinear, DoRAEmbedding)):
-        return None
+ADAPTED = (DoRALinear, DoRAEmbedding)
+"""Adapters that make a matrix in each call."""
+
+
+def adapted_part(module: nn.Module) -> nn.Module:
+    """Return the module with the weights that such an adapter changes."""
     part: nn.Module = module["embedding" if isinstance(module, DoRAEmbedding) else "linear"]
     return part
 

@@ -20,7 +20,7 @@ from mlx_flash.experts.pooledstacks import make_pooled
 from mlx_flash.kv.kvpool import KVPool, KVUsage
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import reads_explained
-from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, is_embedding
+from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, bind_all, is_embedding
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class
 from mlx_flash.layout.units import trunk_of
 from mlx_flash.logs import log
@@ -431,8 +431,7 @@ class Engine:
             object.__setattr__(module, "__class__", kind)
         if self._classes:
             self._put_back()
-        for parameter in self._bound:
-            parameter.bind(parameter.array)
+        bind_all(self._bound, [parameter.array for parameter in self._bound])
         self._heads.clear()
         self._classes.clear()
         self._bound.clear()
@@ -476,8 +475,7 @@ def bind_views(placed: Sequence[_Placed]) -> list[list[mx.array]]:
     views = iter(views_of(places))
     bound = [[next(views) for _ in parameters] for parameters, *_ in placed]
     for (parameters, *_), arrays in zip(placed, bound, strict=True):
-        for parameter, array in zip(parameters, arrays, strict=True):
-            parameter.bind(array)
+        bind_all(parameters, arrays)
     return bound
 
 

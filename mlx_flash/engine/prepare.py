@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_flash.compat import loaders
 from mlx_flash.compat.arrays import num_nodes
-from mlx_flash.compat.expertstacks import has_kernel
+from mlx_flash.compat.expertstacks import StackKinds, multiplies_experts
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.lifecycle import make_room
@@ -180,8 +180,9 @@ def _check_folder(path: Path) -> None:
 
 def _check_kernels(model: nn.Module, layout: ModelLayout, path: Path) -> None:
     """Refuse (CheckpointError) a model that MLX cannot compute here. Otherwise the first call would fail half-way."""
-    for name, module in model.named_modules():
-        if not has_kernel(module) and id(module) not in layout.trace.widened:
+    experts = [(name, each) for name, each in model.named_modules() if isinstance(each, StackKinds.linears)]
+    for name, module in experts:
+        if id(module) not in layout.trace.widened and not multiplies_experts(module.weight.dtype):
             raise CheckpointError(
                 f"MLX's back end on this machine computes experts in float32 only; {name}.weight of {path} is "
                 f"{str(module.weight.dtype).removeprefix('mlx.core.')}. Hint: convert the model with "

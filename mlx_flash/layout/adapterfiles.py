@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_flash.compat.arrays import result_bytes, tape_of
-from mlx_flash.compat.loaders import adapted_part, adapted_product
+from mlx_flash.compat.loaders import ADAPTED, adapted_part, adapted_product
 from mlx_flash.errors import CheckpointError, FlashError
 from mlx_flash.layout.load import UNCLEAR_ERRORS, read_object
 from mlx_flash.layout.parts import CallTrace, Parameter
@@ -22,7 +22,7 @@ from mlx_flash.storage.safetensors import read_shard, refuse_unreadable
 
 def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:
     """Return the adapters that make a whole matrix in each call. An embedding that only looks up rows makes none."""
-    parts = [(module, part) for module in modules if (part := adapted_part(module)) is not None]
+    parts = [(module, adapted_part(module)) for module in modules if isinstance(module, ADAPTED)]
     return tuple(
         module
         for module, part in parts

@@ -48,7 +48,7 @@ _watching = threading.RLock()
 
 
 class Sources:
-    """The tensors of a checkpoint that arrays are made of, where their bytes are theirs.
+    """The tensors of a checkpoint whose bytes arrays have.
 
     mlx-lm's ``sanitize`` puts the tensors of experts, one by one in original checkpoints, into stacks. Along the first
     axis a stack's bytes are those of its parts, one after another, and the rows of a tensor are a run of its bytes. So
@@ -63,12 +63,18 @@ class Sources:
         """The tensors, or rows of them, whose bytes one after another are the array's. Empty when it was computed."""
         return self._found.get(id(array), (array, ()))[1]
 
+    def direct(self, model: nn.Module) -> tuple[dict[int, tuple[TensorRecord, ...]], list[mx.array]]:
+        """Return the tensors of a model's direct parameters, by ``id``, and these arrays: ids stay theirs."""
+        ids = [id(array) for *_, array in iter_parameters(model)]
+        found = [self._found[key] for key in ids if key in self._found]
+        return {id(array): records for array, records in found}, [array for array, _ in found]
+
     def read(self, weights: Mapping[str, mx.array]) -> None:
         """Note arrays as they come from the checkpoint, by the names of their tensors."""
         for name, array in weights.items():
             record = self._checkpoint.tensors.get(name)
-            if record is not None:
-                self._note(array, (record,))
+            if record is not None and record.extent.nbytes == array.nbytes:  # mlx reads some dtypes as others
+                self._found[id(array)] = array, (record,)
 
     @contextmanager
     def watching(self, weights: Mapping[str, mx.array]) -> Iterator[None]:
@@ -95,7 +101,7 @@ class Sources:
         return watched
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
-        if sum([record.nbytes for record in records]) == array.nbytes:  # mlx reads some dtypes as others
+        if sum([record.extent.nbytes for record in records]) == array.nbytes:
             self._found[id(array)] = array, records
 
     def _note_joined(self, result: mx.array, arrays: Sequence[mx.array], axis: int = 0, **_: Any) -> None:
@@ -298,13 +304,7 @@ def load_lazily(
         )
     streams.belong_to(model)
     model.__class__ = original[0]
-    return LoadedModel(model, config, *direct_arrays(model, sources), streams)
-
-
-def direct_arrays(model: nn.Module, sources: Sources) -> tuple[dict[int, tuple[TensorRecord, ...]], list[mx.array]]:
-    """Return the tensors of each direct parameter, by ``id``, and these arrays. Others would be held for nothing."""
-    found = [(array, records) for _, _, _, array in iter_parameters(model) if (records := sources.of(array))]
-    return {id(array): records for array, records in found}, [array for array, _ in found]
+    return LoadedModel(model, config, *sources.direct(model), streams)
 
 
 @contextmanager
@@ -529,7 +529,7 @@ class ModelIdentity:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = model.named_modules()
-        self._settings = [_settings(module) for _, module in self._modules]
+        self._settings = _settings(self._modules)
         self._arrays = _arrays(model)
 
     @property
@@ -538,7 +538,7 @@ class ModelIdentity:
         modules, arrays = self._model.named_modules(), _arrays(self._model)
         return (
             [(path, id(module)) for path, module in modules] == [(path, id(module)) for path, module in self._modules]
-            and [_settings(module) for _, module in modules] == self._settings
+            and _settings(modules) == self._settings
             and len(arrays) == len(self._arrays)
             and all(self._arrays.get(name) is array for name, array in arrays.items())
         )
@@ -551,7 +551,11 @@ class ModelIdentity:
         """
         if self.is_unchanged:
             return ""
-        modules, arrays = list(_described(self._model)), _arrays(self._model)
+        named, arrays = self._model.named_modules(), _arrays(self._model)
+        modules = [
+            (path, f"{origin}.{kind}", sorted((key, repr(value)) for key, (_, value) in plain.items()))
+            for (path, _), (origin, kind, plain) in zip(named, _settings(named), strict=True)
+        ]
         new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
         # an array of the checkpoint that has another name now counts with its old name
         old = {id(array): name for name, array in self._arrays.items()}
@@ -572,17 +576,13 @@ def _arrays(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-def _settings(module: nn.Module) -> tuple[str, str, dict[str, tuple[type, object]]]:
-    """Return the class of a module, and its plain settings, each with its type: True is not 1."""
-    values = (*vars(module).items(), *module.items())
-    plain: dict[str, tuple[type, object]] = {k: (type(v), v) for k, v in values if isinstance(v, _PLAIN)}
-    plain.pop(TRAINING_FLAG, None)
-    return type(module).__module__, type(module).__qualname__, plain
-
-
-def _described(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
-    """Path, class, and plain settings of every module."""
-    for path, module in model.named_modules():
-        origin, kind, plain = _settings(module)
-        settings = sorted((key, repr(value)) for key, (_, value) in plain.items())
-        yield path, f"{origin}.{kind}", settings
+def _settings(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, str, dict[str, tuple[type, object]]]]:
+    """Return the classes of modules, and their plain settings, each with its type: True is not 1."""
+    found = []
+    for _, module in named:
+        plain = dict[str, tuple[type, object]]()
+        for key, value in (*vars(module).items(), *module.items()):
+            if isinstance(value, _PLAIN) and key != TRAINING_FLAG:
+                plain[key] = type(value), value
+        found.append((type(module).__module__, type(module).__qualname__, plain))
+    return found

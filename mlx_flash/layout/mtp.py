@@ -98,7 +98,7 @@ def find_head(layout: ModelLayout, loaded: LoadedModel, checkpoint: Checkpoint) 
     try:
         head = load_lazily(checkpoint.directory, checkpoint, changes, get_model_classes=classes)
         parameters = [
-            Parameter(f"mtp.{name}", container, key, array, head.sources.get(id(array), ()))
+            Parameter(f"mtp.{name}", container, key, array, array.nbytes, head.sources.get(id(array), ()))
             for name, container, key, array in iter_parameters(head.model)
         ]
         around, body = _around(head.model)

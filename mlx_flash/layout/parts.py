@@ -77,12 +77,9 @@ class Parameter:
     container: dict[str, Any] | list[Any]  # the module, dict or list that holds the array
     key: Any  # under which key or index
     array: mx.array  # the lazily loaded array; never evaluated while its bytes are streamed
+    nbytes: int  # of the array
     # where its bytes lie, one after another: several for a stack, none when mlx-lm computed it
     records: tuple[TensorRecord, ...] = ()
-    nbytes: int = field(init=False)  # of the array
-
-    def __post_init__(self) -> None:
-        self.nbytes = int(self.array.nbytes)
 
     @property
     def record(self) -> TensorRecord | None:
@@ -102,6 +99,15 @@ def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> No
         container[key] = array
 
 
+def bind_all(parameters: Iterable[Parameter], arrays: Iterable[mx.array]) -> None:
+    """Make modules use other arrays for some parameters, as many as there are arrays."""
+    for parameter, array in zip(parameters, arrays, strict=True):
+        if isinstance(parameter.container, dict):
+            dict.__setitem__(parameter.container, parameter.key, array)
+        else:
+            parameter.container[parameter.key] = array
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """A module whose large parameters are made resident together."""
@@ -119,8 +125,8 @@ class Unit:
     @property
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
-        is_matrix = is_linear(self.module) or is_embedding(self.module)
-        if not is_matrix or False in [len(parameter.records) == 1 for parameter in self.large]:
+        is_matrix = _computes_as(type(self.module), nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+        if not is_matrix or not {*map(len, map(attrgetter("records"), self.large))} <= {1}:
             return None
         return int(self.module["weight"].shape[0])
 

@@ -32,7 +32,8 @@ def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> N
 
 def restore_class(module: nn.Module) -> None:
     """Give a module its own class back and forget the state. Harmless when repeated."""
-    object.__setattr__(module, "__class__", own_class(module))
+    if isinstance(module, SwappedClass):
+        object.__setattr__(module, "__class__", type(module).__bases__[1])
     vars(module).pop(STATE, None)
 
 
@@ -58,12 +59,13 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
         for module, items, attributes in before:
             dict.clear(module)
             dict.update(module, items)
-            found = vars(module).items()  # None in the place of an array would hide it
-            hidden = {STATE, *items}
-            flags = {key: value for key, value in found if isinstance(value, _PLAIN) and key not in hidden}
-            vars(module).update({**attributes, **flags})
-            for key in vars(module).keys() - attributes.keys() - flags.keys():
-                del vars(module)[key]
+            found = vars(module)
+            for key, value in attributes.items():
+                if key not in found or not isinstance(found[key], _PLAIN):
+                    found[key] = value
+            for key in found.keys() - attributes.keys():  # None in the place of an array would hide it
+                if key == STATE or key in items or not isinstance(found[key], _PLAIN):
+                    del found[key]
 
     return put_back
 

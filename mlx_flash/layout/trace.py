@@ -28,7 +28,7 @@ from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.compat.require import installed
 from mlx_flash.layout.cachesizes import CacheEntry, first_sizes, num_growing, sizes_of
 from mlx_flash.layout.load import LoadedModel
-from mlx_flash.layout.parts import CallTrace, Held, ModelLayout, Parameter, Place, Route, Unit, bind, is_embedding
+from mlx_flash.layout.parts import CallTrace, Held, ModelLayout, Parameter, Place, Route, Unit, bind_all, is_embedding
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class
 from mlx_flash.memory.driver import has_own_memory
@@ -60,14 +60,11 @@ class _Call:
 
 
 class _Watched(SwappedClass):
-    """A module that notes its calls, and uses of its arrays."""
+    """A module that notes its calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watch: _Watch = self._flash_state
-        module = cast(nn.Module, self)
-        if is_expert_stack(module):
-            _note_route(watch, module, *args, **kwargs)
-        watch.trace.called.setdefault(id(self), module)
+        watch.trace.called.setdefault(id(self), cast(nn.Module, self))
         return self._noted(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def _noted(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,32 +90,41 @@ class _Watched(SwappedClass):
             outer.returned.append((module, result))
         return result
 
+
+class _WatchedArrays(_Watched):
+    """A module with arrays of its own, which notes their uses, too."""
+
     def __getattr__(self, key: str) -> Any:
         value = super().__getattr__(key)  # type: ignore[misc]
-        return _used(self, key, value) if isinstance(value, mx.array) else value
+        return self[key] if isinstance(value, mx.array) else value
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)  # type: ignore[misc]
-        return _used(self, key, value) if isinstance(value, mx.array) else value
+        if isinstance(value, mx.array):
+            watch: _Watch = self._flash_state
+            users, place = watch.trace.users, (id(self), key)
+            inside = watch.under_way[-1].inside if watch.under_way else frozenset()
+            users[place] = users.get(place, inside) & inside
+            if watch.under_way:
+                watch.under_way[-1].used.add(place)
+        return value
 
 
-class _WatchedTable(_Watched):
+class _WatchedStack(_WatchedArrays):
+    """A stack of experts, which notes who chooses them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _note_route(self._flash_state, cast(nn.Module, self), *args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class _WatchedTable(_WatchedArrays):
     """An embedding that notes its calls as the output head, too."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         watch: _Watch = self._flash_state
         watch.trace.heads.add(id(self))
         return cast(mx.array, self._noted(super().as_linear, (x,), {}))  # type: ignore[misc]
-
-
-def _used(module: _Watched, key: Any, array: mx.array) -> mx.array:
-    watch: _Watch = module._flash_state
-    users, place = watch.trace.users, (id(module), key)
-    inside = watch.under_way[-1].inside if watch.under_way else frozenset()
-    users[place] = users.get(place, inside) & inside
-    if watch.under_way:
-        watch.under_way[-1].used.add(place)
-    return array
 
 
 def _note_widened(trace: CallTrace, module: nn.Module, weight: mx.array, x: mx.array) -> None:
@@ -234,21 +240,24 @@ def zeros_like(array: mx.array) -> mx.array:
 @contextmanager
 def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Put zeros, which take no memory, in the place of all arrays."""
+    arrays = [parameter.array for parameter in parameters]
     try:
-        for parameter in parameters:
-            bind(parameter.container, parameter.key, zeros_like(parameter.array))
+        bind_all(parameters, [mx.broadcast_to(mx.zeros((), array.dtype), array.shape) for array in arrays])
         yield
     finally:
-        for parameter in parameters:
-            bind(parameter.container, parameter.key, parameter.array)
+        bind_all(parameters, arrays)
 
 
 @contextmanager
 def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
     own = [module for module in modules if module]  # all models share one empty module, the default of an argument
+    kinds = {type(module): module for module in own}
+    mixins: dict[type, type[_Watched]] = {kind: _WatchedTable for kind, module in kinds.items() if is_embedding(module)}
+    mixins |= {kind: _WatchedStack for kind, module in kinds.items() if is_expert_stack(module)}
     try:
         for module in own:
-            swap_class(module, _WatchedTable if is_embedding(module) else _Watched, watch)
+            has_arrays = mx.array in map(type, module.values())
+            swap_class(module, mixins.get(type(module), _WatchedArrays if has_arrays else _Watched), watch)
         yield
     finally:
         for module in own:

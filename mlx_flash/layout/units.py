@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -25,7 +25,6 @@ from mlx_flash.layout.parts import (
     ExpertStack,
     ModelLayout,
     Parameter,
-    Place,
     Unit,
     is_embedding,
     is_linear,
@@ -34,7 +33,7 @@ from mlx_flash.layout.trace import measure_held, rehearse
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place, place_rows
-from mlx_flash.storage.safetensors import TensorRecord
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
@@ -62,9 +61,9 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     layers = [unit for root in roots for unit in tree.cover(root)]
     outside = tree.names_outside([*roots, *tree.tower_names(loaded)])
     towers = [unit for name in tree.tower_names(loaded) for unit in tree.towers(name)]
-    heads = [unit for unit in map(tree.whole, outside) if is_linear(unit.module) and tree.is_covered(unit)]
-    tables = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
-    embeddings = [unit for unit in tables if tree.encloses(unit)]
+    apart = [tree.whole(name) for name in outside]
+    heads = [unit for unit in apart if is_linear(unit.module) and tree.is_covered(unit)]
+    embeddings = [unit for unit in apart if is_embedding(unit.module) and tree.is_enclosed(unit)]
     units = [unit for unit in [*layers, *heads, *embeddings, *towers] if unit.large]
     small = {id(parameter) for unit in towers for parameter in unit.small}
     taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]} - small
@@ -76,7 +75,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         resident=[parameter for parameter in tree.parameters if id(parameter) not in taken],
         trace=tree.trace,
         tied={unit.name for unit in embeddings if id(unit.module) in tree.trace.heads},
-        finer=list(tree.finer([unit for unit in layers if unit.large])),
+        finer=tree.finer([unit for unit in layers if unit.large]),
         cache=add_sizes([entry.sizes for entry in tree.trace.cache_entries]),
         experts=find_experts(layers, tree.parameters, tree.trace),
         adapted=adapted,
@@ -108,24 +107,30 @@ class _Tree:
     """A model's modules by name, with the parameters below each of them."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        named = loaded.model.named_modules()
+        named, sources = loaded.model.named_modules(), loaded.sources
         self._names = {id(module): name for name, module in reversed(named)}
         self.modules = {name: module for name, module in named if self._names[id(module)] == name}
-        self.parameters = list(_parameters(loaded))
+        self.parameters = [
+            Parameter(name, container, key, array, array.nbytes, sources.get(id(array), ()))
+            for name, container, key, array in iter_parameters(loaded.model)
+        ]
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
-        self._covers: dict[str, list[Unit]] = {}
         self._large: set[int] | None = None  # parameters of the layers that are large, once these are cut
-        self._above: dict[str, tuple[str, ...]] = {}  # of each module, those that it is in, the innermost first
+        self._above: dict[str, tuple[str, ...]] = {"": ()}  # of each module, those that it is in, the innermost first
         for name in self.modules:
-            self._above[name] = self._ancestors(name)
-            if name:
-                self._children[self._above[name][0]].append(name)
+            if outer := name:
+                while (outer := outer.rpartition(".")[0]) not in self.modules:
+                    pass
+                self._above[name] = outer, *self._above[outer]
+                self._children[outer].append(name)
         for parameter in self.parameters:
-            for ancestor in self._ancestors(parameter.name):
+            outer = parameter.name
+            while (outer := outer.rpartition(".")[0]) not in self.modules:
+                pass
+            for ancestor in (outer, *self._above[outer]):
                 self._below[ancestor].append(parameter)
         self.trace = rehearse(loaded.called, self.parameters, loaded.make_cache)
-        self._order = {key: i for i, key in enumerate(self.trace.called)}
 
     def widened_bytes(self, layers: Collection[str]) -> int:
         """Return the most bytes of copies of weights in a wider type that MLX holds at once: those of a layer."""
@@ -134,14 +139,6 @@ class _Tree:
             if nbytes := self.trace.widened.get(id(module)):
                 found[next((outer for outer in (name, *self._above[name]) if outer in layers), name)] += nbytes
         return max(found.values(), default=0)
-
-    def _ancestors(self, name: str) -> tuple[str, ...]:
-        """The modules that something is in, the innermost first. Those of the module around it are known."""
-        while name:
-            name = name.rpartition(".")[0]
-            if name in self.modules:
-                return name, *(self._above.get(name) or self._ancestors(name))
-        return ()
 
     def names_of(self, modules: list[nn.Module]) -> list[str]:
         """Names of those modules that can be found in the tree."""
@@ -181,58 +178,56 @@ class _Tree:
             (unit.large if large else unit.small).append(parameter)
         return unit
 
-    def encloses(self, unit: Unit) -> bool:
+    def is_enclosed(self, unit: Unit) -> bool:
         """Return True if no other module takes the unit's large parameters, as some heads take those of a table."""
-        return self.trace.encloses(unit.module, _places(unit))
+        return self.trace.encloses(unit.module, [(id(each.container), each.key) for each in unit.large])
 
     def is_covered(self, unit: Unit) -> bool:
         """Return True if the unit's large parameters are needed during its module's calls only.
 
         A module that nothing was seen of may have its time with other inputs.
         """
-        places = _places(unit)
-        if self.trace.covers(unit.module, places):
-            return True
+        if id(unit.module) in self.trace.called:
+            return self.is_enclosed(unit)
         below = (name for name in self.modules if _is_inside(name, unit.name))
         is_unseen = not any(id(self.modules[name]) in self.trace.called for name in below)
-        is_unseen = is_unseen and not any(place in self.trace.users for place in places)
+        is_unseen = is_unseen and self.trace.users.keys().isdisjoint([(id(p.container), p.key) for p in unit.large])
         return is_unseen and callable(unit.module)
 
     def cover(self, name: str) -> list[Unit]:
         """The module as a unit or, where it cannot be one, those below it that can."""
-        found = self._covers.get(name)
-        if found is None:
-            unit = self.whole(name)
-            is_one = not unit.large or self.is_covered(unit)
-            found = [unit] if is_one else [unit for child in self._children[name] for unit in self.cover(child)]
-            self._covers[name] = found
-        return found
+        unit = self.whole(name)
+        is_one = not unit.large or self.is_covered(unit)
+        return [unit] if is_one else [part for child in self._children[name] for part in self.cover(child)]
 
-    def finer(self, units: list[Unit]) -> Iterator[list[Unit]]:
-        """Finer and finer cuts of some units. What is small in these stays so."""
-        self._large, self._covers = {id(parameter) for unit in units for parameter in unit.large}, {}
-        while True:
-            cut = [part for unit in units for part in self._cut(unit)]
-            if [unit.name for unit in cut] == [unit.name for unit in units]:
-                return
-            cut.sort(key=lambda unit: self._order.get(id(unit.module), -1))
-            units = cut
-            yield cut
+    def finer(self, units: list[Unit]) -> list[list[Unit]]:
+        """Finer and finer cuts of some units, in calling order. What is small in these stays so."""
+        self._large = {id(parameter) for unit in units for parameter in unit.large}
+        cuts = _side_by_side([self._cuts(unit) for unit in units])[1:]
+        order = {key: i for i, key in enumerate(self.trace.called)}
+        for cut in cuts:
+            places = [(order.get(id(unit.module), -1), i) for i, unit in enumerate(cut)]
+            cut[:] = [cut[i] for _, i in sorted(places)]
+        return cuts
 
-    def _cut(self, unit: Unit) -> list[Unit]:
-        """The next smaller units of one; itself, when there are none or too much would be left over."""
-        parts = [part for child in self._children[unit.name] for part in self.cover(child) if part.large]
+    def _cuts(self, unit: Unit) -> list[list[Unit]]:
+        """The unit, and finer and finer cuts of it; none of which too much would be left over."""
+        assert self._large is not None
+        parts = list[Unit]()
+        for child in self._children[unit.name]:
+            if not self._large.isdisjoint(map(id, self._below[child])):
+                parts += [part for part in self.cover(child) if part.large]
         rest = unit.nbytes - sum([part.nbytes for part in parts])
-        return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
+        if not parts or rest > REST_SHARE * unit.nbytes:
+            return [[unit]]
+        inner = [self._cuts(part) if self._children[part.name] else [[part]] for part in parts]
+        return [[unit], *_side_by_side(inner)]
 
 
-def _places(unit: Unit) -> list[Place]:
-    return [(id(parameter.container), parameter.key) for parameter in unit.large]
-
-
-def _parameters(loaded: LoadedModel) -> Iterator[Parameter]:
-    for name, container, key, array in iter_parameters(loaded.model):
-        yield Parameter(name, container, key, array, loaded.sources.get(id(array), ()))
+def _side_by_side(cuts: Sequence[list[list[Unit]]]) -> list[list[Unit]]:
+    """Return the cuts of some units together. One that cannot be cut further stays in the finer ones."""
+    depth = max(map(len, cuts), default=0)
+    return [[unit for each in cuts for unit in each[min(i, len(each) - 1)]] for i in range(depth)]
 
 
 def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
@@ -286,7 +281,9 @@ def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tupl
         if record.nbytes == row_bytes:
             found.append(record)
         elif record.shape and record.nbytes == record.shape[0] * row_bytes:
-            found += (record.rows(i, i + 1) for i in range(record.shape[0]))
+            (path, start), shape = (record.extent.path, record.extent.offset), (1, *record.shape[1:])
+            starts = range(start, start + record.nbytes, row_bytes)
+            found += [TensorRecord(record.name, record.dtype, shape, Extent(path, at, row_bytes)) for at in starts]
         else:
             return ()
     return tuple(found) if len(found) == num_rows else ()
@@ -322,27 +319,19 @@ def trunk_of(layout: ModelLayout) -> ModelLayout:
     """The model without its experts. Routers count as small parameters: choosing experts never waits for a disk."""
     experts = {id(p) for stack in layout.experts for p in [*stack.unit.large, *stack.unit.small]}
     routers = {id(p) for stack in layout.experts for p in stack.router if p.nbytes <= stack.expert_bytes} - experts
-    layers = [_without(unit, experts, routers) for unit in layout.layers]
-    dropped = [parameter for unit in layers if not unit.large for parameter in unit.small]
+    moved, left = experts | routers, dict[int, Unit]()
+    for unit in [unit for cut in (layout.layers, *layout.finer) for unit in cut]:
+        if moved.isdisjoint(map(id, [*unit.large, *unit.small])):
+            left[id(unit)] = unit
+        elif id(unit) not in left:  # finer cuts have units of coarser ones
+            kept = left[id(unit)] = Unit(unit.name, unit.module)
+            kept.small += [parameter for parameter in unit.small if id(parameter) not in experts]
+            for parameter in unit.large:
+                if id(parameter) not in experts:
+                    (kept.small if id(parameter) in routers else kept.large).append(parameter)
+    dropped = [parameter for unit in layout.layers if not left[id(unit)].large for parameter in left[id(unit)].small]
     small = [parameter for stack in layout.experts for parameter in stack.unit.small]
-    cuts = [[_without(unit, experts, routers) for unit in cut] for cut in layout.finer]
-    return replace(
-        layout,
-        layers=[unit for unit in layers if unit.large],
-        resident=[*layout.resident, *dropped, *small],
-        finer=[[unit for unit in cut if unit.large] for cut in cuts],
-    )
-
-
-def _without(unit: Unit, experts: Set[int], routers: Set[int]) -> Unit:
-    ids = set(map(id, [*unit.large, *unit.small]))
-    if ids.isdisjoint(experts) and ids.isdisjoint(routers):
-        return unit
-    kept = [parameter for parameter in unit.large if id(parameter) not in experts]
-    small = [parameter for parameter in unit.small if id(parameter) not in experts]
-    return Unit(
-        unit.name,
-        unit.module,
-        [parameter for parameter in kept if id(parameter) not in routers],
-        small + [parameter for parameter in kept if id(parameter) in routers],
-    )
+    layers, *finer = [
+        [left[id(unit)] for unit in cut if left[id(unit)].large] for cut in (layout.layers, *layout.finer)
+    ]
+    return replace(layout, layers=layers, resident=[*layout.resident, *dropped, *small], finer=finer)

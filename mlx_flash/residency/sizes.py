@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +15,8 @@ import mlx.core as mx
 from mlx_flash.compat.arrays import AttentionCall
 from mlx_flash.compat.require import installed
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.parts import ExpertStack, Held, ModelLayout, Parameter, Unit
-from mlx_flash.layout.units import matrices_of, place_experts, place_matrix, trunk_of
+from mlx_flash.layout.parts import ExpertStack, Held, ModelLayout, Unit
+from mlx_flash.layout.units import matrices_of, place_experts, trunk_of
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -161,7 +162,7 @@ def measure_activations(layout: ModelLayout, config: dict[str, Any]) -> Activati
     itemsize = max((unit.itemsize for unit in layout.layers), default=2)
     top_k = {id(p): stack.top_k for stack in layout.experts for p in stack.unit.large}
     default = config.get("num_experts_per_tok") or _DEFAULT_EXPERTS
-    widths = [sum(_outputs(p, top_k.get(id(p), default)) for p in unit.large) for unit in layout.layers]
+    widths = [_outputs(unit, top_k, default) for unit in layout.layers]
     tried = bytes_per_pair(layout.trace.attention)
     num_heads = max((call.num_heads for call in layout.trace.attention), default=0)
     num_heads = num_heads or next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
@@ -192,12 +193,14 @@ def measure_activations(layout: ModelLayout, config: dict[str, Any]) -> Activati
     )
 
 
-def _outputs(parameter: Parameter, top_k: int) -> int:
-    """Return the outputs of a weight matrix, or of the chosen experts' matrices of a stack, for one token."""
-    shape = parameter.array.shape
-    if parameter.key != "weight" or len(shape) < 2:
-        return 0
-    return int(shape[-2]) * (min(shape[0], top_k) if len(shape) == 3 else 1)
+def _outputs(unit: Unit, top_k: Mapping[int, int], default: int) -> int:
+    """Return the outputs of the weight matrices of a unit, of stacks of the chosen experts', for one token."""
+    found = 0
+    for parameter in unit.large:
+        shape = parameter.array.shape
+        if parameter.key == "weight" and len(shape) > 1:
+            found += shape[-2] * (min(shape[0], top_k.get(id(parameter), default)) if len(shape) == 3 else 1)
+    return found
 
 
 DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
@@ -225,35 +228,24 @@ class UnitSize:
     name: str
     tensors: tuple[TensorSize, ...]
     num_rows: int | None = None  # output rows, for a unit that can be cut into row tiles; else None
-    copies: bool = False  # whether its direct reads go through a bounce buffer
     idle_bytes: int = 0  # of experts that a token is not routed to: they are read with the rest, not computed with
     # for an embedding table, whether it serves as the head too, which needs all of it for every output
     is_tied: bool = False
+    nbytes: int = field(init=False)  # of all its tensors
+    buffer_bytes: int = field(init=False)  # memory for them
+    computed_bytes: int = field(init=False)  # bytes that a token is computed with
+    row_bytes: int = field(init=False)  # of an output row of a unit with such
+    largest_first: list[TensorSize] = field(init=False, compare=False)  # its tensors by size
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(map(attrgetter("nbytes"), self.tensors))
-
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """Memory for all its tensors."""
-        return sum(map(attrgetter("buffer_bytes"), self.tensors))
-
-    @cached_property
-    def computed_bytes(self) -> int:
-        """Bytes that a token is computed with."""
-        return self.nbytes - self.idle_bytes
-
-    @cached_property
-    def largest_first(self) -> list[TensorSize]:
-        """Its tensors by size."""
-        return sorted(self.tensors, key=attrgetter("nbytes"), reverse=True)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of an output row of a unit with such."""
-        return -(-self.nbytes // (self.num_rows or 1))
+    def __post_init__(self) -> None:
+        nbytes = sum(map(attrgetter("nbytes"), self.tensors))
+        vars(self).update(
+            nbytes=nbytes,
+            buffer_bytes=sum(map(attrgetter("buffer_bytes"), self.tensors)),
+            computed_bytes=nbytes - self.idle_bytes,
+            row_bytes=-(-nbytes // (self.num_rows or 1)),
+            largest_first=sorted(self.tensors, key=attrgetter("nbytes"), reverse=True),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +290,7 @@ class ModelSizes:
     kept: tuple[UnitSize, ...] = ()  # parts of layers that stay in memory, between those that are streamed
     experts: ExpertSizes | None = None  # what is read expert by expert, and is in no layer then
     trunk: ModelSizes | None = None  # the same model with its experts read so, if it has any
+    copies: bool = False  # whether direct reads of some unit go through a bounce buffer
     num_operations: int = 0  # operations of a call for one token, as far as the time to start them matters
     # bytes of the head that guesses tokens, and of its keys and values for a token; None without one
     own_head: tuple[int, int] | None = None
@@ -364,11 +357,6 @@ class ModelSizes:
         return sum([unit.buffer_bytes for unit in self.tables if not unit.is_tied])
 
     @cached_property
-    def copies(self) -> bool:
-        """True when direct reads of any unit go through a bounce buffer."""
-        return True in [unit.copies for unit in [*self.layers, *self.heads, *self.tables]]
-
-    @cached_property
     def nbytes(self) -> int:
         """All weights."""
         units = [*self.layers, *self.kept, *self.heads, *self.tables]
@@ -383,47 +371,48 @@ def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
         config: its configuration, with the key names Hugging Face uses.
     """
     activations = measure_activations(layout, config.get("text_config", config))
-    size_of = _unit_sizes(layout)
-    sizes = _measure(layout, activations, size_of)
+    sizes = _measure(layout, activations)
     if not layout.experts:
         return sizes
-    trunk = _measure(trunk_of(layout), activations, size_of)
+    trunk = _measure(trunk_of(layout), activations)
     return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts)))
 
 
-def _unit_sizes(layout: ModelLayout) -> Callable[[Unit], UnitSize]:
-    """Return what gives units of a model, and of all its cuts, in numbers."""
-    large, alignment = [parameter for unit in layout.units for parameter in unit.large], kernel_alignment()
-    sizes = {id(p): TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in large}
-    copied = {id(p) for p in large if must_copy([p.records], alignment)}
+def _unit_sizes(layout: ModelLayout) -> dict[int, UnitSize]:
+    """Return the units of a model and of all its cuts in numbers, by ``id``."""
+    units = {id(unit): unit for unit in [*layout.units, *chain.from_iterable(layout.finer)]}
+    buffers = {nbytes: padded_bytes(nbytes) for nbytes in {p.nbytes for unit in layout.units for p in unit.large}}
     idle = {
         id(p): p.nbytes * max(0, stack.num_experts - stack.top_k) // stack.num_experts
         for stack in layout.experts
         for p in stack.unit.large
     }
-    found: dict[tuple[object, ...], UnitSize] = {}  # several cuts have the same units
-
-    def unit_size(unit: Unit) -> UnitSize:
-        ids = list(map(id, unit.large))
-        key = (unit.name, *ids)
-        if key not in found:
-            tensors, idle_bytes = tuple(map(sizes.__getitem__, ids)), sum([idle[i] for i in idle.keys() & ids])
-            found[key] = UnitSize(unit.name, tensors, unit.num_rows, not copied.isdisjoint(ids), idle_bytes)
-        return found[key]
-
-    return unit_size
+    found = dict[int, UnitSize]()
+    for key, unit in units.items():
+        tensors, idle_bytes = list[TensorSize](), 0
+        for p in unit.large:
+            tensors.append(TensorSize(p.name, p.nbytes, buffers[p.nbytes]))
+            idle_bytes += idle.get(id(p), 0)
+        found[key] = UnitSize(unit.name, tuple(tensors), unit.num_rows, idle_bytes, unit.name in layout.tied)
+    return found
 
 
-def _measure(layout: ModelLayout, activations: ActivationSizes, size_of: Callable[[Unit], UnitSize]) -> ModelSizes:
+def _measure(layout: ModelLayout, activations: ActivationSizes) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
+    sizes = _unit_sizes(layout)
+    layers, heads, tables, *finer = [
+        tuple([sizes[id(unit)] for unit in units])
+        for units in (layout.layers, layout.heads, layout.embeddings, *layout.finer)
+    ]
     return ModelSizes(
-        layers=tuple(map(size_of, layout.layers)),
-        heads=tuple(map(size_of, layout.heads)),
-        tables=tuple([replace(size_of(unit), is_tied=unit.name in layout.tied) for unit in layout.embeddings]),
+        layers=layers,
+        heads=heads,
+        tables=tables,
         resident_bytes=sum([parameter.nbytes for parameter in [*small, *layout.resident]]) + layout.tower_bytes,
         cache=layout.cache,
         activations=activations,
-        finer=tuple(tuple(map(size_of, cut)) for cut in layout.finer),
+        finer=tuple(finer),
+        copies=must_copy([p.records for unit in layout.units for p in unit.large], kernel_alignment()),
         num_operations=layout.trace.num_operations,
         own_head=None if layout.head is None else (layout.head.nbytes, layout.head.row_bytes),
     )
@@ -432,13 +421,14 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, size_of: Callabl
 def _expert_sizes(stacks: Sequence[ExpertStack]) -> ExpertSizes:
     placed = [place_experts(stack) for stack in stacks]
     slot_bytes = max([placement.nbytes for placement in placed])
-    staged = [place_matrix(stack, columns) for stack in stacks for columns in matrices_of(stack)]
-    stage_bytes = max([placement.nbytes for placement in staged]) + DIRECT_ALIGNMENT
+    staged = [[stack.unit.large[i].nbytes for i in matrix] for stack in stacks for matrix in matrices_of(stack)]
+    stage_bytes = max([sum(map(padded_bytes, sizes)) for sizes in staged]) + DIRECT_ALIGNMENT
     return ExpertSizes(
         num_experts=tuple([stack.num_experts for stack in stacks]),
         slot_bytes=slot_bytes,
         least_slots=max(-(-stage_bytes // slot_bytes), *(stack.top_k for stack in stacks)),
         nbytes=sum([stack.unit.nbytes for stack in stacks]),
         token_bytes=sum([min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks]),
-        copies=any(placement.read.copied for placement in placed) or any(placement.copies for placement in staged),
+        copies=any(placement.read.copied for placement in placed)
+        or must_copy([p.records for stack in stacks for p in stack.unit.large], kernel_alignment()),
     )

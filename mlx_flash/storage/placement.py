@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 T = TypeVar("T")
 
@@ -130,8 +130,11 @@ def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Place
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
     """Return whether :func:`place` would read any of some parameters through a bounce buffer."""
     for group in groups:
-        joined = _joined(group)
-        if (joined is None or not is_aligned(joined, alignment)) and any(record.nbytes for record in group):
+        first, end, is_whole = group[0].extent, group[0].extent.offset, is_aligned(group[0], alignment)
+        for record in group:
+            is_whole &= record.extent.path == first.path and record.extent.offset == end
+            end += record.extent.nbytes
+        if not is_whole and end > first.offset:
             return True
     return False
 
@@ -169,7 +172,8 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
     first = group[0]
     if len(group) == 1:
         return first
-    if not all(a.extent.path == b.extent.path and a.extent.end == b.extent.offset for a, b in pairwise(group)):
+    extents = [record.extent for record in group]
+    if False in [a.path == b.path and a.offset + a.nbytes == b.offset for a, b in pairwise(extents)]:
         return None
     extent = Extent(first.extent.path, first.extent.offset, sum(record.nbytes for record in group))
     return replace(first, extent=extent)
@@ -195,21 +199,20 @@ def read_pages(path: Path, pieces: Sequence[Piece], cursor: int | None = None) -
 
 def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
     """Return groups of indices of non-empty tensors that are neighbours in one file."""
-    order = sorted(
-        (i for i, record in enumerate(records) if record.nbytes),
-        key=lambda i: (str(records[i].extent.path), records[i].extent.offset),
-    )
+    extents = [record.extent for record in records]
+    places = [(str(extent.path), extent.offset, i) for i, extent in enumerate(extents) if extent.nbytes]
+    order = [i for *_, i in sorted(places)]
 
     def follows(left: int, right: int) -> bool:
-        first, second = records[left].extent, records[right].extent
-        return first.path == second.path and 0 <= second.offset - first.end <= MERGE_GAP
+        first, second = extents[left], extents[right]
+        return first.path == second.path and 0 <= second.offset - first.offset - first.nbytes <= MERGE_GAP
 
     return grouped(order, follows)
 
 
 def is_aligned(record: TensorRecord, alignment: int) -> bool:
     """Return whether a tensor can be computed with where a read of whole pages puts it."""
-    return record.extent.offset % max(alignment, record.itemsize) == 0
+    return record.extent.offset % max(alignment, DTYPE_SIZES[record.dtype]) == 0
 
 
 @dataclass(frozen=True)
@@ -250,9 +253,9 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
         ValueError: a tensor has another size or dtype in some row.
     """
     first = rows[0] if rows else ()
-    expected = [(record.nbytes, record.dtype) for record in first]
+    expected = [(record.extent.nbytes, record.dtype) for record in first]
     for i, row in enumerate(rows):
-        if (found := [(record.nbytes, record.dtype) for record in row]) != expected:
+        if (found := [(record.extent.nbytes, record.dtype) for record in row]) != expected:
             raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
     offsets = [0] * len(first)
     in_place: list[tuple[list[int], int]] = []
@@ -278,9 +281,9 @@ def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]
     """Yield groups of indices of non-empty tensors that are neighbours in one file, equally in every row."""
 
     def follows(left: int, right: int) -> bool:
-        gap = rows[0][right].extent.offset - rows[0][left].extent.offset
-        pairs = ((row[left].extent, row[right].extent) for row in rows)
-        return all(b.offset - a.offset == gap and b.path == a.path for a, b in pairs)
+        pairs = [(row[left].extent, row[right].extent) for row in rows]
+        gaps = {b.offset - a.offset if b.path == a.path else None for a, b in pairs}
+        return len(gaps) == 1 and None not in gaps
 
     for run in runs_of(rows[0] if rows else ()):
         yield from grouped(run, follows)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, BinaryIO, NoReturn
@@ -195,7 +196,7 @@ def _records(
     if not isinstance(metadata, dict) or not all(isinstance(item, str) for item in metadata.values()):
         raise HeaderError(f"{path}: __metadata__ must map strings to strings, found {brief(metadata)}")
     records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
-    records.sort(key=lambda record: (record.extent.offset, record.extent.nbytes))
+    records.sort(key=attrgetter("extent.offset", "extent.nbytes"))
     _check_layout(path, records, size)
     return tuple(records), metadata
 
@@ -259,7 +260,8 @@ def _parse_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorR
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
             len(entry) == 3 and dtype in DTYPE_SIZES and len(shape) <= _MOST_DIMENSIONS
         ):
-            if all(map(_is_size, (*shape, begin, end))):
+            sizes = [*shape, begin, end]
+            if {*map(type, sizes)} == {int} and min(sizes) >= 0 and max(sizes) <= _MAX_SIZE:  # true is no size
                 bound = DTYPE_SIZES[dtype] * math.prod([dimension or 1 for dimension in shape])
                 needed = 0 if 0 in shape else bound
                 if bound > _MAX_SIZE or end - begin != needed:
@@ -274,20 +276,15 @@ def _parse_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorR
     )
 
 
-def _is_size(value: object) -> bool:
-    # bool is a subclass of int, but true is no size in JSON.
-    return type(value) is int and 0 <= value <= _MAX_SIZE
-
-
 def _check_layout(path: Path, records: list[TensorRecord], size: int) -> None:
-    last = max(records, key=lambda record: record.extent.end, default=None)
-    if last is not None and last.extent.end > size:
+    ends = [record.extent.offset + record.extent.nbytes for record in records]
+    if max(ends, default=0) > size:
         raise HeaderError(
-            f"{path}: tensor {last.name!r} needs {last.extent.end} bytes of file, found {size}: "
+            f"{path}: tensor {records[ends.index(max(ends))].name!r} needs {max(ends)} bytes of file, found {size}: "
             f"the file is truncated. {_AGAIN}"
         )
-    for left, right in pairwise(record for record in records if record.nbytes):
-        if right.extent.offset < left.extent.end:
+    for left, right in pairwise([record for record in records if record.extent.nbytes]):
+        if right.extent.offset < left.extent.offset + left.extent.nbytes:
             raise HeaderError(
                 f"{path}: tensor {right.name!r} starts at byte {right.extent.offset}, inside tensor {left.name!r}, "
                 f"which ends at byte {left.extent.end}"

@@ -37,7 +37,6 @@ from mlx_flash.layout.load import (
     LoadedModel,
     Sources,
     checked_config,
-    direct_arrays,
     failure_explained,
     model_name,
     stock_folder,
@@ -326,4 +325,4 @@ def load_vlm_lazily(
             f"{type(model).__module__}.{type(model).__name__} of mlx-vlm {installed_vlm()} has no language_model: it "
             "cannot be streamed. Hint: load it with mlx_vlm, without the patch."
         )
-    return LoadedModel(model, config, *direct_arrays(model, sources), streams, language, make_vlm_cache)
+    return LoadedModel(model, config, *sources.direct(model), streams, language, make_vlm_cache)

@@ -41,9 +41,9 @@ def some(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
-def make_unit(name: str, sizes: Sequence[int], num_rows: int | None = None, copies: bool = False) -> UnitSize:
+def make_unit(name: str, sizes: Sequence[int], num_rows: int | None = None) -> UnitSize:
     tensors = [TensorSize(f"{name}.{i}.weight", nbytes, padded_bytes(nbytes)) for i, nbytes in enumerate(sizes)]
-    return UnitSize(name, tuple(tensors), num_rows, copies)
+    return UnitSize(name, tuple(tensors), num_rows)
 
 
 def make_model(
@@ -56,12 +56,13 @@ def make_model(
 ) -> ModelSizes:
     """A model from the sizes of its layers' tensors and (rows, bytes of a row) of its head and table."""
     rows = max(entry[0] for entry in (head, table, (1, 1)) if entry)
-    tables = () if table is None else (replace(make_unit("embed", [math.prod(table)], table[0], copies), is_tied=tied),)
+    tables = () if table is None else (replace(make_unit("embed", [math.prod(table)], table[0]), is_tied=tied),)
     return ModelSizes(
-        layers=tuple(make_unit(f"layers.{i}", sizes, copies=copies) for i, sizes in enumerate(layers)),
-        heads=() if head is None else (make_unit("lm_head", [math.prod(head)], head[0], copies),),
+        layers=tuple(make_unit(f"layers.{i}", sizes) for i, sizes in enumerate(layers)),
+        heads=() if head is None else (make_unit("lm_head", [math.prod(head)], head[0]),),
         tables=tables,
         resident_bytes=MB,
+        copies=copies,
         cache=CacheSizes(token_bytes=1700 * len(layers)),
         activations=ActivationSizes(
             per_token=100_000,
@@ -135,7 +136,8 @@ def models(draw: Any) -> ModelSizes:
     heads = draw(st.lists(row_units("lm_head"), max_size=1))
     tables = draw(st.lists(row_units("embed"), max_size=1))
     return ModelSizes(
-        layers=tuple(replace(unit, copies=draw(st.booleans())) if i == 0 else unit for i, unit in enumerate(layers)),
+        layers=tuple(layers),
+        copies=draw(st.booleans()),
         heads=tuple(heads),
         tables=tuple(replace(unit, is_tied=draw(st.booleans())) for unit in tables),
         resident_bytes=draw(st.integers(0, 50 * MB)),

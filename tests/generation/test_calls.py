@@ -120,9 +120,9 @@ def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Pat
     assert few[0] <= 150 and (many[0] - few[0]) / 10 <= 6
 
 
-@pytest.mark.parametrize(("kind", "most"), [("dense", 36_000), ("mixture", 66_000)])
+@pytest.mark.parametrize(("kind", "most"), [("dense", 12_000), ("mixture", 20_000)])
 def test_calls_of_loading(saved: Callable[[str], Path], kind: str, most: int) -> None:
-    """MLX's walks through all modules took most. Measured speeds decide which plans are tried."""
+    """Each module and each tensor is looked at a few times. Measured speeds decide which plans are tried."""
     directory, num_calls = saved(f"{kind} of 24 layers"), 0
 
     def count(frame: FrameType, event: str, arg: object) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -39,14 +40,14 @@ class _Channel:
 
     def __init__(self, driver: Any, context: ctypes.c_void_p, nbytes: int) -> None:
         _check(driver.cuCtxSetCurrent(context))
-        self.host = mmap.mmap(-1, nbytes)
+        self.host = memoryview(mmap.mmap(-1, nbytes))
         self.stream = ctypes.c_void_p()
-        self._driver, self._address = driver, address_of(memoryview(self.host))
+        self._driver, self.address = driver, address_of(self.host)
         _check(driver.cuStreamCreate(ctypes.byref(self.stream), _NON_BLOCKING))
-        _check(driver.cuMemHostRegister_v2(ctypes.c_void_p(self._address), ctypes.c_size_t(nbytes), 0))
+        _check(driver.cuMemHostRegister_v2(ctypes.c_void_p(self.address), ctypes.c_size_t(nbytes), 0))
 
     def close(self) -> None:
-        self._driver.cuMemHostUnregister(ctypes.c_void_p(self._address))
+        self._driver.cuMemHostUnregister(ctypes.c_void_p(self.address))
         self._driver.cuStreamDestroy_v2(self.stream)
 
 
@@ -72,7 +73,7 @@ class DriverCopies:
 
     @property
     def bounce_buffer(self) -> memoryview:
-        return memoryview(self._channel.host)
+        return self._channel.host
 
     @property
     def _channel(self) -> _Channel:
@@ -83,14 +84,12 @@ class DriverCopies:
                 self._channels.append(channel)
         return channel
 
-    def start(self, source: memoryview, target: memoryview) -> None:
-        """Start to copy a part of the bounce buffer to MLX's memory."""
-        copy, stream = self._driver.cuMemcpyHtoDAsync_v2, self._channel.stream
-        _check(copy(address_of(target), address_of(source), len(source), stream))
-
-    def finish(self) -> None:
-        """Wait until this thread's copies have arrived."""
-        _check(self._driver.cuStreamSynchronize(self._channel.stream))
+    def copy(self, copies: Iterable[tuple[int, memoryview]]) -> None:
+        """Copy what starts at offsets of this thread's bounce buffer to MLX's memory, and wait for it."""
+        channel, start = self._channel, self._driver.cuMemcpyHtoDAsync_v2
+        for offset, target in copies:
+            _check(start(address_of(target), channel.address + offset, len(target), channel.stream))
+        _check(self._driver.cuStreamSynchronize(channel.stream))
 
     def close(self) -> None:
         """Give the bounce buffers back. No thread may copy any more; another call does nothing."""

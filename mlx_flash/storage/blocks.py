@@ -334,16 +334,15 @@ class BlockReader:
         start: int,
         target: memoryview,
         fetch: Fetch,
-        land: Callable[[memoryview], memoryview] = lambda part: part,
     ) -> None:
         """Fill memory with the logical bytes of a tensor from ``start`` on. Raises: ReadError.
 
-        ``fetch`` reads coded bytes; ``land`` returns the memory to decode a part of the target into.
+        ``fetch`` reads coded bytes.
         """
         stop = start + len(target)
         blocks = table.around(start, stop)
         if len(blocks) == 1 and self._last == (table, blocks.start):
-            self._copy(table, blocks.start, start, land(target))
+            self._copy(table, blocks.start, start, target)
             return
         for part in self._chunks(table, blocks):
             first = table.offsets[part.start] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
@@ -351,7 +350,7 @@ class BlockReader:
             for some in _whole_and_cut(table, part, start, stop):
                 low, high = max(start, table.starts[some.start]), min(stop, table.ends[some.stop - 1])
                 coded = self._coded[table.offsets[some.start] - first : table.offsets[some.stop] - first]
-                self._decode(path, table, name, some, coded, low, land(target[low - start : high - start]))
+                self._decode(path, table, name, some, coded, low, target[low - start : high - start])
 
     def _decode(
         self, path: Path, table: BlockTable, name: str, blocks: range, coded: memoryview, low: int, landing: memoryview

@@ -308,19 +308,23 @@ class BackgroundPrefetcher:
         share = -(-sum([segment.nbytes for segment in segments]) // self.queue_depth)
         share = min(read_size, max(share, LEAST_COPIED if self._ranges.has_driver else 0))
         task: list[Part] = []
-        nbytes = 0
+        at = 0
         for segment in segments:
             file = self._files[segment.path]
-            step = segment.nbytes if caching == "kept" else read_size
-            if caching == "found" and self._ranges.in_place and segment.buffer_offset is not None:
+            step = read_size
+            if caching == "kept" and not self._ranges.has_driver:
+                step = segment.nbytes
+            elif caching == "found" and self._ranges.in_place and segment.buffer_offset is not None:
                 step = max(read_size, LOAD_READ_SIZE)
-            end = segment.offset + segment.nbytes
+            end, wanted_end = segment.offset + segment.nbytes, segment.wanted_end
             for start, stop in pairwise([*file.cuts(segment.offset, end, step), end]):
-                if task and (caching == "kept" or nbytes >= share or nbytes + stop - start > read_size):
+                if task and (caching == "kept" or at >= share or at + stop - start > read_size):
                     yield task
-                    task, nbytes = [], 0
-                task.append(Part(file, segment, start, stop, segment.places(start, stop)))
-                nbytes += stop - start
+                    task, at = [], 0
+                places = segment.places(start, stop)
+                nbytes = sum([place[2] for place in places])
+                task.append(Part(file, segment, start, stop, places, nbytes, min(stop, wanted_end) - start, at))
+                at += round_up(stop - start, DIRECT_ALIGNMENT)
         if task:
             yield task
 
@@ -342,7 +346,6 @@ class BackgroundPrefetcher:
             self._read(task, ticket._buffer, ticket._caching, read)
         except BaseException as found:  # noqa: BLE001 the caller gets it
             error = found
-            self._ranges.begin()  # what was read before the error would keep the caller's memory
         with self._lock:
             self._num_busy -= 1
             stats, now = self._stats, time.perf_counter()
@@ -358,17 +361,15 @@ class BackgroundPrefetcher:
         del ticket, error  # the traceback refers to this frame
 
     def _read(self, task: _Task, buffer: Buffer, caching: Caching, read: ReadStats) -> None:
-        self._ranges.begin()
         for part in task:
             if self._closed:
                 raise ClosedError(_CLOSED)
             read.num_reads += 1
             through_cache = self._goes_through_cache(caching, part.file, part.start, part.stop)
-            self._ranges.read(part, buffer, caching == "kept" or through_cache)
-            nbytes = sum([place[2] for place in part.places])
-            read.nbytes += nbytes
-            read.cached_bytes += nbytes * through_cache
-        self._ranges.finish()
+            self._ranges.read(part, buffer, through_cache or caching == "kept")
+            read.nbytes += part.nbytes
+            read.cached_bytes += part.nbytes * through_cache
+        self._ranges.copy(task, buffer)
 
     def _change_of(self, files: Sequence[tuple[SourceFile, str]]) -> Exception | None:
         """Return the error that one of some files is not as it was, which explains a failed read; None if all are."""

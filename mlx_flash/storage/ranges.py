@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, ReadError, TruncatedFileError
 from mlx_flash.memory.driver import DriverCopies, DriverError
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered, open_direct, round_up
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered, open_direct
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX, BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Place, Segment, read_pages
 from mlx_flash.storage.safetensors import FileIdentity, TensorRecord, identity_of, read_shard
@@ -32,10 +32,6 @@ RETRY_SECONDS = 0.02
 Arrival = Literal["in place", "copied by the driver", "bounced", "buffered"]
 """Ways of bytes to MLX's memory: the disk writes them there; all reads go to bounce buffers, and CUDA's driver copies
 them; direct reads go to bounce buffers, and the processor copies them; there are no direct reads."""
-
-
-_Copy = tuple[Segment, int, memoryview, memoryview]
-"""A segment, an offset of its file, the bytes from there in a bounce buffer, and their place in the caller's memory."""
 
 
 class Buffer(Protocol):
@@ -116,13 +112,19 @@ class SourceFile:
 
 
 class Part(NamedTuple):
-    """A part of a segment that is read at once."""
+    """A part of a segment that is read at once.
+
+    All that a read needs to know is here: while Python prepares one, other threads wait for its lock.
+    """
 
     file: SourceFile  # that of the segment
     segment: Segment
     start: int  # first byte of the file
     stop: int  # first byte after the part
     places: tuple[Place, ...]  # of what is wanted of it
+    nbytes: int  # of what is wanted
+    needed: int  # bytes from the start to the end of what is wanted; pages may go on after that
+    bounce_offset: int  # its place in a bounce buffer
 
     def pieces(self, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:
         """Yield the file offset and the place in a buffer of each piece of what is wanted."""
@@ -130,7 +132,7 @@ class Part(NamedTuple):
             yield offset, buffer[at : at + nbytes]
 
     def drop_cached(self) -> None:
-        drop_cached(self.file.buffered_fd, self.start, min(self.stop, self.segment.wanted_end) - self.start)
+        drop_cached(self.file.buffered_fd, self.start, self.needed)
 
 
 class RangeReader:
@@ -145,21 +147,18 @@ class RangeReader:
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def begin(self) -> None:
-        """Forget what this thread has read and not yet copied."""
-        self._local.copies, self._local.num_used = [], 0
-
     def read(self, part: Part, buffer: Buffer, keep_cached: bool) -> None:
-        """Read what is wanted of a part of a segment. It has arrived after :meth:`finish`. Raises: ReadError.
+        """Read what is wanted of a part of a segment. It has arrived after :meth:`copy`. Raises: ReadError.
 
         ``keep_cached`` reads through the page cache and leaves the pages there.
         """
-        file, segment, start, stop, _ = part
+        file, segment, start, stop, *_ = part
         fd = None if keep_cached else file.direct_fd
         if file.table is not None:
             self._read_blocks(part, fd, buffer, keep_cached, file.table)
         elif self._driver is not None:
-            self._read_for_driver(part, fd, buffer)
+            at = part.bounce_offset
+            self._fill(part, fd, part.start, self._driver.bounce_buffer[at : at + stop - start], part.needed)
         elif fd is None:
             for offset, piece in part.pieces(buffer):
                 self._fill(part, fd, offset, piece, len(piece))
@@ -173,41 +172,24 @@ class RangeReader:
         if fd is None and not keep_cached and file.table is None:
             part.drop_cached()
 
-    def finish(self) -> None:
-        """Wait until everything that this thread has read is in the caller's memory. Raises: ReadError."""
-        if self._driver is None or not self._local.copies:
+    def copy(self, parts: Sequence[Part], buffer: Buffer) -> None:
+        """Have the driver copy parts that this thread has read, and wait for it. Raises: ReadError."""
+        if self._driver is None:
             return
-        copies: list[_Copy] = self._local.copies
         try:
-            for _, _, source, target in copies:
-                self._driver.start(source, target)
-            self._driver.finish()
+            self._driver.copy(
+                (part.bounce_offset + offset - part.start, buffer[at : at + nbytes])
+                for part in parts
+                for offset, at, nbytes in part.places
+            )
         except DriverError as error:
-            segment, offset, *_ = copies[0]
+            segment, offset = parts[0].segment, parts[0].places[0][0]
             raise _read_error(segment, offset, f"{error} when it was copied to the GPU, at") from error
-        finally:
-            self.begin()
 
     def close(self) -> None:
         """Give the memory of bounce buffers back. No thread may read any more."""
         if self._driver is not None:
             self._driver.close()
-
-    def _read_for_driver(self, part: Part, fd: int | None, buffer: Buffer) -> None:
-        """Read to this thread's bounce buffer, which :meth:`finish` copies."""
-        segment, start = part.segment, part.start
-        if fd is not None:
-            bounce = self._room(part.stop - start)
-            self._read_direct(part, fd, bounce)
-            for offset, piece in part.pieces(buffer):
-                self._local.copies.append((segment, offset, bounce[offset - start :][: len(piece)], piece))
-            return
-        for offset, piece in part.pieces(buffer):
-            for at in range(0, len(piece), self._read_size):  # what stays cached may be longer than other reads
-                target = piece[at : at + self._read_size]
-                bounce = self._room(len(target))
-                self._fill(part, fd, offset + at, bounce, len(target))
-                self._local.copies.append((segment, offset + at, bounce, target))
 
     def _read_blocks(self, part: Part, fd: int | None, buffer: Buffer, keep_cached: bool, table: BlockTable) -> None:
         """Read compressed blocks, and decode them to the caller's memory, or to where the driver copies from."""
@@ -218,7 +200,7 @@ class RangeReader:
 
         def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
             pages = read_pages(path, [Piece(name, offset, nbytes, 0)])
-            stored = part._replace(segment=pages, start=offset, stop=offset + nbytes, places=())
+            stored = part._replace(segment=pages, start=offset, stop=offset + nbytes, places=(), needed=nbytes)
             if fd is not None:
                 self._read_direct(stored, fd, coded[: pages.nbytes])
                 return
@@ -226,27 +208,14 @@ class RangeReader:
             if not keep_cached:
                 stored.drop_cached()
 
-        def land(piece: memoryview) -> memoryview:
-            if self._driver is None:
-                return piece
-            bounce = self._room(len(piece))
-            self._local.copies.append((segment, part.start, bounce, piece))
-            return bounce
-
         for offset, piece in part.pieces(buffer):
-            reader.read(path, table, segment.piece_at(offset).name, offset, piece, fetch, land)
-
-    def _room(self, nbytes: int) -> memoryview:
-        """Return a free part of this thread's bounce buffer, on whole pages."""
-        assert self._driver is not None
-        if self._local.num_used + nbytes > self._read_size:
-            self.finish()
-        start = self._local.num_used
-        self._local.num_used = round_up(start + nbytes, DIRECT_ALIGNMENT)
-        return self._driver.bounce_buffer[start : start + nbytes]
+            if self._driver is not None:
+                at = part.bounce_offset + offset - part.start
+                piece = self._driver.bounce_buffer[at : at + len(piece)]
+            reader.read(path, table, segment.piece_at(offset).name, offset, piece, fetch)
 
     def _read_direct(self, part: Part, fd: int, target: memoryview) -> None:
-        self._fill(part, fd, part.start, target, min(len(target), part.segment.wanted_end - part.start))
+        self._fill(part, fd, part.start, target, part.needed)
 
     def _read_scattered(self, part: Part, fd: int, buffer: Buffer) -> None:
         pieces = list(part.pieces(buffer))
@@ -269,9 +238,11 @@ class RangeReader:
         """Read until ``needed`` bytes are in ``target``. More may come, up to the whole target."""
         fd, alignment = (part.file.buffered_fd, 1) if fd is None else (fd, DIRECT_ALIGNMENT)
         got = retries = 0
-        while got < needed:
+        while True:
             try:
                 count = os.preadv(fd, [target[got:]], offset + got)
+                if got + count >= needed:
+                    return
                 if 0 < count < min(alignment, needed - got) and offset + got + count < os.fstat(fd).st_size:
                     raise OSError(errno.EIO, "too few bytes came")  # a direct read cannot go on from there
             except OSError as error:
@@ -284,7 +255,7 @@ class RangeReader:
                 continue
             if count < min(alignment, needed - got):
                 raise _truncated_error(part, offset, got + count, needed)
-            got = got + count if got + count >= needed else (got + count) // alignment * alignment
+            got = (got + count) // alignment * alignment
 
 
 def _read_error(segment: Segment, offset: int, reason: str) -> ReadError:
@@ -319,5 +290,6 @@ def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview
             stop = min(start + len(buffer), offset + nbytes)
             piece = Piece(record.name, offset, nbytes, offset - start)
             segment = Segment(path, offset, nbytes, None, (piece,))
-            reader.read(Part(file, segment, start, stop, segment.places(start, stop)), buffer, keep_cached=False)
+            part = Part(file, segment, start, stop, segment.places(start, stop), stop - start, stop - start, 0)
+            reader.read(part, buffer, keep_cached=False)
             yield buffer[: stop - start]

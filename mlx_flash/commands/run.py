@@ -348,8 +348,8 @@ class Conversation:
         job = self.job = Job(self._request(), loaded.source, listener)
         self.finish_reason = None
         loaded.prepare(job)
-        if parameters.num_predict == -2 and parameters.num_ctx is not None:  # it fills the context
-            job.max_tokens = max(1, min(job.max_tokens, parameters.num_ctx - len(job.prompt.tokens)))
+        if parameters.get("num_predict") == -2 and "num_ctx" in parameters:  # it fills the context
+            job.max_tokens = max(1, min(job.max_tokens, int(parameters["num_ctx"]) - len(job.prompt.tokens)))
         loaded.admits(job)
         loaded.begin(job)
         try:
@@ -388,7 +388,7 @@ class Conversation:
         )
         if not self.loaded.tokenizer.has_chat_template:
             asked = replace(asked, messages=None, prompt="\n".join(str(message["content"]) for message in messages))
-        is_unlimited = (described.parameters.num_predict or 0) < 0
+        is_unlimited = described.parameters.get("num_predict", 0) < 0
         defaults = Defaults(max_tokens=2**31 - 1 if is_unlimited else DEFAULT_MAX_TOKENS)
         return with_pictures(asked.completed(defaults_of(described, defaults)))
 
@@ -601,8 +601,8 @@ class Talk:
             raise ConfigError("/set parameter num_ctx: memory for the context is reserved when the model is loaded")
         if not text:
             raise ConfigError(f"/set parameter {name}: there is no value")
-        changed = {name: parse_parameter(name, text)}
-        self._conversation.modelfile = replace(described, parameters=replace(described.parameters, **changed))  # type: ignore[arg-type]
+        changed = {**described.parameters, name: parse_parameter(name, text)}
+        self._conversation.modelfile = replace(described, parameters=changed)
 
     def _shown(self) -> Iterator[tuple[str, str]]:
         conversation, model = self._conversation, self._conversation.loaded.model
@@ -618,7 +618,7 @@ class Talk:
             "template": described.template,
         }
         yield from filled(INFO, facts)
-        yield from ((name, str(value)) for name, value in described.parameters.given().items())
+        yield from ((name, str(value)) for name, value in described.parameters.items())
         yield from (("stop", repr(text)) for text in described.stop)
 
 
@@ -662,7 +662,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     source, options = _source(args, modelfile, config)
     with closing(Models(options)) as models:
         with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
-            model = models.load(source, status.show_bytes)
+            model = models.load(source, status.show_bytes, args.image or ())
         assert model is not None  # nothing else runs
         if not model.tokenizer.has_chat_template:
             note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
@@ -721,7 +721,7 @@ def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, 
         )
     found = read_modelfile(args.file or "Modelfile") if model is None else find_modelfile(model)
     given = {"temperature": args.temp, "top_p": args.top_p, "num_predict": args.max_tokens}
-    parameters = replace(found.parameters, **{name: value for name, value in given.items() if value is not None})
+    parameters = {**found.parameters, **{name: value for name, value in given.items() if value is not None}}
     adapter = Path(args.adapter_path) if args.adapter_path else found.adapter
     system = args.system_prompt or found.system
     return replace(found, parameters=parameters, adapter=adapter, system=system), words[0] if words else None

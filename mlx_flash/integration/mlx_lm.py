@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from mlx_flash.compat.loaders import (
     current_load_model,
     stock_sharded_load,
 )
-from mlx_flash.compat.require import require
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.prepared import counted, load_tokenizer
@@ -40,16 +38,9 @@ from mlx_flash.ranks import launched_group
 
 _lock = threading.RLock()
 
-_LARGE_BYTES = 64 << 20
-"""Weights of fewer bytes are no model that needs streaming."""
-
-_OWN_LOADERS = frozenset({"mlx_flash.layout.load", "mlx_flash.vision.flashvlm"})
-
 
 class _State:
     """The patch of this process, changed under the lock."""
-
-    has_warned: bool = False
 
     config: FlashConfig | None = None
     changes: tuple[Change, ...] = ()
@@ -106,14 +97,12 @@ def _put_in_force(config: FlashConfig | None) -> None:
             stock = current_load_model()
             _State.changes = (Change("mlx_lm.utils", "load_model", stock, _make_replacement(stock)), *_CHANGES)
         patch_vlm(lambda: _State.config)
-        watch_weights(_warn_once)
         for change in _State.changes:
             change.apply()
 
 
 def _restore() -> None:
     restore_vlm()
-    stop_watching()
     for change in _State.changes:
         change.undo()
     found = current_load_model()
@@ -188,40 +177,3 @@ _CHANGES = (
     Change("mlx_lm.generate", "BatchGenerator", StockBatchGenerator, SharingGenerator),
 )
 """What the patch changes besides ``load_model``."""
-
-
-def _warn_once(module: nn.Module, nbytes: int) -> None:
-    """Warn of the first large model that is loaded around the patch."""
-    if nbytes < _LARGE_BYTES or _State.has_warned:
-        return
-    callers = [name for name in calling_modules() if not name.startswith(("mlx_flash.compat", __name__))]
-    if _OWN_LOADERS.isdisjoint(callers):
-        _State.has_warned = True
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        log.warning(
-            "%s with %.1f MB of weights was loaded around mlx-flash by %s: it is not streamed, and takes memory that "
-            "is in no plan. Hint: load it through mlx_lm.load or mlx_vlm.load, imported after the patch.",
-            kind,
-            nbytes / 1e6,
-            next((name for name in callers if not name.startswith(("mlx.", "mlx_lm.", "mlx_vlm."))), "?"),
-        )
-
-
-_stock: Callable[..., Any] = require(nn.Module, "load_weights", "file_or_weights", "strict")
-
-
-def watch_weights(seen: Callable[[nn.Module, int], None]) -> None:
-    """Show every module, and the bytes of the arrays, that weights are loaded into. Replaces an earlier watch."""
-
-    def load_weights(self: nn.Module, file_or_weights: Any, strict: bool = True) -> nn.Module:
-        if isinstance(file_or_weights, list):
-            seen(self, sum(int(array.nbytes) for _, array in file_or_weights if isinstance(array, mx.array)))
-        loaded: nn.Module = _stock(self, file_or_weights, strict)
-        return loaded
-
-    nn.Module.load_weights = load_weights  # type: ignore[method-assign]
-
-
-def stop_watching() -> None:
-    """Put ``load_weights`` back as it was."""
-    nn.Module.load_weights = _stock  # type: ignore[method-assign]

@@ -87,8 +87,7 @@ _MOST = 2**31 - 1
 _SAMPLING = "mlx-flash does not sample that way"
 _HARDWARE = "MLX and the plan decide that"
 UNUSED_PARAMETERS = {
-    **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), _SAMPLING),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "penalize_newline"), _SAMPLING),
+    **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p", "penalize_newline"), _SAMPLING),
     **dict.fromkeys(("num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap", "use_mlock"), _HARDWARE),
     **dict.fromkeys(("f16_kv", "logits_all", "vocab_only", "embedding_only", "num_gqa"), _HARDWARE),
     **dict.fromkeys(("rope_frequency_base", "rope_frequency_scale"), "the model's config.json says that"),
@@ -132,12 +131,12 @@ def parse_stop(value: str) -> str:
     return value
 
 
-def parse_parameter(name: str, text: str) -> int | float | None:
+def parse_parameter(name: str, text: str) -> int | float:
     """Return the value of a PARAMETER, checked against its bounds."""
     if (found := PARAMETERS.get(name)) is None:
         known = [*PARAMETERS, "stop", *UNUSED_PARAMETERS]
         raise ConfigError(f"there is no parameter {name!r}{did_you_mean(name, known)}")
-    kind, (least, most, words) = (int if "int" in str(found.type) else float), found.metadata["bounds"]
+    kind, least, most, words = found
     try:
         number = kind(text)
     except ValueError:
@@ -146,7 +145,7 @@ def parse_parameter(name: str, text: str) -> int | float | None:
         raise ConfigError(f"PARAMETER {name} is {text!r}: it must be {wanted}{hint}") from None
     if not least <= number <= most or number == math.inf or (name == "num_predict" and number == 0):
         raise ConfigError(f"PARAMETER {name} is {text}: it must be {words}")
-    return None if name == "seed" and number == -1 else number
+    return number
 
 
 def parse_base(value: str, folder: Path) -> str:
@@ -204,52 +203,25 @@ class Message(NamedTuple):
     content: str
 
 
-def _within(least: float, most: float, words: str) -> Any:
-    """Return a field that may be unset, with the bounds of its value, in words too."""
-    return field(default=None, metadata={"bounds": (least, most, words)})
+PARAMETERS: Mapping[str, tuple[Callable[[str], int | float], float, float, str]] = {
+    "num_ctx": (int, 1, math.inf, "at least 1"),
+    "num_predict": (int, -2, math.inf, "at least 1, or -1 for no limit, or -2 to fill the context"),
+    "temperature": (float, 0, math.inf, "0 or more"),
+    "top_p": (float, math.ulp(0), 1, "above 0 and at most 1. Hint: temperature 0 takes the likeliest token"),
+    "top_k": (int, 0, _MOST, "0, which keeps all, or more, below 2**31"),
+    "min_p": (float, 0, 1, "between 0 and 1"),
+    "seed": (int, -1, 2**64 - 1, "0 or more, below 2**64, or -1 for another one each time"),
+    "repeat_penalty": (float, math.ulp(0), math.inf, "above 0; 1 is no penalty"),
+    "repeat_last_n": (int, -1, _MOST, "0 or more, below 2**31, or -1 for the whole context"),
+    "presence_penalty": (float, -100, 100, "between -100 and 100"),
+    "frequency_penalty": (float, -100, 100, "between -100 and 100"),
+}
+"""The parameters, with Ollama's names: type, bounds, and these in words. One that is unset means mlx-lm's default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameters:
-    """The parameters, with Ollama's names. None is unset, and means mlx-lm's default, not Ollama's.
-
-    Attributes:
-        num_ctx: tokens of context.
-        num_predict: tokens to generate at most; -1 sets no limit, -2 fills the context.
-        temperature: 0 takes the likeliest token.
-        top_p: keep the likeliest tokens of this share; 1 keeps all.
-        top_k: keep this many of the likeliest; 0 keeps all.
-        min_p: keep tokens of this share of the likeliest one's probability.
-        seed: seed of the random numbers. A written -1, another seed each time, is None here.
-        repeat_penalty: divisor of the logits of recent tokens.
-        repeat_last_n: number of recent tokens; 0 means none, -1 all.
-    """
-
-    num_ctx: int | None = _within(1, math.inf, "at least 1")
-    num_predict: int | None = _within(-2, math.inf, "at least 1, or -1 for no limit, or -2 to fill the context")
-    temperature: float | None = _within(0, math.inf, "0 or more")
-    top_p: float | None = _within(
-        math.ulp(0), 1, "above 0 and at most 1. Hint: temperature 0 takes the likeliest token"
-    )
-    top_k: int | None = _within(0, _MOST, "0, which keeps all, or more, below 2**31")
-    min_p: float | None = _within(0, 1, "between 0 and 1")
-    seed: int | None = _within(-1, 2**64 - 1, "0 or more, below 2**64, or -1 for another one each time")
-    repeat_penalty: float | None = _within(math.ulp(0), math.inf, "above 0; 1 is no penalty")
-    repeat_last_n: int | None = _within(-1, _MOST, "0 or more, below 2**31, or -1 for the whole context")
-
-    def given(self) -> dict[str, int | float]:
-        """Return those that are set."""
-        values = {name: getattr(self, name) for name in PARAMETERS}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-def recent_tokens(repeat_last_n: int | None) -> int:
+def recent_tokens(repeat_last_n: float | None) -> int:
     """Return the number of recent tokens that a penalty counts. None is Ollama's default, 64; -1 is all tokens."""
-    return 64 if repeat_last_n is None else _MOST if repeat_last_n == -1 else repeat_last_n
-
-
-PARAMETERS = {field.name: field for field in fields(Parameters)}
-"""The parameters of a Modelfile."""
+    return 64 if repeat_last_n is None else _MOST if repeat_last_n == -1 else int(repeat_last_n)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,13 +232,12 @@ class Modelfile:
         path: the file.
         base: the model: an absolute path of a directory, or a Hugging Face repository.
         adapter: directory of a LoRA adapter.
-        parameters: sampling.
+        parameters: those that are set.
         stop: texts that end the generation.
         system: the system prompt.
         template: the prompt template as written.
         chat_template: the template if it is a Jinja chat template; None takes the tokenizer's own.
         messages: first messages of every conversation.
-        licenses: their texts.
         flash: fields of FlashConfig and their checked texts, for ``FlashConfig.resolve(modelfile=...)``.
         notes: instructions without effect, by line.
     """
@@ -274,13 +245,12 @@ class Modelfile:
     path: Path
     base: str
     adapter: Path | None = None
-    parameters: Parameters = Parameters()
+    parameters: Mapping[str, int | float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     system: str | None = None
     template: str | None = None
     chat_template: str | None = None
     messages: tuple[Message, ...] = ()
-    licenses: tuple[str, ...] = ()
     flash: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
@@ -334,15 +304,9 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: the Modelfile is not text: {error}") from error
 
 
-def parse_modelfile(text: str, path: Path | str, find_base: Callable[[str, Path], str] = parse_base) -> Modelfile:
-    """Parse the text of a Modelfile.
-
-    Args:
-        text: the text.
-        path: the file of the text. Paths in it are relative to the file's directory.
-        find_base: returns the model of a FROM, given its value and that directory.
-    """
-    draft = _Draft(Path(path), find_base)
+def parse_modelfile(text: str, path: Path | str) -> Modelfile:
+    """Parse the text of a Modelfile. Paths in it are relative to the folder of ``path``, its file."""
+    draft = _Draft(Path(path))
     lines = enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1)
     for number, line in lines:
         try:
@@ -369,8 +333,8 @@ _SEVERAL = ("MESSAGE", "LICENSE", "PARAMETER stop")
 class _Draft:
     """A Modelfile that is being read."""
 
-    def __init__(self, path: Path, find_base: Callable[[str, Path], str]) -> None:
-        self._path, self._find_base = path, find_base
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._values: dict[str, Any] = {}  # by instruction; a list for each in _SEVERAL
         self._lines: dict[str, int] = {}
         self._notes: list[Note] = []
@@ -417,7 +381,7 @@ class _Draft:
         if name in ("FROM", "ADAPTER"):
             if not value:
                 raise ConfigError(f"{name} is empty")
-            return (self._find_base if name == "FROM" else parse_directory)(value, self._path.parent)
+            return (parse_base if name == "FROM" else parse_directory)(value, self._path.parent)
         if name in FLASH_INSTRUCTIONS:
             parse_setting(FLASH_INSTRUCTIONS[name], value)
         return value
@@ -429,10 +393,9 @@ class _Draft:
             raise ConfigError(f"{self._path}: there is no FROM, which names the model")
         if "FLASH_CONTEXT_LENGTH" in lines and (line := lines.get("PARAMETER num_ctx")):
             self._notes.append(Note(line, "PARAMETER num_ctx sets no memory aside: FLASH_CONTEXT_LENGTH does"))
-        if "PARAMETER repeat_penalty" not in lines and (line := lines.get("PARAMETER repeat_last_n")):
-            self._notes.append(
-                Note(line, "PARAMETER repeat_last_n has no effect: PARAMETER repeat_penalty is not given")
-            )
+        has_penalty = any(f"PARAMETER {kind}_penalty" in lines for kind in ("repeat", "presence", "frequency"))
+        if not has_penalty and (line := lines.get("PARAMETER repeat_last_n")):
+            self._notes.append(Note(line, "PARAMETER repeat_last_n has no effect: no penalty is given"))
         template = chat_template = values.get("TEMPLATE")
         if template is not None and not _JINJA_MARK.search(template):
             chat_template = None
@@ -440,10 +403,10 @@ class _Draft:
                 "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
             )
             self._notes.append(Note(lines["TEMPLATE"], words))
-        parameters = Parameters(**{name: values.get(f"PARAMETER {name}") for name in PARAMETERS})
+        parameters = {name: values[what] for name in PARAMETERS if (what := f"PARAMETER {name}") in values}
         flash = {setting: values[name] for name, setting in FLASH_INSTRUCTIONS.items() if name in values}
-        if parameters.num_ctx is not None:
-            flash.setdefault("context_length", str(parameters.num_ctx))
+        if "num_ctx" in parameters:
+            flash.setdefault("context_length", str(parameters["num_ctx"]))
         return Modelfile(
             path=self._path,
             base=values["FROM"],
@@ -454,7 +417,6 @@ class _Draft:
             template=template,
             chat_template=chat_template,
             messages=tuple(values.get("MESSAGE", ())),
-            licenses=tuple(values.get("LICENSE", ())),
             flash=flash,
             notes=tuple(sorted(self._notes, key=lambda note: note.line)),
         )

@@ -171,10 +171,15 @@ def source_of(modelfile: Modelfile, name: str, other: Source) -> Source:
 def defaults_of(modelfile: Modelfile, defaults: Defaults) -> Defaults:
     """Return the settings of a Modelfile, and others where it has none."""
     parameters = modelfile.parameters
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    given: dict[str, Any] = {name: getattr(parameters, name) for name in names} | {"stop": modelfile.stop or None}
-    if parameters.num_predict is not None and parameters.num_predict > 0:
-        given["max_tokens"] = parameters.num_predict
-    if parameters.repeat_penalty is not None and (recent := recent_tokens(parameters.repeat_last_n)):
-        given |= {"repetition_penalty": parameters.repeat_penalty, "repetition_context_size": recent}
-    return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    given: dict[str, Any] = {name: parameters[name] for name in names if name in parameters}
+    if modelfile.stop:
+        given["stop"] = modelfile.stop
+    if (num_tokens := parameters.get("num_predict", 0)) > 0:
+        given["max_tokens"] = num_tokens
+    if recent := recent_tokens(parameters.get("repeat_last_n")):
+        kinds = {"repetition": "repeat", "presence": "presence", "frequency": "frequency"}
+        given |= {f"{kind}_context_size": recent for kind, name in kinds.items() if f"{name}_penalty" in parameters}
+        if "repeat_penalty" in parameters:
+            given["repetition_penalty"] = parameters["repeat_penalty"]
+    return replace(defaults, **given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,8 @@ class Models:
         found = self._loaded.get(source.name)
         return found if found is not None and found.source == source else None
 
-    def load(self, source: Source, progress: Progress) -> LoadedModel | None:
-        """Load a model. Return None if it has to wait until others have answered their requests."""
+    def load(self, source: Source, progress: Progress, pictures: Sequence[Path] = ()) -> LoadedModel | None:
+        """Load a model, planned for some pictures. Return None if others have to answer their requests before."""
         if source.name in self._alone and any(model.jobs for model in self._loaded.values()):
             return None
         self._alone.discard(source.name)
@@ -76,6 +76,8 @@ class Models:
             del idle
         (model, tokenizer, sight), draft = found, None
         try:
+            if sight is not None and pictures:
+                sight.expect(pictures)
             if source.adapter is not None:
                 apply_adapter(model, source.adapter)
             if source.draft is not None:

@@ -49,6 +49,13 @@ class Sight:
         self._processor = processor
         self._tokenizer = tokenizer
 
+    def expect(self, files: Sequence[Path]) -> None:
+        """Plan for pictures that the first prompt has. Only before the model is started."""
+        pictures = [open_picture(file, str(file)) for file in files]
+        keywords = make_prompt(self.model, self._processor, "?", pictures).keywords
+        del pictures  # before the plan, which counts the process
+        self.model.expect(None, keywords)
+
     def make_cache(self) -> list[Any]:
         """Return an empty prompt cache."""
         found: list[Any] = make_vlm_cache(self.model.language_model)

@@ -69,7 +69,7 @@ def expected_answer(described: Modelfile, messages: list[dict[str, str]], max_to
     model, tokenizer, *_ = mlx_lm.load(described.base)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     processors = make_logits_processors(
-        repetition_penalty=described.parameters.repeat_penalty, repetition_context_size=64
+        repetition_penalty=described.parameters.get("repeat_penalty"), repetition_context_size=64
     )
     return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, logits_processors=processors)
 
@@ -281,7 +281,7 @@ def test_a_model_is_prompted_without_a_modelfile(
 
 
 def described_with(described: Modelfile, num_predict: int) -> Modelfile:
-    return replace(described, parameters=replace(described.parameters, num_predict=num_predict))
+    return replace(described, parameters={**described.parameters, "num_predict": num_predict})
 
 
 def test_the_command_tells_what_it_does_not_do(

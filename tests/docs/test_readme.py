@@ -209,7 +209,7 @@ def test_clients_get_the_text_of_mlx_lm(desk: Desk) -> None:
 def test_the_modelfile_sets_parameters_and_budget(desk: Desk) -> None:
     modelfile = read_modelfile(desk.folder / "Modelfile")
     assert not modelfile.notes
-    assert (modelfile.base, modelfile.parameters.num_predict) == (desk.names["DIR_OR_REPO"], 50)
+    assert (modelfile.base, modelfile.parameters["num_predict"]) == (desk.names["DIR_OR_REPO"], 50)
     assert FlashConfig.resolve(modelfile=modelfile.flash, environment={}).ram_budget_gb == 4
 
 

@@ -49,22 +49,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_model_loaded_around_the_patch_is_reported_once(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("mlx_flash.integration.mlx_lm._LARGE_BYTES", 1000)
-    load_weights = mlx.nn.Module.load_weights
-    with apply_flash_patch(config()):
-        tokens(model_dir)
-        assert "around" not in caplog.text
-        caplog.clear()
-        for _ in range(2):
-            ORIGINAL(model_dir)
-        (record,) = caplog.records
-        assert "llama.Model with" in record.message and f"around mlx-flash by {__name__}" in record.message
-    assert mlx.nn.Module.load_weights is load_weights
-
-
 def tokens(directory: Path, **options: Any) -> list[int]:
     model, tokenizer, *_ = mlx_lm.load(str(directory), **options)
     found = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=12)]

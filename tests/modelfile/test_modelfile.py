@@ -18,9 +18,11 @@ from mlx_flash.modelfile.parse import (
     Message,
     Modelfile,
     Note,
-    Parameters,
     parse_modelfile,
     read_modelfile,
+)
+from mlx_flash.modelfile.parse import (
+    PARAMETERS as BOUNDS,
 )
 
 FROM = "FROM org/model\n"
@@ -55,10 +57,10 @@ def test_the_example() -> None:
     found = read_modelfile(ROOT / "examples" / "Modelfile")
     assert found.notes == ()
     assert f"KV cache: {', '.join(get_args(KVMode))};" in (ROOT / "examples" / "Modelfile").read_text()
-    assert None not in dataclasses.astuple(found.parameters)
+    assert found.parameters.keys() == BOUNDS.keys()
     assert found.stop == ("<|eot_id|>", "<|start_header_id|>")
     assert found.system == "You are a patient teacher.\nAnswer in at most three sentences."
-    assert found.template and found.chat_template and found.licenses
+    assert found.template and found.chat_template
     assert [message.role for message in found.messages] == ["user", "assistant"]
     config = FlashConfig.resolve(modelfile=found.flash, environment={})
     assert (config.ram_budget_gb, config.context_length, config.prefill_step_size) == ("balanced", 4096, 512)
@@ -69,7 +71,7 @@ def test_the_example() -> None:
 def test_instructions_in_any_case_and_order_with_comments_between() -> None:
     text = "\n  # first\nparameter Top_K 3\n\n\tSystem  Be brief. # not a comment  \r\nFrom a/b\r\n#last"
     found = parse_modelfile(text, "M")
-    assert (found.base, found.parameters.top_k, found.system) == ("a/b", 3, "Be brief. # not a comment")
+    assert (found.base, found.parameters["top_k"], found.system) == ("a/b", 3, "Be brief. # not a comment")
 
 
 def test_encodings(tmp_path: Path) -> None:
@@ -129,9 +131,8 @@ def test_quotes() -> None:
     for written, text in QUOTED:
         found = parse(f"SYSTEM {written}", "PARAMETER seed 7")
         assert found.system == text
-        assert found.parameters.seed == 7  # the next line is read as such
+        assert found.parameters["seed"] == 7  # the next line is read as such
         assert parse(f"MESSAGE user {written}").messages == (Message("user", text),)
-        assert parse(f"LICENSE {written}", "LICENSE b").licenses == (text, "b")
     for written in ('"""never ends', '"""', '""""', '"never ends', '"', '"""a"', '"""a\n"', '"""a\n""" b'):
         quote = '"""' if written.startswith('"""') else '"'
         end = f"the text that begins with {quote} has no closing {quote} at the end of a line"
@@ -218,19 +219,21 @@ PARAMETERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "top_p": ({"1": 1.0, "0.9": 0.9, "1e-3": 0.001}, ["0", "1.1", "-1", "nan"]),
     "top_k": ({"0": 0, "40": 40}, ["-1", "1.5", str(2**31)]),
     "min_p": ({"0": 0.0, "0.05": 0.05, "1": 1.0}, ["-0.1", "1.01"]),
-    "seed": ({"0": 0, str(2**64 - 1): 2**64 - 1, "-1": None}, ["-2", str(2**64), "random"]),
+    "seed": ({"0": 0, str(2**64 - 1): 2**64 - 1, "-1": -1}, ["-2", str(2**64), "random"]),
     "repeat_penalty": ({"1.1": 1.1, "0.5": 0.5, "2": 2.0}, ["0", "-1", "inf"]),
     "repeat_last_n": ({"0": 0, "64": 64, "-1": -1}, ["-2", "0.5", str(2**31), "9" * 5000]),
+    "presence_penalty": ({"0.5": 0.5, "-1": -1.0}, ["101", "x"]),
+    "frequency_penalty": ({"0.5": 0.5, "-1": -1.0}, ["-101", "nan"]),
 }
 """Values of each parameter by their texts, and texts that are refused."""
 
 
 def test_parameters() -> None:
-    assert PARAMETERS.keys() == {field.name for field in dataclasses.fields(Parameters)}
+    assert PARAMETERS.keys() == BOUNDS.keys()
     for name, (values, refused) in PARAMETERS.items():
         for text, value in values.items():
             for written in (text, f'"{text}"'):
-                found = getattr(parse(f"PARAMETER {name} {written}").parameters, name)
+                found = parse(f"PARAMETER {name} {written}").parameters[name]
                 assert found == value and type(found) is type(value)
         for text in refused:
             assert wrong(f"PARAMETER {name} {text}").startswith(f"PARAMETER {name} is ")
@@ -276,7 +279,7 @@ def test_the_context_is_planned_for_unless_told_otherwise() -> None:
     assert parse("PARAMETER num_ctx 5000").flash == {"context_length": "5000"}
     found = parse("FLASH_CONTEXT_LENGTH 300", "PARAMETER num_ctx 5000")
     assert found.flash == {"context_length": "300"}
-    assert found.parameters.num_ctx == 5000
+    assert found.parameters["num_ctx"] == 5000
     assert found.notes == (Note(3, "PARAMETER num_ctx sets no memory aside: FLASH_CONTEXT_LENGTH does"),)
 
 
@@ -284,7 +287,7 @@ def test_the_context_is_planned_for_unless_told_otherwise() -> None:
 
 
 def test_what_has_no_effect_is_noted() -> None:
-    names = ("mirostat", "num_gpu", "num_thread", "num_batch", "presence_penalty", "repeat_last_n")
+    names = ("mirostat", "num_gpu", "num_thread", "num_batch", "repeat_last_n")
     others = ("REQUIRES 0.14.0", "RENDERER qwen3", "PARSER qwen3")
     for line in (*(f"PARAMETER {name} 2" for name in names), *others):
         (note,) = parse("", line).notes
@@ -298,7 +301,7 @@ def test_what_is_said_twice_counts_once(what: str) -> None:
     found = parse(f"{what} 1{text}", f"{what} 2{text}", "PARAMETER num_gpu 1")
     assert [note.line for note in found.notes] == [2, 4]
     assert found.notes[0].text == f"{what} has no effect: line 3 says it again"
-    said = (found.system, found.parameters.top_k, found.flash.get("num_slots"), found.template)
+    said = (found.system, found.parameters.get("top_k"), found.flash.get("num_slots"), found.template)
     assert [str(value)[0] for value in said if value is not None] == ["2"]
 
 
@@ -326,5 +329,5 @@ def test_nothing_is_dropped(lines: list[str]) -> None:
     """Each line is in effect, or noted."""
     assume(lines)
     found = parse(*lines)
-    in_effect = sum([found.parameters.top_k is not None, found.system is not None, "enabled" in found.flash])
+    in_effect = sum(["top_k" in found.parameters, found.system is not None, "enabled" in found.flash])
     assert in_effect + len(found.notes) == sum(line != "# c" for line in lines)

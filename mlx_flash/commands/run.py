@@ -258,21 +258,7 @@ class _Listener:
 
 
 class Conversation:
-    """Turns of user and assistant. A model answers them as it answers requests of the server.
-
-    Args:
-        loaded: the model.
-        modelfile: first messages, sampling, and texts that end an answer.
-        sampling: further settings; the seed counts up with the answers.
-        grammar: a rule that all answers follow.
-
-    Attributes:
-        modelfile: may be replaced between two answers; :meth:`set_system` changes its system prompt.
-        messages: the turns so far. Those with pictures have ``images``, their files.
-        pictures: files for the next message.
-        job: the last answer.
-        finish_reason: ``"stop"`` or ``"length"``, of the last answer; None if it did not end by itself.
-    """
+    """Turns of user and assistant. A model answers them as it answers requests of the server."""
 
     def __init__(
         self,
@@ -283,10 +269,10 @@ class Conversation:
     ) -> None:
         self.loaded, self.modelfile = loaded, modelfile
         self._sampling, self._grammar = sampling or Sampling(), grammar
-        self.messages: list[dict[str, Any]] = [*modelfile.first_messages]
-        self.pictures: list[str] = []
-        self.job: Job | None = None
-        self.finish_reason: str | None = None
+        self.messages: list[dict[str, Any]] = [*modelfile.first_messages]  # pictures' files are their ``images``
+        self.pictures: list[str] = []  # files for the next message
+        self.job: Job | None = None  # the last answer
+        self.finish_reason: str | None = None  # of the last answer; None if it did not end by itself
 
     def clear(self) -> None:
         """Forget everything but the messages that the Modelfile begins with."""
@@ -320,12 +306,6 @@ class Conversation:
         """Yield the model's answer to a message, piece by piece.
 
         Closing the iterator keeps the answer so far. An answer that ends before its first piece leaves no trace.
-
-        Args:
-            text: the user's message.
-            on_prompt: called with the prompt tokens done and to do, also during a pass.
-            on_token: called after each token.
-            is_stopped: no further pass begins once it returns True.
         """
         pictures, self.pictures, said = self.pictures, [], ""
         self.messages.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
@@ -459,12 +439,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Talk:
-    """A conversation in a terminal, or the answer to one prompt. All but the answers goes to stderr.
-
-    Attributes:
-        is_verbose: print all measurements after an answer.
-        is_quiet: print none.
-    """
+    """A conversation in a terminal, or the answer to one prompt. All but the answers goes to stderr."""
 
     def __init__(
         self,
@@ -482,15 +457,7 @@ class Talk:
         self.is_verbose, self.is_quiet = verbose, False
 
     def converse(self, read: Read, is_typed: bool = False) -> int:
-        """Answer messages until the user ends the conversation. An error of an answer does not end it.
-
-        Args:
-            read: reads a message.
-            is_typed: a person types: Ctrl-C without a message asks for another one, and errors are no failure.
-
-        Returns:
-            The exit status.
-        """
+        """Answer messages until the user ends the conversation. An error of an answer does not end it."""
         note(HINT)
         is_interrupted, status = False, 0
         while True:
@@ -695,12 +662,7 @@ def _source(args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig)
 
 
 def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, str | None]:
-    """Return the Modelfile, or one that only names a model, with what flags say, and the prompt of the command line.
-
-    Args:
-        args: of the command.
-        model: that of the conversation that goes on.
-    """
+    """Return the Modelfile, or one that only names a model, with what flags say, and the prompt of the command line."""
     words, model = (
         [*args.words, *([] if args.prompt is None else [args.prompt])],
         args.model or (model if args.file is None else None),

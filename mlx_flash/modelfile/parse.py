@@ -226,33 +226,19 @@ def recent_tokens(repeat_last_n: float | None) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modelfile:
-    """The contents of a Modelfile.
+    """The contents of a Modelfile."""
 
-    Attributes:
-        path: the file.
-        base: the model: an absolute path of a directory, or a Hugging Face repository.
-        adapter: directory of a LoRA adapter.
-        parameters: those that are set.
-        stop: texts that end the generation.
-        system: the system prompt.
-        template: the prompt template as written.
-        chat_template: the template if it is a Jinja chat template; None takes the tokenizer's own.
-        messages: first messages of every conversation.
-        flash: fields of FlashConfig and their checked texts, for ``FlashConfig.resolve(modelfile=...)``.
-        notes: instructions without effect, by line.
-    """
-
-    path: Path
-    base: str
-    adapter: Path | None = None
-    parameters: Mapping[str, int | float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    system: str | None = None
-    template: str | None = None
-    chat_template: str | None = None
-    messages: tuple[Message, ...] = ()
-    flash: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[Note, ...] = ()
+    path: Path  # the file
+    base: str  # the model: an absolute path of a directory, or a Hugging Face repository
+    adapter: Path | None = None  # directory of a LoRA adapter
+    parameters: Mapping[str, int | float] = field(default_factory=dict)  # those that are set
+    stop: tuple[str, ...] = ()  # texts that end the generation
+    system: str | None = None  # the system prompt
+    template: str | None = None  # the prompt template as written
+    chat_template: str | None = None  # the template if it is a Jinja chat template; None takes the tokenizer's own
+    messages: tuple[Message, ...] = ()  # first messages of every conversation
+    flash: Mapping[str, str] = field(default_factory=dict)  # fields of FlashConfig and their checked texts
+    notes: tuple[Note, ...] = ()  # instructions without effect, by line
 
     @property
     def first_messages(self) -> tuple[dict[str, str], ...]:

@@ -37,17 +37,11 @@ _NAMED_KEY = re.compile(r"([\w.@-]{1,64})\s+sha256:([0-9a-f]{64})(?:\s+([1-9][0-
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key that requests may bring.
+    """A key that requests may bring."""
 
-    Attributes:
-        digest: its SHA-256. Keys are random, so no slower hash is needed.
-        name: in the log and in metrics; empty for a key that has none.
-        most: the most requests with it at a time; None for no limit of its own.
-    """
-
-    digest: bytes
-    name: str = ""
-    most: int | None = None
+    digest: bytes  # its SHA-256. Keys are random, so no slower hash is needed
+    name: str = ""  # in the log and in metrics; empty for a key that has none
+    most: int | None = None  # the most requests with it at a time; None for no limit of its own
 
 
 def plain_key(text: str) -> Key:
@@ -61,17 +55,11 @@ def plain_key(text: str) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Keys and origins that may use the server.
+    """Keys and origins that may use the server."""
 
-    Attributes:
-        keys: each request must bring one of them; none asks for none.
-        origins: origins of web pages that may ask, as browsers name them; ``*`` is any.
-        num_requests: requests so far, by names of keys.
-    """
-
-    keys: Sequence[Key] = ()
-    origins: Sequence[str] = ()
-    num_requests: Counter[str] = field(default_factory=Counter)
+    keys: Sequence[Key] = ()  # each request must bring one of them; none asks for none
+    origins: Sequence[str] = ()  # origins of web pages that may ask, as browsers name them; ``*`` is any
+    num_requests: Counter[str] = field(default_factory=Counter)  # requests so far, by names of keys
 
     def check(self, path: str, method: str, headers: Headers) -> Key | None:
         """Check the length, the origin and the key of a request. Return its key if it needs one.
@@ -139,17 +127,7 @@ class AccessMiddleware:
 
 
 def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_open: bool) -> Access:
-    """Return who may use a server.
-
-    Args:
-        host: the address that it listens on.
-        origins: origins of web pages that may ask.
-        key_file: a file with the API key, or several; None takes that of the environment, if any.
-        is_open: other machines may connect without a key.
-
-    Raises:
-        ConfigError: other machines could connect without a key, or there is no usable key.
-    """
+    """Return who may use a server."""
     key = os.environ.get(API_KEY_VARIABLE)
     keys = [] if key is None else [plain_key(key)]
     if key_file is not None:

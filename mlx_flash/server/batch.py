@@ -35,45 +35,28 @@ Kept = tuple[list[Any], list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Limits of a model's batches, with mlx-lm's values.
+    """Limits of a model's batches, with mlx-lm's values."""
 
-    Attributes:
-        prefill_step_size: prompt tokens in one forward call.
-        decode_concurrency, prompt_concurrency: the most answers, and prompts, that are computed together.
-        prompt_cache_size: the most prompt caches that are kept.
-        prompt_cache_bytes: the most bytes of these; None takes half of what the plan reserves.
-        num_draft_tokens: the most tokens that are guessed at a time with a draft model; None for as many as pay.
-        kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
-        is_conversation: the model has one conversation, which ``mlx_lm.stream_generate``'s loop answers.
-        max_kv_size: tokens that the rotating KV cache of a conversation holds; None drops none.
-    """
-
-    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
-    decode_concurrency: int = 32
-    prompt_concurrency: int = 8
-    prompt_cache_size: int = 10
-    prompt_cache_bytes: int | None = None
-    num_draft_tokens: int | None = None
-    kv_bits: int | None = None
+    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE  # prompt tokens in one forward call
+    decode_concurrency: int = 32  # the most answers that are computed together
+    prompt_concurrency: int = 8  # the most prompts
+    prompt_cache_size: int = 10  # the most prompt caches that are kept
+    prompt_cache_bytes: int | None = None  # the most bytes of these; None takes half of what the plan reserves
+    num_draft_tokens: int | None = None  # the most that a draft model guesses at a time; None for as many as pay
+    kv_bits: int | None = None  # as of ``mlx_lm.generate``; requests are answered one after another
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
-    is_conversation: bool = False
-    max_kv_size: int | None = None
+    is_conversation: bool = False  # the model has one conversation, which ``mlx_lm.stream_generate``'s loop answers
+    max_kv_size: int | None = None  # tokens that the rotating KV cache of a conversation holds; None drops none
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A generation loop: with a draft model, with quantized keys and values, or with pictures.
+    """A generation loop: with a draft model, with quantized keys and values, or with pictures."""
 
-    Attributes:
-        steps: the loop. It takes the prompt, and the options of mlx-lm's.
-        make_cache: makes the prompt cache of a request.
-        keeps_caches: hand out caches at the end of requests.
-    """
-
-    steps: Callable[..., Iterator[Any]]
-    make_cache: Callable[[], list[Any]]
-    keeps_caches: bool = True
+    steps: Callable[..., Iterator[Any]]  # the loop. It takes the prompt, and the options of mlx-lm's
+    make_cache: Callable[[], list[Any]]  # makes the prompt cache of a request
+    keeps_caches: bool = True  # hand out caches at the end of requests
 
 
 def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | None) -> Loop | None:
@@ -96,12 +79,7 @@ def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | Non
 
 
 class LoneRequest:
-    """A request that a loop answers, in the place of a group of mlx-lm's.
-
-    Attributes:
-        uids: its number.
-        num_restored: tokens that came from the prefix cache.
-    """
+    """A request that a loop answers, in the place of a group of mlx-lm's."""
 
     def __init__(
         self,
@@ -202,9 +180,6 @@ class ServedBatch(RowGenerator):
     all answers in one. On a GPU a call with a row for each of several answers takes little longer than a call for one;
     the price is that the last bits of an answer depend on the others, as in mlx-lm's server. With a loop, they are
     answered one after another.
-
-    Attributes:
-        loop: the generation loop that answers requests; None where they are computed together.
     """
 
     def __init__(
@@ -238,12 +213,7 @@ class ServedBatch(RowGenerator):
     def note_prompt(self, number: int, done: int, total: int) -> None:
         """Note how far a prompt is in the pass under way. All ranks compute a pass to its end.
 
-        Args:
-            number: of the request.
-            done, total: tokens of what the pass computes.
-
-        Raises:
-            LeftError: the client has left, so that the pass is in vain.
+        Raises: LeftError: the client has left, so that the pass is in vain.
         """
         job = self._jobs.get(number)
         if job is None or self._is_shared:

@@ -30,20 +30,13 @@ _BEGIN, _END, _SEPARATOR = (f"<{_BAR}toolâ–{word}{_BAR}>" for word in ("callsâ–
 
 
 class _Form(NamedTuple):
-    """The form of a template's calls.
+    """The form of a template's calls."""
 
-    Attributes:
-        sign: text of a rendered call.
-        start, end: the marks around calls.
-        parse: reads the text between the marks.
-        states: further states of an answer: texts and the states that follow them, by states before them.
-    """
-
-    sign: str
+    sign: str  # text of a rendered call
     start: str
     end: str
-    parse: Parser
-    states: Mapping[str, Any] = {}
+    parse: Parser  # reads the text between the marks
+    states: Mapping[str, Any] = {}  # further ones of an answer: texts and the states after them, by states before
 
 
 def complete(tokenizer: Any) -> None:
@@ -157,17 +150,11 @@ def _other_form(text: str, prompt: str) -> _Form:
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """The texts around the parts of an answer, each of which has a header.
+    """The texts around the parts of an answer, each of which has a header."""
 
-    Attributes:
-        reasoning: the header of reasoning.
-        end: the end of reasoning, and what follows it before the next header.
-        text: the header of text.
-    """
-
-    reasoning: str
-    end: str
-    text: str
+    reasoning: str  # the header of reasoning
+    end: str  # the end of reasoning, and what follows it before the next header
+    text: str  # the header of text
 
 
 def headers_of(tokenizer: Any) -> Headers:

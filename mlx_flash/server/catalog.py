@@ -28,44 +28,24 @@ _FILES = {"config.json", "tokenizer_config.json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model that can be loaded.
+    """A model that can be loaded."""
 
-    Attributes:
-        name: by which requests name it.
-        base: its folder, or its Hugging Face repository.
-        adapter: folder of a LoRA adapter.
-        draft: folder or repository of a model that guesses tokens.
-        tokenizer_settings: of the tokenizer, such as its chat template.
-        defaults: settings of requests that leave them out.
-        first_messages: those that every conversation begins with. A request's own system prompt wins.
-        config: how to stream.
-        vision: load it with mlx-vlm if it sees; None only where mlx-lm does not know it.
-        modelfile: that it comes from; None for none.
-        created: seconds since 1970, for listings.
-    """
-
-    name: str = ""
-    base: str = ""
-    config: FlashConfig
-    vision: bool | None = None
-    adapter: str | None = None
-    draft: str | None = None
-    tokenizer_settings: dict[str, Any] = field(default_factory=dict)
-    defaults: Defaults = field(default_factory=Defaults)
-    first_messages: tuple[dict[str, str], ...] = ()
-    modelfile: Modelfile | None = None
-    created: int = field(default_factory=lambda: int(time.time()), compare=False)
+    name: str = ""  # by which requests name it
+    base: str = ""  # its folder, or its Hugging Face repository
+    config: FlashConfig  # how to stream
+    vision: bool | None = None  # load it with mlx-vlm if it sees; None only where mlx-lm does not know it
+    adapter: str | None = None  # folder of a LoRA adapter
+    draft: str | None = None  # folder or repository of a model that guesses tokens
+    tokenizer_settings: dict[str, Any] = field(default_factory=dict)  # of the tokenizer, such as its chat template
+    defaults: Defaults = field(default_factory=Defaults)  # settings of requests that leave them out
+    first_messages: tuple[dict[str, str], ...] = ()  # of every conversation; a request's own system prompt wins
+    modelfile: Modelfile | None = None  # that it comes from; None for none
+    created: int = field(default_factory=lambda: int(time.time()), compare=False)  # seconds since 1970, for listings
 
 
 class Catalog:
     """The models that requests can name: those of the command line, folders, those that ``mlx-flash create`` named, and
     Hugging Face's cache folder, also by short names.
-
-    Args:
-        sources: those with names; the first one is the default.
-        other: settings of models that a request names by folder or repository.
-        describe: returns the model of a Modelfile with a name; None leaves these out.
-        any_name: the default model answers requests for unknown names; None where it is the only one.
     """
 
     def __init__(

@@ -21,44 +21,28 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Work before the next token: weights of the model that are read, or tokens of the prompt that are computed.
-
-    Attributes:
-        stage: the work.
-        done, total: bytes while loading, tokens of the prompt otherwise.
-    """
+    """Work before the next token: weights of the model that are read, or tokens of the prompt that are computed."""
 
     stage: Literal["loading", "prompt"]
-    done: int
+    done: int  # bytes while loading, tokens of the prompt otherwise
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The request was admitted.
+    """The request was admitted."""
 
-    Attributes:
-        num_prompt: tokens of the prompt.
-        num_cached: the first of them, which a kept prompt cache has.
-    """
-
-    num_prompt: int
-    num_cached: int
+    num_prompt: int  # tokens of the prompt
+    num_cached: int  # the first of them, which a kept prompt cache has
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChance:
-    """A token and the logarithm of its probability.
-
-    Attributes:
-        token: its number.
-        text: its text; other tokens may be needed to complete a character.
-        logprob: the logarithm; None for the first token of a prompt.
-    """
+    """A token and the logarithm of its probability."""
 
     token: int
-    text: str
-    logprob: float | None
+    text: str  # its text; other tokens may be needed to complete a character
+    logprob: float | None  # the logarithm; None for the first token of a prompt
 
 
 TokenDetail: TypeAlias = tuple[TokenChance, ...]
@@ -67,17 +51,11 @@ TokenDetail: TypeAlias = tuple[TokenChance, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the text.
+    """A part of the text."""
 
-    Attributes:
-        text: the part; may be empty where only details of tokens are sent.
-        kind: the answer itself, or the reasoning before it.
-        tokens: details of the tokens since the last piece.
-    """
-
-    text: str
-    kind: Literal["text", "reasoning"] = "text"
-    tokens: tuple[TokenDetail, ...] = ()
+    text: str  # the part; may be empty where only details of tokens are sent
+    kind: Literal["text", "reasoning"] = "text"  # the answer itself, or the reasoning before it
+    tokens: tuple[TokenDetail, ...] = ()  # details of the tokens since the last piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +74,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a complete answer.
-
-    Attributes:
-        reason: the reason.
-        stop: the stop text that ended it; None for other reasons.
-        num_prompt: as of `Begun`.
-        num_cached: as of `Begun`, and tokens of the prompt that were restored from disk.
-        num_tokens: tokens of the answer, with those that end it.
-        vector: the hidden state of the last token of a text after the final norm, if it is wanted.
-        load_seconds, prompt_seconds, answer_seconds: times of loading, the prompt, and the tokens after the first one.
-    """
+    """The end of a complete answer."""
 
     reason: Reason
-    stop: str | None
-    num_prompt: int
-    num_cached: int
-    num_tokens: int
-    vector: Sequence[float] = ()
+    stop: str | None  # the stop text that ended it; None for other reasons
+    num_prompt: int  # as of `Begun`
+    num_cached: int  # as of `Begun`, and tokens of the prompt that were restored from disk
+    num_tokens: int  # tokens of the answer, with those that end it
+    vector: Sequence[float] = ()  # the hidden state of the last token of a text after the final norm, if it is wanted
     load_seconds: float = 0.0
     prompt_seconds: float = 0.0
-    answer_seconds: float = 0.0
+    answer_seconds: float = 0.0  # of the tokens after the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +112,15 @@ class Answers:
     """The way of the events of a client's answers, each up to ``End`` or ``Failed``.
 
     Made in the event loop of the client. :meth:`put` belongs to the generation thread, everything else to the loop.
-
-    Args:
-        numbers: of the answers, by which the generation thread names them.
-        on_leave: called with numbers whose client has left before the end.
-
-    Attributes:
-        open: numbers of answers whose last event was not taken.
-        begun: set when each answer has an event, or one has failed.
-        error: why one failed, if others had no event yet.
     """
 
     def __init__(self, numbers: Sequence[int], on_leave: Callable[[Collection[int]], None]) -> None:
         self._loop, self._on_leave = asyncio.get_running_loop(), on_leave
-        self._numbers, self._silent, self.open = numbers, set(numbers), set(numbers)
+        self._numbers, self._silent = numbers, set(numbers)
+        self.open = set(numbers)  # answers whose last event was not taken
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.begun = asyncio.Event()
-        self.error: RefusedError | None = None
+        self.begun = asyncio.Event()  # each answer has an event, or one has failed
+        self.error: RefusedError | None = None  # of one that failed while others had no event yet
 
     def put(self, number: int, event: Event) -> None:
         """Send an event. Never blocks: a client that reads nothing is dropped after a minute."""

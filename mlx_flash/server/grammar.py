@@ -186,14 +186,6 @@ def answer_grammar(request: GenerationRequest, tokenizer: Any, reasoning: Reason
 
     A forced call is JSON for every model, as in vLLM: its arguments follow their schema whatever the form in which the
     model was taught to write calls. Beside a schema, calls have the model's own marks and are free between them.
-
-    Args:
-        request: with a schema, or functions that it must call.
-        tokenizer: mlx-lm's wrapper.
-        reasoning: before the rest.
-
-    Raises:
-        RefusedError: a schema that is to be followed is not supported.
     """
     from llguidance import LLMatcher
 
@@ -250,18 +242,13 @@ def _schema(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Marks:
-    """Texts in a grammar, in which special tokens are named by number: their text is none to llguidance.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        alone: text whose special tokens may be those of others at the same place. Each is a terminal of its own then,
-            since llguidance follows one of several terminals that have a special token.
-    """
+    """Texts in a grammar, in which special tokens are named by number: their text is none to llguidance."""
 
     def __init__(self, tokenizer: Any, alone: str) -> None:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {token.content: number for number, token in added if token.special}
         self._ends = set(tokenizer.eos_token_ids)
+        # several terminals of which one has a special token exclude each other in llguidance
         self._alone = {self._special.get(part) for part in self.parts(alone)}
 
     def rule(self, text: str) -> str:
@@ -269,14 +256,7 @@ class _Marks:
         return " ".join(map(self._part, self.parts(text)))
 
     def until(self, name: str, text: str, mark: str, *avoided: str) -> list[str]:
-        """Return the rules of text that ends with a mark.
-
-        Args:
-            name: of the rule.
-            text: the terminal of the text.
-            mark: its end; empty for the end of the answer.
-            avoided: marks whose special tokens are not in it.
-        """
+        """Return the rules of text that ends with a mark, or with the answer, and begins no other one of some marks."""
         first, *rest = self.parts(mark) or [""]
         begin = {self._special.get(part) for each in (mark, *avoided) for part in self.parts(each)[:1]}
         numbers = set(self._special.values()) - self._ends - begin
@@ -315,14 +295,10 @@ _LEAST_BYTES = 4_000_000
 
 
 class Grammars:
-    """The tokenizer as llguidance needs it, made for the first request with a grammar.
-
-    Attributes:
-        nbytes: memory that is in use beside the plan's.
-    """
+    """The tokenizer as llguidance needs it, made for the first request with a grammar."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # in use beside the plan's
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._made: LLTokenizer | None = None

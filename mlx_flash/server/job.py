@@ -23,45 +23,25 @@ from mlx_flash.server.text import TextStream
 
 @dataclass(eq=False)
 class Job:
-    """A request.
+    """A request on its way."""
 
-    Attributes:
-        request: as the dialect made it, with the settings and the first messages of its model.
-        source: its model.
-        answer: the way to its client, which may have other answers; None on other ranks than 0.
-        prompt: its prompt; without tokens until its model is in memory.
-        grammar: that its answer follows; None for any text.
-        max_tokens: the most tokens of its answer.
-        reading: what is wanted of the hidden states of its prompt; None for nothing.
-        inputs: further options of the loop that answers it.
-        is_computed: it is in the batch; False while it waits.
-        is_prompt_done: its prompt is computed.
-        leader: the request for whose prompt it waits, or waited; None for none.
-        text: the text so far. There from the beginning of the computation.
-        num_cached: tokens of the prompt that a kept cache had; once it is done, and those that the prefix cache had.
-        num_restored: tokens of the prompt that the prefix cache had.
-        hidden: what is kept of the hidden states of its prompt, once it is computed.
-        tokens: of the answer so far.
-        is_over: nothing is sent any more.
-    """
-
-    request: GenerationRequest
+    request: GenerationRequest  # as the dialect made it, with the settings and the first messages of its model
     source: Source
-    answer: Client | None
-    prompt: Prompt = NO_PROMPT
-    grammar: str | None = None
-    max_tokens: int = 0
-    reading: Reading | None = None
-    inputs: dict[str, Any] = field(default_factory=dict)
-    is_computed: bool = False
-    is_prompt_done: bool = False
-    leader: Job | None = None
-    text: TextStream | None = None
-    num_cached: int = 0
-    num_restored: int = 0
-    hidden: list[mx.array] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    is_over: bool = False
+    answer: Client | None  # the way to its client, which may have other answers; None on other ranks than 0
+    prompt: Prompt = NO_PROMPT  # its prompt; without tokens until its model is in memory
+    grammar: str | None = None  # that its answer follows; None for any text
+    max_tokens: int = 0  # the most tokens of its answer
+    reading: Reading | None = None  # what is wanted of the hidden states of its prompt; None for nothing
+    inputs: dict[str, Any] = field(default_factory=dict)  # further options of the loop that answers it
+    is_computed: bool = False  # it is in the batch; False while it waits
+    is_prompt_done: bool = False  # its prompt is computed
+    leader: Job | None = None  # the request for whose prompt it waits, or waited; None for none
+    text: TextStream | None = None  # the text so far. There from the beginning of the computation
+    num_cached: int = 0  # tokens of the prompt that a kept cache had; in the end, also those of the prefix cache
+    num_restored: int = 0  # tokens of the prompt that the prefix cache had
+    hidden: list[mx.array] = field(default_factory=list)  # states of its prompt, as far as it wants them
+    tokens: list[int] = field(default_factory=list)  # of the answer so far
+    is_over: bool = False  # nothing is sent any more
     load_seconds: float = 0.0
     _began: float | None = None
     _first: float | None = None

@@ -49,15 +49,11 @@ def _recall(model: FlashLLM, nbytes: int) -> None:
 
 
 class PromptCaches(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt cache.
-
-    Attributes:
-        limit_bytes: the memory that requests leave for all of them now; None for no limit.
-    """
+    """mlx-lm's prompt cache."""
 
     def __init__(self, model: Any, max_size: int, max_bytes: int | None, ranks: Ranks | None) -> None:
         super().__init__(max_size, 1 << 63 if max_bytes is None else max_bytes)
-        self.limit_bytes: int | None = None
+        self.limit_bytes: int | None = None  # that requests leave for all of them now; None for no limit
         self._model = model
         self._ranks = ranks
 
@@ -104,12 +100,7 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
 
 
 class OwnCache:
-    """The cache of the only conversation. It is taken out, not copied, so it needs no room of its own.
-
-    Attributes:
-        tokens: in the cache.
-        limit_bytes: as of `PromptCaches`, without effect.
-    """
+    """The cache of the only conversation. It is taken out, not copied, so it needs no room of its own."""
 
     def __init__(self) -> None:
         self._cache: list[Any] = []
@@ -142,16 +133,7 @@ LEAST_ANSWER = 256
 
 
 class LoadedModel:
-    """A model in memory. Belongs to the generation thread.
-
-    Attributes:
-        source, model, tokenizer, draft: as given.
-        jobs: the requests that were admitted, by number. Some wait for another one that computes the same prompt.
-        vocab_size: tokens that the model knows: the length of its logits.
-        kept: prompt caches of earlier requests.
-        keep_alive: seconds that it stays in memory after its last request; None or a negative number for ever.
-        expires: when it leaves memory if no request comes, by ``time.monotonic()``; None for never.
-    """
+    """A model in memory. Belongs to the generation thread."""
 
     def __init__(
         self,
@@ -165,13 +147,13 @@ class LoadedModel:
     ) -> None:
         self.source, self.model, self.tokenizer, self.draft = source, model, tokenizer, draft
         complete(tokenizer)
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, Job] = {}  # admitted; some wait for another one that computes the same prompt
         self.vocab_size = model.plan.activations.logits_per_token // 4
         self.kept: PromptCaches | OwnCache = OwnCache()
         if not options.is_conversation:
             self.kept = PromptCaches(model, options.prompt_cache_size, options.prompt_cache_bytes, ranks)
-        self.expires: float | None = None
-        self.keep_alive: float | None = None
+        self.expires: float | None = None  # of ``time.monotonic()``, if no request comes; None for never
+        self.keep_alive: float | None = None  # seconds after its last request; None or negative for ever
         self._options = options
         self._ranks = ranks
         self._sight = sight
@@ -217,11 +199,7 @@ class LoadedModel:
         return make_prompt(request, self.tokenizer, options, self.vocab_size)
 
     def _shorten(self, job: Job, num_prompt: int) -> None:
-        """Shorten the longest answer to a request to what has room when nothing else runs: its end says so.
-
-        Raises:
-            RefusedError: there is no room for an answer of :data:`LEAST_ANSWER` tokens.
-        """
+        """Shorten the longest answer to a request to what has room when nothing else runs: its end says so."""
 
         def lacks_room(num_answer: int) -> bool:
             try:

@@ -201,16 +201,7 @@ AnyToolChoice = Literal["none", "auto", "required", "any"] | ToolChoice
 
 
 def chosen_tools(choice: AnyToolChoice | None, tools: list[dict[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a `GenerationRequest` about functions.
-
-    Args:
-        choice: of the request.
-        tools: its functions, as chat templates take them.
-        names: other names of theirs, and the names in ``tools``.
-
-    Raises:
-        RefusedError: a call is forced of a function that is not there.
-    """
+    """Return the fields of a `GenerationRequest` about functions."""
     if isinstance(choice, ToolChoice):
         name = (choice.function or choice).name or ""
         return tool_fields(tools, must_call=True, name=names.get(name, name))
@@ -324,18 +315,9 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 class Chunks(Writer):
-    """A reply: a whole one, or a stream of chunks, each with a part of one answer.
+    """A reply: a whole one, or a stream of chunks, each with a part of one answer. Usage counts each prompt once."""
 
-    Args:
-        body: the request.
-        num_answers: of the reply.
-        num_prompts: several answers to one prompt count it once.
-
-    Attributes:
-        names: of its number, and of a whole reply and of a chunk.
-    """
-
-    names: ClassVar[tuple[str, str, str]]
+    names: ClassVar[tuple[str, str, str]]  # of its number, and of a whole reply and of a chunk
 
     def __init__(self, body: SamplingFields, num_answers: int, num_prompts: int = 1) -> None:
         self._wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -43,19 +43,12 @@ _PIECE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt.
+    """A prompt."""
 
-    Attributes:
-        tokens: all of it.
-        segments: the same in parts, whose ends are worth keeping: the system prompt, the conversation, the rest.
-        kinds: of the segments: ``"system"``, ``"user"``, ``"assistant"``.
-        state: in which it leaves the text: ``"normal"``, ``"reasoning"`` ...
-    """
-
-    tokens: list[int]
-    segments: list[list[int]]
-    kinds: list[str]
-    state: str = "normal"
+    tokens: list[int]  # all of it
+    segments: list[list[int]]  # the same in parts, whose ends are worth keeping: system prompt, conversation, rest
+    kinds: list[str]  # of the segments: ``"system"``, ``"user"``, ``"assistant"``
+    state: str = "normal"  # in which it leaves the text, such as ``"normal"``
 
     def after(self, num_cached: int) -> list[list[int]]:
         """Return the segments without the first tokens, which a kept cache has."""

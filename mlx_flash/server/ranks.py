@@ -18,19 +18,12 @@ _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Events that rank 0 has seen since the last pass.
+    """Events that rank 0 has seen since the last pass."""
 
-    Attributes:
-        requests: those that came.
-        left: numbers of requests whose clients left.
-        expired: names of models whose time in memory is over.
-        stops: whether the server ends.
-    """
-
-    requests: Sequence[GenerationRequest] = ()
-    left: Sequence[int] = ()
-    expired: Sequence[str] = ()
-    stops: bool = False
+    requests: Sequence[GenerationRequest] = ()  # those that came
+    left: Sequence[int] = ()  # numbers of requests whose clients left
+    expired: Sequence[str] = ()  # names of models whose time in memory is over
+    stops: bool = False  # whether the server ends
 
 
 class Ranks:

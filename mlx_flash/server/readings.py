@@ -20,13 +20,7 @@ from mlx_flash.server.job import Job
 
 
 def details_of(tokens: mx.array, logprobs: mx.array, tokenizer: Any) -> list[TokenDetail]:
-    """Return tokens, each with the likeliest ones in its place.
-
-    Args:
-        tokens: a row for each place: the token, and the likeliest ones.
-        logprobs: the logarithms of their probabilities.
-        tokenizer: mlx-lm's wrapper.
-    """
+    """Return tokens, each with the likeliest ones in its place."""
     rows = zip(cast(Any, tokens.tolist()), cast(Any, logprobs.tolist()), strict=True)
     least = -9999.0  # JSON has no infinity: tokens that a grammar forbids have a probability of 0
     return [
@@ -108,13 +102,7 @@ def _likeliest(targets: list[int], number: int, logits: mx.array) -> tuple[mx.ar
 
 
 def with_likeliest(chosen: list[int], number: int, logprobs: mx.array) -> tuple[mx.array, mx.array]:
-    """Return tokens, each with the likeliest ones in its place, ``(length, 1 + number)``, and their log probabilities.
-
-    Args:
-        chosen: the tokens.
-        number: how many of the likeliest ones.
-        logprobs: of all tokens in each place, ``(length, vocabulary)``.
-    """
+    """Return tokens, each with the likeliest ones, ``(length, 1 + number)``, and their log probabilities."""
     tokens = mx.array(chosen)[:, None]
     if number := min(number, logprobs.shape[-1]):
         best = mx.argpartition(-logprobs, kth=number - 1, axis=-1)[:, :number]

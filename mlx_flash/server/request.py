@@ -19,40 +19,24 @@ from mlx_flash.errors import RefusedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The choice of tokens. None takes the default of the model, or mlx-lm's.
+    """The choice of tokens. None takes the default of the model, or mlx-lm's."""
 
-    Attributes:
-        temperature: 0 takes the likeliest token.
-        top_p: keep the likeliest tokens of this share; 0 and 1 keep all.
-        top_k: keep so many of the likeliest tokens; 0 keeps all.
-        min_p: keep tokens of this share of the likeliest one's probability.
-        xtc_probability, xtc_threshold: of leaving out the likeliest tokens.
-        repetition_penalty: divisor of the logits of recent tokens; 0 for none.
-        presence_penalty: subtracted from the logits of recent tokens.
-        frequency_penalty: subtracted as often as a recent token occurs.
-        repetition_context_size, presence_context_size, frequency_context_size: numbers of recent tokens.
-        logit_bias: (token, number added to its logit) pairs.
-        seed: of the request's own random numbers; None takes the model's default, and -1 draws one.
-        choice: number of the answer, where a request has several: it is added to the seed.
-        drawn_seed: the seed where neither the request nor the model names one.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    temperature: float | None = None  # 0 takes the likeliest token
+    top_p: float | None = None  # keep the likeliest tokens of this share; 0 and 1 keep all
+    top_k: int | None = None  # keep so many of the likeliest tokens; 0 keeps all
+    min_p: float | None = None  # keep tokens of this share of the likeliest one's probability
     xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_context_size: int | None = None
+    xtc_threshold: float | None = None  # of leaving out the likeliest tokens
+    repetition_penalty: float | None = None  # divisor of the logits of recent tokens; 0 for none
+    presence_penalty: float | None = None  # subtracted from the logits of recent tokens
+    frequency_penalty: float | None = None  # subtracted as often as a recent token occurs
+    repetition_context_size: int | None = None  # number of recent tokens
     presence_context_size: int | None = None
     frequency_context_size: int | None = None
-    logit_bias: Sequence[tuple[int, float]] = ()
-    seed: int | None = None
-    choice: int = 0
-    drawn_seed: int = 0
+    logit_bias: Sequence[tuple[int, float]] = ()  # (token, number added to its logit) pairs
+    seed: int | None = None  # of the request's own random numbers; None takes the model's default, and -1 draws one
+    choice: int = 0  # number of the answer, where a request has several: it is added to the seed
+    drawn_seed: int = 0  # the seed where neither the request nor the model names one
 
     def given(self, *names: str) -> dict[str, Any]:
         """Return fields that are set, of all or some."""
@@ -67,17 +51,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults(Sampling):
-    """The settings of requests that leave them out.
+    """The settings of requests that leave them out."""
 
-    Attributes:
-        max_tokens: the most tokens of an answer.
-        stop: texts that end an answer, beside those of the request.
-        template_options: variables of the chat template, below those of the request.
-    """
-
-    max_tokens: int = 4096
-    stop: Sequence[str] = ()
-    template_options: Mapping[str, Any] | None = None
+    max_tokens: int = 4096  # the most tokens of an answer
+    stop: Sequence[str] = ()  # texts that end an answer, beside those of the request
+    template_options: Mapping[str, Any] | None = None  # variables of the chat template, below those of the request
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -90,12 +68,7 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def thinking_options(thinks: bool | None, effort: str | None = None) -> dict[str, Any]:
-    """Return the variables of chat templates that say how much to reason.
-
-    Args:
-        thinks: reason first or not; None for what follows from the effort, or is the template's default.
-        effort: ``"none"``, ``"minimal"``, ``"low"``, ``"medium"``, ``"high"``, ``"xhigh"`` or ``"max"``.
-    """
+    """Return the variables of chat templates that say how much to reason."""
     found: dict[str, Any] = {}
     if thinks is None and effort is not None:
         thinks = effort != "none"
@@ -117,54 +90,29 @@ class GenerationRequest:
     """One answer to generate, or several.
 
     Exactly one of ``messages``, ``prompt`` and ``tokens`` is set, unless a model is loaded or unloaded.
-
-    Attributes:
-        model: name of the model, as the client gave it.
-        number: of the answer, in the order of arrival.
-        work: the work: an answer, the vector of a text, counting the tokens of the prompt, or loading or unloading the
-            model.
-        messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
-        pictures: files of the pictures whose places messages mark with ``{"type": "image"}`` parts, as base64.
-        prompt: text that the model goes on with.
-        suffix: text after the place that the model fills; None for none.
-        echo: begin the answer with the prompt, and with the log probabilities of its tokens if those are wanted.
-        tokens: the same as numbers.
-        tools: JSON descriptions of functions, for the chat template.
-        template_options: further variables of the chat template.
-        sampling: the choice of tokens.
-        num_choices: answers that are wanted, each with random numbers of its own.
-        max_tokens: the most tokens of the answer; None takes the model's default.
-        stop: texts that end the answer. They are not part of it.
-        top_logprobs: log probabilities of each token, and of so many of the likeliest ones; None for none.
-        grammar: what the answer follows, unless it is a call, as a rule of llguidance's grammars; None for any text.
-        must_call: names of functions, one of which the answer has to call; none if it may be text.
-        one_call: end the answer after the first tool call.
-        continues: the answer goes on from the last message, which is the assistant's.
-        keep_alive: seconds that the model stays in memory after its last request; None takes the server's default,
-            a negative number means for ever.
     """
 
-    model: str
-    number: int = 0
+    model: str  # name of the model, as the client gave it
+    number: int = 0  # of the answer, in the order of arrival
     work: Literal["answer", "embed", "count", "load", "unload"] = "answer"
-    messages: Sequence[dict[str, Any]] | None = None
-    pictures: Sequence[str] = ()
-    prompt: str | None = None
-    suffix: str | None = None
-    echo: bool = False
-    tokens: Sequence[int] | None = None
-    tools: Sequence[dict[str, Any]] | None = None
-    template_options: dict[str, Any] | None = None
-    sampling: Sampling = Sampling()
-    num_choices: int = 1
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    top_logprobs: int | None = None
-    grammar: str | None = None
-    must_call: Sequence[str] = ()
-    one_call: bool = False
-    continues: bool = False
-    keep_alive: float | None = None
+    messages: Sequence[dict[str, Any]] | None = None  # as templates take them: arguments of calls are objects
+    pictures: Sequence[str] = ()  # base64, in the order of the ``{"type": "image"}`` parts of messages
+    prompt: str | None = None  # text that the model goes on with
+    suffix: str | None = None  # text after the place that the model fills; None for none
+    echo: bool = False  # begin the answer with the prompt, and its log probabilities if those are wanted
+    tokens: Sequence[int] | None = None  # the same as numbers
+    tools: Sequence[dict[str, Any]] | None = None  # JSON descriptions of functions, for the chat template
+    template_options: dict[str, Any] | None = None  # further variables of the chat template
+    sampling: Sampling = Sampling()  # the choice of tokens
+    num_choices: int = 1  # answers that are wanted, each with random numbers of its own
+    max_tokens: int | None = None  # the most tokens of the answer; None takes the model's default
+    stop: Sequence[str] = ()  # texts that end the answer. They are not part of it
+    top_logprobs: int | None = None  # log probabilities of each token and so many likeliest ones; None for none
+    grammar: str | None = None  # a rule of llguidance's that an answer follows unless it is a call
+    must_call: Sequence[str] = ()  # names of functions, one of which the answer has to call; none if it may be text
+    one_call: bool = False  # end the answer after the first tool call
+    continues: bool = False  # the answer goes on from the last message, which is the assistant's
+    keep_alive: float | None = None  # seconds; None takes the server's default, a negative number means for ever
 
     def completed(self, defaults: Defaults) -> GenerationRequest:
         """Return the request with the settings of its model where it has none of its own."""
@@ -213,21 +161,14 @@ def joined(first: Any, second: Any, between: str) -> Any:
 class Messages:
     """A conversation as chat templates take it, from the parts of a request in their order.
 
-    Parts of one role in a row are one message until :meth:`begin`. Results of calls are messages of their own.
-
-    Args:
-        earlier: the conversation that they go on from.
-        between: what separates texts of a message.
-
-    Attributes:
-        found: all messages.
-        names: of functions that were called, by the numbers of the calls.
+    Parts of one role in a row are one message until :meth:`begin`, with ``between`` between their texts. Results of
+    calls are messages of their own.
     """
 
     def __init__(self, earlier: Messages | None = None, between: str = "") -> None:
         self.found: list[dict[str, Any]] = [] if earlier is None else [*earlier.found]
         self._between = between
-        self.names: dict[str | None, str] = {}
+        self.names: dict[str | None, str] = {}  # of functions that were called, by the numbers of the calls
         self._broken: set[str | None] = set() if earlier is None else {*earlier._broken}
         self._is_new = True
 
@@ -268,10 +209,7 @@ class Messages:
     def add_result(self, number: str | None, parts: Sequence[dict[str, str]], **more: str | None) -> None:
         """Add the result of a call. Its pictures follow in a message of the user, where templates show them.
 
-        Args:
-            number: of the call. The result of one that is text is the user's.
-            parts: texts and pictures.
-            more: further fields of the message, if they are not None.
+        The result of a call that is text is the user's.
         """
         texts = self._between.join(part["text"] for part in parts if part["type"] == "text")
         message: dict[str, Any] = {"role": "user", "content": texts}
@@ -308,16 +246,7 @@ def function(name: str, description: str | None, parameters: dict[str, Any] | No
 
 
 def tool_fields(tools: Sequence[dict[str, Any]], *, must_call: bool = False, name: str | None = None) -> dict[str, Any]:
-    """Return the fields of a `GenerationRequest` about functions.
-
-    Args:
-        tools: in OpenAI's form.
-        must_call: the answer has to call a function.
-        name: of the one that it has to call; None lets the model choose.
-
-    Raises:
-        RefusedError: a call is forced of a function that is not there.
-    """
+    """Return the fields of a `GenerationRequest` about functions."""
     names = [tool["function"]["name"] for tool in tools]
     if must_call and (name not in names if name is not None else not names):
         raise RefusedError(

@@ -274,11 +274,7 @@ class EngineRoom:
                 self.models.note_end(model)
 
     def _fail_all(self, model: LoadedModel, error: RefusedError) -> None:
-        """End all requests of a model after a pass that failed.
-
-        Raises:
-            PeerError: other ranks may not have failed: they cannot go on together.
-        """
+        """End all requests of a model after a pass that failed; on several ranks, the others may not have failed."""
         model.drop_all(error)
         if self._ranks is not None and not isinstance(error.__cause__, BudgetError | RefusedError):
             raise PeerError(f"a pass failed on this rank: {error}") from error

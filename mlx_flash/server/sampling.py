@@ -59,12 +59,8 @@ def sampler_of(sampling: Sampling, tokenizer: Any, vocab_size: int) -> Sampler:
 
 
 def processors_of(sampling: Sampling, vocab_size: int) -> list[LogitsProcessor]:
-    """Return what changes logits.
-
-    Raises:
-        RefusedError: ``logit_bias`` names a token that the model does not have: mlx-lm would write beyond its logits.
-    """
-    for token, _ in sampling.logit_bias:
+    """Return what changes logits."""
+    for token, _ in sampling.logit_bias:  # mlx-lm would write beyond its logits
         if not 0 <= token < vocab_size:
             raise RefusedError(f"logit_bias names token {token}: the model has {vocab_size}.", 400, "logit_bias")
     names = [

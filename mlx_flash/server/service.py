@@ -185,19 +185,12 @@ Answerer: TypeAlias = Callable[["Service", Request, Checked], Awaitable[Response
 
 
 class Service:
-    """The generation thread, and limits of what it is asked for.
-
-    Attributes:
-        room: as given.
-        catalog: the models that requests can name.
-        num_requests: requests that are answered or wait.
-        ignored: names of fields without effect that the log has.
-    """
+    """The generation thread, and limits of what it is asked for."""
 
     def __init__(self, room: EngineRoom) -> None:
         self.room, self.catalog = room, room.catalog
         self.num_requests = 0
-        self.ignored: set[str] = set()
+        self.ignored: set[str] = set()  # fields without effect that the log has
         self._num_bytes = 0
 
     def submit(self, *requests: GenerationRequest) -> Answers:

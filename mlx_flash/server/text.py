@@ -41,13 +41,7 @@ _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, 
 
 
 def named_calls(pattern: str, text: str, tools: list[Any]) -> list[dict[str, Any]]:
-    """Return calls whose arguments are JSON objects.
-
-    Args:
-        pattern: of a call up to its arguments, with the groups ``name`` and perhaps ``id``.
-        text: of a section.
-        tools: descriptions of the functions, which are not needed.
-    """
+    """Return calls whose arguments are JSON objects, by a pattern of all before these, with ``name`` and ``id``."""
     calls, at = [], 0
     while match := regex.search(pattern, text, pos=at):
         arguments, at = json.JSONDecoder().raw_decode(text, match.end())
@@ -71,14 +65,7 @@ def _tool_call(call: dict[str, Any]) -> ToolCall:
 
 
 class StopTexts:
-    """Finds the first text that ends an answer, in text that comes in pieces, as mlx-lm finds marks.
-
-    Args:
-        texts: the texts. Empty ones are none.
-
-    Attributes:
-        found: the text that was found; None before.
-    """
+    """Finds the first text that ends an answer, in text that comes in pieces, as mlx-lm finds marks."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         ends: dict[str, list[Any]] = {text: [] for text in texts}
@@ -99,28 +86,16 @@ class StopTexts:
 
 
 class TextStream:
-    """The text of an answer, token by token.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        stop: texts that end the answer.
-        state: in which the prompt leaves it: ``"normal"``, ``"reasoning"`` ...; ``"raw"`` leaves all marks in the text.
-        tools: descriptions of functions that the model may call.
-        after: the token that the text goes on from; None drops a space at its beginning.
-        must_call: the text is a call, in JSON whatever the model's own form is.
-
-    Attributes:
-        num_calls: tool calls so far.
-    """
+    """The text of an answer, token by token."""
 
     def __init__(
         self,
         tokenizer: Any,
         stop: Sequence[str],
-        state: str,
+        state: str,  # in which the prompt leaves it: ``"normal"``, ``"reasoning"``; ``"raw"`` leaves all marks in
         tools: Sequence[dict[str, Any]] | None,
-        after: int | None = None,
-        must_call: bool = False,
+        after: int | None = None,  # the token before it; None drops a space at its beginning
+        must_call: bool = False,  # the text is a call, in JSON whatever the model's own form is
     ) -> None:
         self._detokenizer = tokenizer.detokenizer
         if after is not None:
@@ -211,11 +186,7 @@ class TextStream:
             yield from self._take("normal", held)
 
     def _end_section(self, *, is_cut: bool = False) -> Iterator[Part]:
-        """Yield the calls of a section, or its text if it cannot be read.
-
-        Args:
-            is_cut: the answer ends without the mark.
-        """
+        """Yield the calls of a section, or its text if it cannot be read. One that is cut off ends without its mark."""
         text, self._section = self._section, ""
         calls: list[ToolCall] = []
         with contextlib.suppress(*_UNREADABLE):

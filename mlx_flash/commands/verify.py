@@ -374,7 +374,7 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
 @contextmanager
 def _stock_copy(path: Path) -> Iterator[Path]:
     """Yield a folder that stock mlx-lm can load: the model's own, or an uncompressed copy for the moment."""
-    if not read_checkpoint(path).tables:
+    if not read_checkpoint(path).is_compressed:
         yield path
         return
     with closing(PrivateFolder(cache_directory() / "verify", "an uncompressed copy")) as private:

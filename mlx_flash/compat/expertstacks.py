@@ -21,9 +21,7 @@ StackCall = Callable[[mx.array, mx.array], mx.array]
 
 
 class StackKinds:
-    """Classes of stacks of experts, of mlx-lm and of libraries that have their own of the same make, and of their
-    matrices.
-    """
+    """Classes of stacks of experts, and of their matrices, of mlx-lm and of libraries that have their own."""
 
     stacks: tuple[type[nn.Module], ...] = ()
     linears: tuple[type[nn.Module], ...] = (SwitchLinear,)
@@ -31,9 +29,7 @@ class StackKinds:
 
     @classmethod
     def add(cls, stack: type[nn.Module], caller: Callable[..., mx.array] | None = None) -> None:
-        """Add a class of stacks. ``caller`` answers calls with more than tokens and indices, given the module and a
-        `StackCall`.
-        """
+        """Add a class of stacks. ``caller`` answers calls that have more than tokens and indices."""
         call = require(stack, "__call__", "x", "indices")  # calls are answered in their place
         sorts = any(
             each.opname.startswith("LOAD") and each.argval == SORTED_SIZE for each in dis.get_instructions(call)

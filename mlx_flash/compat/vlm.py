@@ -166,9 +166,7 @@ def apply_chat_template(processor: Any, config: Any, messages: Any, num_images: 
 
 
 def prepare_inputs(model: nn.Module, processor: Any, prompt: str, images: list[Any]) -> dict[str, Any]:
-    """Return what a model is called with for a prompt and its pictures. Raises: ValueError, if they do not suit each
-    other.
-    """
+    """Return what a model is called with for a prompt and pictures. Raises: ValueError, if they do not agree."""
     config: Any = model.config
     found: dict[str, Any] = _prepare_inputs(
         processor,

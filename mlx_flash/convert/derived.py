@@ -67,9 +67,7 @@ _DTYPES = {
 
 @dataclass(slots=True, eq=False)
 class DerivedParameter:
-    """A parameter that was computed and not evaluated, at every place (container, key) of the model. Its name is the
-    first.
-    """
+    """A parameter that was computed, at every place (container, key) of the model. It is not evaluated."""
 
     array: mx.array
     places: list[tuple[Any, Any]]

@@ -509,8 +509,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         read_size=read_size,
         queue_depth=queue_depth,
         arrival=prepared.machine.arrival,
-        tables=checkpoint.tables,
-        identities=checkpoint.identities,
+        shards=checkpoint.shards,
         room=_room(config, plan),
     )
 

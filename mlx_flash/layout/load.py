@@ -398,7 +398,7 @@ def stock_folder(directory: Path, checkpoint: Checkpoint) -> Iterator[Path]:
     In its place, shards have the headers of the compressed files, and holes for weights. mlx-lm only makes arrays of
     their shapes. The files are cut to nothing as soon as the model is there, so that reading from one raises an error.
     """
-    if not checkpoint.tables:
+    if not checkpoint.is_compressed:
         yield directory
         return
     with closing(PrivateFolder(cache_directory() / "headers", "headers of compressed weights")) as private:

@@ -445,9 +445,7 @@ class StackArena:
         self.num_slots = self.num_touched = num_slots
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots. All lose their contents, and no view may be left. After an error there are the
-        fewest.
-        """
+        """Change the number of slots, which lose their contents. No view may be left. An error leaves the fewest."""
         del self._arena
         free_unused()
         try:

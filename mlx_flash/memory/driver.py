@@ -52,9 +52,7 @@ class _Channel:
 
 
 class DriverCopies:
-    """Copies of any threads, each with a stream and a bounce buffer of its own. Raises: DriverError, also by its
-    methods.
-    """
+    """Copies of any threads, each with a stream and a bounce buffer of its own. Methods raise DriverError."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -127,7 +127,7 @@ def look_at_machine(
     """
     disk = profile_for(shard, config.io)
     compute_speed, compression = read_products(largest_linear(layout)), None
-    if checkpoint is not None and checkpoint.tables:
+    if checkpoint is not None and checkpoint.is_compressed:
         cores = computes_on_cores()
         compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, compute_speed, cores)
         disk = replace(disk, bytes_per_second=compression.weight_bytes_per_second)

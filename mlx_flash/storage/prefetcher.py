@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
-from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
+from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, Buffer, Part, RangeReader, SourceFile
-from mlx_flash.storage.safetensors import FileIdentity
+from mlx_flash.storage.safetensors import Shard
 from mlx_flash.storage.workers import Workers
 
 CACHED_BLOCK_BYTES = 4 << 20
@@ -157,9 +157,7 @@ class Ticket:
         return is_done
 
     def wait(self) -> float:
-        """Wait until every byte is there. Return the seconds in which reads were in flight. Raises: ReadError,
-        ClosedError.
-        """
+        """Wait until every byte is there. Return the seconds with reads in flight. Raises: ReadError, ClosedError."""
         began = time.perf_counter()
         with self._in_flight:
             if self._error is not None:
@@ -195,8 +193,7 @@ class Ticket:
 class BackgroundPrefetcher:
     """Threads that read segments of files: some read ahead, others serve callers that already wait.
 
-    ``room`` returns the bytes that the page cache may use for the files. A file without a table of blocks is read as it
-    is; without an identity, that of the model's loading, it counts as it is opened.
+    ``room`` returns the bytes that the page cache may use for the files. Those that are no shards are read as they are.
     """
 
     def __init__(
@@ -208,11 +205,11 @@ class BackgroundPrefetcher:
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         arrival: Arrival = "in place",
         room: Callable[[], int] = lambda: 0,
-        tables: Mapping[Path, BlockTable] | None = None,
-        identities: Mapping[Path, FileIdentity] | None = None,
+        shards: Iterable[Shard] = (),
     ) -> None:
-        tables, known = tables or {}, identities or {}
-        self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
+        known = {shard.path: shard for shard in shards}
+        least = BLOCK_BYTES if any(shard.blocks is not None for shard in known.values()) else 0
+        self.read_size = round_up(max(read_size, least), DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, arrival)
         self._files: dict[Path, SourceFile] = {}
@@ -221,7 +218,7 @@ class BackgroundPrefetcher:
         self._stats = ReadStats()
         self._num_busy, self._busy_since = 0, 0.0
         try:
-            self._files.update((path, SourceFile(path, direct, tables.get(path), known.get(path))) for path in paths)
+            self._files.update((path, SourceFile(path, direct, known.get(path))) for path in paths)
         except BaseException:
             self._release()
             raise

@@ -22,7 +22,7 @@ from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered, open_direct
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX, BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Place, Segment, read_pages
-from mlx_flash.storage.safetensors import FileIdentity, TensorRecord, identity_of, read_shard
+from mlx_flash.storage.safetensors import FileIdentity, Shard, TensorRecord, identity_of, read_shard
 
 RETRIES = 3
 """Number of times that a read is repeated after an I/O error."""
@@ -45,21 +45,19 @@ class Buffer(Protocol):
 class SourceFile:
     """A file that is read while the model runs, through the page cache and, if that is wanted and possible, past it.
 
-    Without an identity, that of the model's loading, the file counts as it is opened. Raises: CheckpointError.
+    Without a shard, as it was when the model was loaded, the file counts as it is opened. Raises: CheckpointError.
     """
 
     hint: ClassVar[str] = "put the file back or download it again, and load the model again"
 
-    def __init__(
-        self, path: Path, direct: bool, table: BlockTable | None = None, identity: FileIdentity | None = None
-    ) -> None:
-        self.path, self.table = path, table
+    def __init__(self, path: Path, direct: bool, shard: Shard | None = None) -> None:
+        self.path, self.table = path, None if shard is None else shard.blocks
         self._name = str(path)  # computing it costs more than the stat
         self._is_open = True
         try:
             self.buffered_fd = open_buffered(path)
             try:
-                self.identity = identity or identity_of(self.buffered_fd)
+                self.identity = identity_of(self.buffered_fd) if shard is None else shard.identity
                 self.direct_fd = open_direct(path) if direct else None
             except BaseException:
                 os.close(self.buffered_fd)
@@ -278,8 +276,7 @@ def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview
     """Yield the bytes of a tensor piece by piece, each at the start of a buffer. The page cache keeps nothing of it."""
     path, offset, nbytes = record.extent.path, record.extent.offset, record.nbytes
     try:
-        table = read_shard(path).blocks if path.suffix == COMPRESSED_SUFFIX else None
-        file = SourceFile(path, direct=False, table=table)
+        file = SourceFile(path, direct=False, shard=read_shard(path) if path.suffix == COMPRESSED_SUFFIX else None)
     except CheckpointError as error:
         raise ReadError(
             f"cannot read {record.name!r} ({nbytes} bytes at offset {offset}) in {path}: {error}"

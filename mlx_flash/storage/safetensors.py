@@ -148,12 +148,8 @@ class Checkpoint:
         return sum(record.nbytes for record in self.tensors.values())
 
     @property
-    def tables(self) -> dict[Path, BlockTable]:
-        return {shard.path: shard.blocks for shard in self.shards if shard.blocks is not None}
-
-    @property
-    def identities(self) -> dict[Path, FileIdentity]:
-        return {shard.path: shard.identity for shard in self.shards}
+    def is_compressed(self) -> bool:
+        return any(shard.blocks is not None for shard in self.shards)
 
     @property
     def ratio(self) -> float:
@@ -214,9 +210,7 @@ def _read_compressed(path: Path) -> Shard:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read and validate the headers of all shards of a model folder, as mlx-lm without an index. Raises:
-    CheckpointError.
-    """
+    """Read and validate the headers of all shards of a folder, as mlx-lm without an index. Raises: CheckpointError."""
     found = find_shards(directory)
     directory = directory.absolute()  # a program may change its folder
     shards = tuple(read_shard(directory / path.name) for path in found)

@@ -196,9 +196,7 @@ class EmbeddingRows(SwappedClass):
 
 
 def _checked_ids(ids: mx.array, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return row numbers, negative ones counted from the end. Raises: IndexError, where MLX would read whatever lies
-    there.
-    """
+    """Return row numbers, negative ones counted from the end. Raises: IndexError; MLX would read what lies there."""
     found = np.array(ids).astype(np.int64)
     found = np.where(found < 0, found + num_rows, found)
     if found.size and not (0 <= found.min() and found.max() < num_rows):

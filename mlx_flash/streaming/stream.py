@@ -126,9 +126,7 @@ class WeightStream:
         self._seconds = [0.0] * num_units
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
-        """Add a unit after the others. Return its number, and the memory its weights will be in. The first follows the
-        last.
-        """
+        """Add a unit after the others. Return its number, and the memory for it. The first follows the last."""
         index = len(self.units)
         self.units.append(StreamedUnit(name, self._reader.prepare(placement.segments), self._turns[index]))
         self._successor.append(0)
@@ -232,20 +230,10 @@ class WeightStream:
         """Fill the unit's slot with other reads from the next time on."""
         self.units[index] = replace(self.units[index], reads=self._reader.prepare(placement.segments))
 
-    def complete(self, index: int, write: Callable[[memoryview], None]) -> None:
-        """Add to the slot what earlier reads of a unit left out, if they are there or on their way. It must not be
-        held.
-        """
-        slot = self._slots[self.units[index].slot]
-        if slot.unit != index:
-            return
-        try:
-            if slot.ticket is not None:
-                slot.ticket.wait()
-        except ReadError:
-            slot.empty()  # acquire() reads it again
-        else:
-            write(slot.arena.memory)
+    def forget(self, index: int) -> None:
+        """Have the unit read again, if it is in its slot or on its way there. It must not be held."""
+        if self.is_in_slot(index):
+            self._slots[self.units[index].slot].empty()
 
     def recover(self) -> None:
         """Let go of what an interrupted pass held, between passes."""
@@ -295,13 +283,6 @@ class Lendable:
         object.__setattr__(self, "nbytes", round_up(self.view.nbytes, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT)
 
 
-@dataclass(slots=True)
-class _LentUnit:
-    module: nn.Module
-    holdings: object
-    placement: Placement
-
-
 class Loans:
     """The weights of one model that are in memory, which the plan reserves, for as long as nothing else needs it.
 
@@ -311,7 +292,7 @@ class Loans:
 
     def __init__(self, stream: WeightStream) -> None:
         self._stream = stream
-        self._units: dict[int, _LentUnit] = {}
+        self._units: dict[int, tuple[nn.Module, object, Placement]] = {}  # by number, with what modules held
         self._order: list[Lendable] = []
         self._lent: dict[Lendable, Arena] = {}
         self._least = 0
@@ -327,7 +308,7 @@ class Loans:
 
     def add(self, module: nn.Module, placement: Placement, arrays: Sequence[Lendable]) -> None:
         """Add the arrays of a unit that may be lent, what computes with them, and the reads of all its weights."""
-        self._units.update((array.unit, _LentUnit(module, holdings(module), placement)) for array in arrays[:1])
+        self._units.update((array.unit, (module, holdings(module), placement)) for array in arrays[:1])
         self._order += arrays
 
     def settle(self) -> None:
@@ -337,9 +318,7 @@ class Loans:
         self._least = min([array.nbytes for array in self._order], default=0)
 
     def lend(self, nbytes: int) -> int:
-        """Allow so much more memory for loans, which units take when released, in place of the last call's. Return the
-        rest.
-        """
+        """Allow so much memory for more loans, in place of the last call's. Return the rest."""
         self._stream.to_copy_out.clear()
         if nbytes < self._least:
             return nbytes
@@ -360,7 +339,10 @@ class Loans:
             if nbytes <= 0:
                 break
             nbytes -= array.nbytes
-            self._end(array)
+            del self._lent[array]
+            self._change_reads(array.unit)
+            self._stream.forget(array.unit)  # its slot lacks the array
+            array.bind(array.view)
         release_freed_memory()
 
     def close(self) -> None:
@@ -369,8 +351,8 @@ class Loans:
             forgotten.clear()
 
     def _copy_out(self, index: int, arrays: Sequence[Lendable], memory: memoryview) -> None:
-        unit = self._units[index]
-        if holdings(unit.module) != unit.holdings:
+        module, held, _ = self._units[index]
+        if holdings(module) != held:
             # A call left something in the module, which may refer to arrays in the slot.
             self._order = [array for array in self._order if array.unit != index]
             return
@@ -381,17 +363,6 @@ class Loans:
             self._lent[array] = arena
         self._change_reads(index)
 
-    def _end(self, array: Lendable) -> None:
-        """Read an array with its unit again, and copy it back to the slot if the unit is there."""
-        arena = self._lent.pop(array)
-
-        def put_back(memory: memoryview) -> None:
-            memory[array.start : array.start + array.view.nbytes] = arena.memory
-
-        self._change_reads(array.unit)
-        self._stream.complete(array.unit, put_back)
-        array.bind(array.view)
-
     def _change_reads(self, index: int) -> None:
         lent = [range(array.start, array.start + array.view.nbytes) for array in self._lent if array.unit == index]
-        self._stream.change_reads(index, without(self._units[index].placement, lent))
+        self._stream.change_reads(index, without(self._units[index][2], lent))

@@ -145,7 +145,7 @@ def read(
     assert shard.blocks is not None
     placement = place([[record] for record in records], 16)
     buffer = memoryview(mmap.mmap(-1, placement.nbytes))
-    reader = BackgroundPrefetcher([shard.path], tables={shard.path: shard.blocks}, **options)  # type: ignore[arg-type]
+    reader = BackgroundPrefetcher([shard.path], shards=[shard], **options)  # type: ignore[arg-type]
     try:
         reader.submit(placement.segments, buffer, caching=caching).wait()
         assert reader.stats.nbytes == sum(record.nbytes for record in records)

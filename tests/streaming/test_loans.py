@@ -20,7 +20,6 @@ from mlx_flash.engine.need import make_room, need
 from mlx_flash.residency.plan import MB, TOKENS_AHEAD
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole, wait_for_reads
-from streams import make_stream
 
 EVERYTHING = 1 << 40
 
@@ -209,28 +208,6 @@ def test_a_module_that_keeps_something_lends_nothing(directory: Path, monkeypatc
         head = sum(unit.nbytes for unit in model.layout.heads)
         assert loans.saved_bytes == head
         assert loans.lend(EVERYTHING) == EVERYTHING  # no memory is promised to it again
-
-
-def test_bytes_are_added_to_a_slot_that_is_read_or_in_flight() -> None:
-    stream, reader, arenas = make_stream(4, 2)
-    written: list[int] = []
-
-    def write(memory: memoryview) -> None:
-        written.append(memory[0])
-
-    stream.complete(0, write)  # in flight: it waits
-    assert written == [0] and stream.is_in_slot(0)
-    stream.complete(3, write)  # not in its slot: it will be read whole
-    assert written == [0]
-    reader.failing.add(1)
-    stream.complete(1, write)  # the read failed: it is read again
-    assert written == [0] and not stream.is_in_slot(1)
-    reader.failing.clear()
-    for unit in range(4):
-        stream.acquire(unit)
-        assert arenas[stream.units[unit].slot].memory[0] == unit
-        stream.release(unit)
-    stream.close()
 
 
 def test_models_that_share_a_budget_lend_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,7 @@ def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple
     settings = dict.fromkeys([(profile.read_size, profile.queue_depth), *OTHER_PROBES])
     notes = []
     with_resident = not options.no_resident
-    if first.tables and (with_resident or options.limit is not None):
+    if first.is_compressed and (with_resident or options.limit is not None):
         sys.exit(
             f"mlx-lm cannot load {options.model[0]}, which is compressed. "
             "Hint: name the plain model first, or give --no-resident without --limit."

@@ -298,7 +298,7 @@ def needed_files(num_layers: int, checkpoint: Checkpoint) -> NeededFiles:
     for name, record in checkpoint.tensors.items():
         number = next((int(part) for part in name.split(".") if part.isdecimal()), num_layers)
         files = needed.layers[number] if number < num_layers else needed.all_ranks
-        files.add(record.extent.path.name)
+        files.add(record.path.name)
     return needed
 
 

@@ -39,7 +39,7 @@ from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Buffer, read_pieces
-from mlx_flash.storage.safetensors import Extent, TensorRecord, identity_of, read_checkpoint
+from mlx_flash.storage.safetensors import TensorRecord, identity_of, read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
@@ -101,11 +101,11 @@ class ByteCheck:
         mx.eval(flat)
         memory, start = memory_of(flat), 0
         for record in parameter.records:
-            self._compare(record.name, record.extent.path, record.extent.offset, memory[start : start + record.nbytes])
+            self._compare(record.name, record.path, record.offset, memory[start : start + record.nbytes])
             start += record.nbytes
 
     def _compare(self, name: str, path: Path, offset: int, memory: memoryview) -> None:
-        record = TensorRecord(name, "U8", (len(memory),), Extent(path, offset, len(memory)))
+        record = TensorRecord(name, "U8", (len(memory),), path, offset, len(memory))
         start = 0
         for piece in read_pieces(record, self._buffer):
             found, expected = (

@@ -70,7 +70,6 @@ from mlx_flash.storage.safetensors import (
     PLAIN_NAME,
     STOCK_PATTERN,
     Checkpoint,
-    Extent,
     TensorRecord,
     read_checkpoint,
     read_shard,
@@ -151,7 +150,7 @@ class ShardPlan:
         """Yield the places of the tensors in the file, written or not."""
         start = self.data_start
         for tensor in self.tensors:
-            yield TensorRecord(*tensor, Extent(folder / self.name, start, tensor.nbytes))
+            yield TensorRecord(*tensor, folder / self.name, start, tensor.nbytes)
             start += tensor.nbytes
 
     @property
@@ -425,7 +424,7 @@ def sampled_ratio(record: TensorRecord) -> float:
     """Return the share of its bytes that a tensor takes when compressed, from some blocks of it. 1 if it may not be."""
     if record.dtype not in CODED_DTYPES or record.nbytes < _LEAST_BYTES:
         return 1.0
-    flat = TensorRecord(record.name, "U8", (record.nbytes,), record.extent)
+    flat = replace(record, dtype="U8", shape=(record.nbytes,))
     step = BLOCK_BYTES if record.nbytes > BLOCK_BYTES else record.nbytes
     last = (record.nbytes - step) // record.itemsize * record.itemsize
     starts = {last * i // (_NUM_SAMPLES - 1) // record.itemsize * record.itemsize for i in range(_NUM_SAMPLES)}

@@ -496,7 +496,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     parameters = [p for unit in [*layout.units, *layout.towers] for p in [*unit.large, *unit.small]]
     parameters += [*layout.resident, *([] if layout.head is None else layout.head.parameters)]
     records = [record for p in parameters for record in p.records]
-    paths = sorted({record.extent.path for record in records})
+    paths = sorted({record.path for record in records})
     read_size, queue_depth = plan.read_size, plan.queue_depth
     is_free = config.io == "auto" and config.queue_depth is None and config.read_size_mb is None
     if is_free and plan.pool is not None and all_cached(paths, plan.budget_bytes):

@@ -357,15 +357,14 @@ def rows_in_place(
     ]
 
     def follows(left: tuple[TensorRecord, int], right: tuple[TensorRecord, int]) -> bool:
-        before, extent = left[0].extent, right[0].extent
-        return (before.path, before.end) == (extent.path, extent.offset)
+        return (left[0].path, left[0].end) == (right[0].path, right[0].offset)
 
     segments = []
     for offset, records in zip(placement.offsets, rows, strict=True):
         lies_in_place = any(offset in places for places in in_place)
         placed = [(records[i], offset + i * records[i].nbytes) for i in wanted]
-        placed.sort(key=lambda entry: (str(entry[0].extent.path), entry[0].extent.offset))
+        placed.sort(key=lambda entry: (str(entry[0].path), entry[0].offset))
         for run in grouped(placed, follows):  # in place, the rest of its pages lies in the buffer as in the file
-            at = run[0][1] - run[0][0].extent.offset % DIRECT_ALIGNMENT
+            at = run[0][1] - run[0][0].offset % DIRECT_ALIGNMENT
             segments.append(read_scattered(run, at if lies_in_place else None))
     return sorted(segments, key=lambda segment: (str(segment.path), segment.offset))

@@ -73,7 +73,7 @@ class Sources:
         """Note arrays as they come from the checkpoint, by the names of their tensors."""
         for name, array in weights.items():
             record = self._checkpoint.tensors.get(name)
-            if record is not None and record.extent.nbytes == array.nbytes:  # mlx reads some dtypes as others
+            if record is not None and record.nbytes == array.nbytes:  # mlx reads some dtypes as others
                 self._found[id(array)] = array, (record,)
 
     @contextmanager
@@ -101,7 +101,7 @@ class Sources:
         return watched
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
-        if sum([record.extent.nbytes for record in records]) == array.nbytes:
+        if sum([record.nbytes for record in records]) == array.nbytes:
             self._found[id(array)] = array, records
 
     def _note_joined(self, result: mx.array, arrays: Sequence[mx.array], axis: int = 0, **_: Any) -> None:
@@ -412,7 +412,7 @@ def stock_folder(directory: Path, checkpoint: Checkpoint) -> Iterator[Path]:
             if shard.blocks is None:
                 path.symlink_to(shard.path.resolve())
             else:
-                places = [(r, r.extent.offset - LOGICAL_START) for r in shard.tensors]
+                places = [(r, r.offset - LOGICAL_START) for r in shard.tensors]
                 tensors = {r.name: (r.dtype, r.shape, (start, start + r.nbytes)) for r, start in places}
                 write_stand_in(path, tensors, shard.metadata)
                 stand_ins.append(path)
@@ -448,8 +448,8 @@ def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> se
     found: dict[str, set[tuple[int, int]]] = {}
     tensors = checkpoint.tensors
     for record in records:
-        if record.name in tensors and record.extent.path == tensors[record.name].extent.path:
-            found.setdefault(record.name, set()).add((record.extent.offset, record.nbytes))
+        if record.name in tensors and record.path == tensors[record.name].path:
+            found.setdefault(record.name, set()).add((record.offset, record.nbytes))
     return {name for name, parts in found.items() if sum(nbytes for _, nbytes in parts) == tensors[name].nbytes}
 
 

@@ -33,7 +33,7 @@ from mlx_flash.layout.trace import measure_held, rehearse
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, place, place_rows
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import TensorRecord
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
@@ -281,9 +281,9 @@ def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tupl
         if record.nbytes == row_bytes:
             found.append(record)
         elif record.shape and record.nbytes == record.shape[0] * row_bytes:
-            (path, start), shape = (record.extent.path, record.extent.offset), (1, *record.shape[1:])
+            (path, start), shape = (record.path, record.offset), (1, *record.shape[1:])
             starts = range(start, start + record.nbytes, row_bytes)
-            found += [TensorRecord(record.name, record.dtype, shape, Extent(path, at, row_bytes)) for at in starts]
+            found += [TensorRecord(record.name, record.dtype, shape, path, at, row_bytes) for at in starts]
         else:
             return ()
     return tuple(found) if len(found) == num_rows else ()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
+from mlx_flash.storage.safetensors import DTYPE_SIZES, TensorRecord
 
 T = TypeVar("T")
 
@@ -130,10 +130,10 @@ def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Place
 def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
     """Return whether :func:`place` would read any of some parameters through a bounce buffer."""
     for group in groups:
-        first, end, is_whole = group[0].extent, group[0].extent.offset, is_aligned(group[0], alignment)
+        first, end, is_whole = group[0], group[0].offset, is_aligned(group[0], alignment)
         for record in group:
-            is_whole &= record.extent.path == first.path and record.extent.offset == end
-            end += record.extent.nbytes
+            is_whole &= record.path == first.path and record.offset == end
+            end += record.nbytes
         if not is_whole and end > first.offset:
             return True
     return False
@@ -172,23 +172,21 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
     first = group[0]
     if len(group) == 1:
         return first
-    extents = [record.extent for record in group]
-    if False in [a.path == b.path and a.offset + a.nbytes == b.offset for a, b in pairwise(extents)]:
+    if False in [a.path == b.path and a.offset + a.nbytes == b.offset for a, b in pairwise(group)]:
         return None
-    extent = Extent(first.extent.path, first.extent.offset, sum(record.nbytes for record in group))
-    return replace(first, extent=extent)
+    return replace(first, nbytes=sum(record.nbytes for record in group))
 
 
 def read_in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
     """Return the read of a range of a file to ``cursor`` of the buffer, unchanged."""
-    start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    return read_scattered([(record, cursor + record.extent.offset - start) for record in records], cursor)
+    start = records[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    return read_scattered([(record, cursor + record.offset - start) for record in records], cursor)
 
 
 def read_scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = None) -> Segment:
     """Return the read of a range of a file whose pieces go to places of their own."""
-    pieces = [Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run]
-    return read_pages(run[0][0].extent.path, pieces, cursor)
+    pieces = [Piece(record.name, record.offset, record.nbytes, at) for record, at in run]
+    return read_pages(run[0][0].path, pieces, cursor)
 
 
 def read_pages(path: Path, pieces: Sequence[Piece], cursor: int | None = None) -> Segment:
@@ -199,12 +197,11 @@ def read_pages(path: Path, pieces: Sequence[Piece], cursor: int | None = None) -
 
 def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
     """Return groups of indices of non-empty tensors that are neighbours in one file."""
-    extents = [record.extent for record in records]
-    places = [(str(extent.path), extent.offset, i) for i, extent in enumerate(extents) if extent.nbytes]
+    places = [(str(record.path), record.offset, i) for i, record in enumerate(records) if record.nbytes]
     order = [i for *_, i in sorted(places)]
 
     def follows(left: int, right: int) -> bool:
-        first, second = extents[left], extents[right]
+        first, second = records[left], records[right]
         return first.path == second.path and 0 <= second.offset - first.offset - first.nbytes <= MERGE_GAP
 
     return grouped(order, follows)
@@ -212,7 +209,7 @@ def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
 
 def is_aligned(record: TensorRecord, alignment: int) -> bool:
     """Return whether a tensor can be computed with where a read of whole pages puts it."""
-    return record.extent.offset % max(alignment, DTYPE_SIZES[record.dtype]) == 0
+    return record.offset % max(alignment, DTYPE_SIZES[record.dtype]) == 0
 
 
 @dataclass(frozen=True)
@@ -238,8 +235,7 @@ class PlacedRows:
     @cached_property
     def starts(self) -> list[tuple[str, int]]:
         """For each row a key that sorts rows as their bytes lie on disk."""
-        extents = [[record.extent for record in row if record.extent.nbytes] for row in self.rows]
-        return [min([(str(extent.path), extent.offset) for extent in row]) for row in extents]
+        return [min([(str(record.path), record.offset) for record in row if record.nbytes]) for row in self.rows]
 
 
 def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> PlacedRows:
@@ -253,16 +249,16 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
         ValueError: a tensor has another size or dtype in some row.
     """
     first = rows[0] if rows else ()
-    expected = [(record.extent.nbytes, record.dtype) for record in first]
+    expected = [(record.nbytes, record.dtype) for record in first]
     for i, row in enumerate(rows):
-        if (found := [(record.extent.nbytes, record.dtype) for record in row]) != expected:
+        if (found := [(record.nbytes, record.dtype) for record in row]) != expected:
             raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
     offsets = [0] * len(first)
     in_place: list[tuple[list[int], int]] = []
     copied: list[int] = []
     cursor = 0
     for block in _common_blocks(rows):
-        starts = {row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows}  # where its pages begin
+        starts = {row[block[0]].offset % DIRECT_ALIGNMENT for row in rows}  # where its pages begin
         if len(starts) == 1 and all(is_aligned(first[j], alignment) for j in block):
             segment = read_in_place([first[j] for j in block], cursor)
             for j, piece in zip(block, segment.pieces, strict=True):
@@ -281,7 +277,7 @@ def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]
     """Yield groups of indices of non-empty tensors that are neighbours in one file, equally in every row."""
 
     def follows(left: int, right: int) -> bool:
-        pairs = [(row[left].extent, row[right].extent) for row in rows]
+        pairs = [(row[left], row[right]) for row in rows]
         gaps = {b.offset - a.offset if b.path == a.path else None for a, b in pairs}
         return len(gaps) == 1 and None not in gaps
 

@@ -274,7 +274,7 @@ def _truncated_error(part: Part, offset: int, got: int, needed: int) -> Truncate
 
 def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each at the start of a buffer. The page cache keeps nothing of it."""
-    path, offset, nbytes = record.extent.path, record.extent.offset, record.nbytes
+    path, offset, nbytes = record.path, record.offset, record.nbytes
     try:
         file = SourceFile(path, direct=False, shard=read_shard(path) if path.suffix == COMPRESSED_SUFFIX else None)
     except CheckpointError as error:

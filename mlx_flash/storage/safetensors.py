@@ -58,9 +58,12 @@ _MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """A run of bytes in a file."""
+class TensorRecord:
+    """One tensor, or a range of its rows: what it is and where its bytes are."""
 
+    name: str  # the tensor's name in the checkpoint
+    dtype: str  # the format's name of the dtype, a key of `DTYPE_SIZES`
+    shape: tuple[int, ...]  # dimensions, row-major; ``()`` for a scalar
     path: Path  # the file
     offset: int  # first byte, counted from the start of the file
     nbytes: int  # length in bytes
@@ -68,20 +71,6 @@ class Extent:
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One tensor, or a range of its rows: what it is and where its bytes are."""
-
-    name: str  # the tensor's name in the checkpoint
-    dtype: str  # the format's name of the dtype, a key of `DTYPE_SIZES`
-    shape: tuple[int, ...]  # dimensions, row-major; ``()`` for a scalar
-    extent: Extent  # the tensor's bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.extent.nbytes
 
     @property
     def itemsize(self) -> int:
@@ -91,8 +80,8 @@ class TensorRecord:
         """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0."""
         count, *rest = self.shape
         row_bytes = self.nbytes // count if count else 0
-        extent = Extent(self.extent.path, self.extent.offset + start * row_bytes, (stop - start) * row_bytes)
-        return TensorRecord(self.name, self.dtype, (stop - start, *rest), extent)
+        place = self.path, self.offset + start * row_bytes, (stop - start) * row_bytes
+        return TensorRecord(self.name, self.dtype, (stop - start, *rest), *place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +181,7 @@ def _records(
     if not isinstance(metadata, dict) or not all(isinstance(item, str) for item in metadata.values()):
         raise HeaderError(f"{path}: __metadata__ must map strings to strings, found {brief(metadata)}")
     records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
-    records.sort(key=attrgetter("extent.offset", "extent.nbytes"))
+    records.sort(key=attrgetter("offset", "nbytes"))
     _check_layout(path, records, size)
     return tuple(records), metadata
 
@@ -205,7 +194,7 @@ def _read_compressed(path: Path) -> Shard:
     needed = sum(num_blocks(record.nbytes, *sizes_) for record, *sizes_ in divided)
     if needed != len(sizes):
         raise HeaderError(f"{path}: its tensors have {needed} blocks, its table has {len(sizes)}. {_AGAIN}")
-    blocks = (block for r, *sizes_ in divided for block in blocks_of(r.extent.offset, r.nbytes, r.itemsize, *sizes_))
+    blocks = (block for r, *sizes_ in divided for block in blocks_of(r.offset, r.nbytes, r.itemsize, *sizes_))
     return Shard(path, identity, data_start, records, metadata, BlockTable(blocks, sizes, data_start))
 
 
@@ -263,7 +252,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorR
                         f"{where}: {dtype} of shape {brief(shape)} takes {bound} bytes, "
                         f"its data_offsets [{begin}, {end}] span {end - begin}"
                     )
-                return TensorRecord(name, dtype, tuple(shape), Extent(path, data_offset + begin, needed))
+                return TensorRecord(name, dtype, tuple(shape), path, data_offset + begin, needed)
     raise HeaderError(
         f"{where}: its entry must hold exactly dtype (one of {', '.join(DTYPE_SIZES)}), shape and two data_offsets, "
         f"all sizes from 0 to 2**63 - 1, found {brief(entry)}"
@@ -271,17 +260,17 @@ def _parse_entry(path: Path, name: str, entry: Any, data_offset: int) -> TensorR
 
 
 def _check_layout(path: Path, records: list[TensorRecord], size: int) -> None:
-    ends = [record.extent.offset + record.extent.nbytes for record in records]
+    ends = [record.offset + record.nbytes for record in records]
     if max(ends, default=0) > size:
         raise HeaderError(
             f"{path}: tensor {records[ends.index(max(ends))].name!r} needs {max(ends)} bytes of file, found {size}: "
             f"the file is truncated. {_AGAIN}"
         )
-    for left, right in pairwise([record for record in records if record.extent.nbytes]):
-        if right.extent.offset < left.extent.offset + left.extent.nbytes:
+    for left, right in pairwise([record for record in records if record.nbytes]):
+        if right.offset < left.offset + left.nbytes:
             raise HeaderError(
-                f"{path}: tensor {right.name!r} starts at byte {right.extent.offset}, inside tensor {left.name!r}, "
-                f"which ends at byte {left.extent.end}"
+                f"{path}: tensor {right.name!r} starts at byte {right.offset}, inside tensor {left.name!r}, "
+                f"which ends at byte {left.end}"
             )
 
 

@@ -223,15 +223,14 @@ def _read_rows(state: TableState, wanted: np.ndarray[Any, np.dtype[Any]]) -> lis
 def row_segments(parameter: Parameter, rows: Sequence[int], num_tasks: int) -> list[Segment]:
     """Return reads that put some rows of a table one after another, in about ``num_tasks`` tasks."""
     assert parameter.record is not None
-    extent = parameter.record.extent
+    record = parameter.record
     row_bytes = parameter.nbytes // parameter.array.shape[0]
     pieces = [
-        Piece(parameter.record.name, extent.offset + row * row_bytes, row_bytes, i * row_bytes)
-        for i, row in enumerate(rows)
+        Piece(record.name, record.offset + row * row_bytes, row_bytes, i * row_bytes) for i, row in enumerate(rows)
     ]
     step = max(1, -(-len(pieces) // num_tasks))
     groups = [tuple(pieces[i : i + step]) for i in range(0, len(pieces), step)]
-    return [Segment(extent.path, group[0].offset, group[-1].end - group[0].offset, None, group) for group in groups]
+    return [Segment(record.path, group[0].offset, group[-1].end - group[0].offset, None, group) for group in groups]
 
 
 def tile_module(unit: Unit, start: int, stop: int, views: dict[str, mx.array]) -> nn.Module:

@@ -93,9 +93,9 @@ def test_a_copy_holds_what_was_computed_and_is_used_again(directory: Path, compu
         assert held is not before[name]
         assert same_bits([held], [array])
         (record,) = loaded.sources[id(held)]
-        assert record.extent.path.parent == copy.folder and record.extent.path.is_file()
-        with record.extent.path.open("rb") as file:
-            file.seek(record.extent.offset)
+        assert record.path.parent == copy.folder and record.path.is_file()
+        with record.path.open("rb") as file:
+            file.seek(record.offset)
             assert file.read(record.nbytes) == bytes(memoryview(array))  # type: ignore[arg-type]
     assert same_bits(logits(loaded.model), logits(stock(directory)))
 
@@ -398,7 +398,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(directory: Path, monkeypatc
 def test_an_error_of_mlx_while_it_computes_parameters_names_the_folder(limit_gb: int | None, directory: Path) -> None:
     """MLX reads past the end of a file that was cut after its headers were read; its error names nothing."""
     path = directory / "model.safetensors"
-    first = min(r.extent.offset for name, r in load(directory)[1].tensors.items() if ".self_attn." in name)
+    first = min(r.offset for name, r in load(directory)[1].tensors.items() if ".self_attn." in name)
     config = FlashConfig(ram_budget_gb="min", context_length=64, telemetry=False, derived_cache_gb=limit_gb)
     words = f"MLX cannot read a file of {re.escape(str(directory))}.*Hint: check the disk; `mlx-flash verify`"
 

@@ -72,8 +72,8 @@ def scattered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def contents(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     found = {}
     for record in read_checkpoint(directory).tensors.values():
-        with record.extent.path.open("rb") as file:
-            file.seek(record.extent.offset)
+        with record.path.open("rb") as file:
+            file.seek(record.offset)
             found[record.name] = (record.dtype, record.shape, file.read(record.nbytes))
     return found
 
@@ -165,11 +165,11 @@ def test_each_unit_is_one_aligned_read(
     assert all(segment.buffer_offset is None for segment in before) and len(before) > len(after)
     assert sum(segment.nbytes for segment in after) <= sum(segment.nbytes for segment in before)
     for unit in order_of(packed):
-        paths = {read_checkpoint(packed).tensors[name].extent.path for name in unit}
+        paths = {read_checkpoint(packed).tensors[name].path for name in unit}
         assert len(paths) <= 1
     for shard in read_checkpoint(tmp_path / "packed").shards:
         assert shard.data_offset % DATA_ALIGNMENT == 0
-        assert all(record.extent.offset % record.itemsize == 0 for record in shard.tensors)
+        assert all(record.offset % record.itemsize == 0 for record in shard.tensors)
 
 
 def test_units_lie_in_the_order_of_a_pass_and_what_is_streamed_first_lies_first(
@@ -185,9 +185,9 @@ def test_units_lie_in_the_order_of_a_pass_and_what_is_streamed_first_lies_first(
     assert units == sorted(units, key=list(dict.fromkeys(units)).index)
     checkpoint = read_checkpoint(tmp_path / "packed")
     for unit in order_of(tmp_path / "packed"):
-        extents = [checkpoint.tensors[name].extent for name in unit if is_matrix(checkpoint.tensors[name])]
-        assert [e.nbytes for e in extents] == sorted((e.nbytes for e in extents), reverse=True)
-        assert all(left.end == right.offset for left, right in pairwise(extents))
+        records = [checkpoint.tensors[name] for name in unit if is_matrix(checkpoint.tensors[name])]
+        assert [r.nbytes for r in records] == sorted((r.nbytes for r in records), reverse=True)
+        assert all(left.end == right.offset for left, right in pairwise(records))
 
 
 @settings(deadline=None, max_examples=25)
@@ -457,9 +457,9 @@ def test_one_wrong_bit_is_found(scattered: Callable[[str], Path], tmp_path: Path
         if done == total // 2:  # all is written, nothing read back
             shards = {s.path: s for s in read_checkpoint(tmp_path / "packed.partial").shards}
             record = next(r for shard in shards.values() for r in shard.tensors if r.name == name)
-            data = bytearray(record.extent.path.read_bytes())
-            data[record.extent.end - 1] ^= 1
-            record.extent.path.write_bytes(data)
+            data = bytearray(record.path.read_bytes())
+            data[record.end - 1] ^= 1
+            record.path.write_bytes(data)
 
     with pytest.raises(WriteError, match=rf"'{name}' in .* is not what was written"):
         pack(source, target, **THREE_MB, progress=progress)

@@ -22,7 +22,7 @@ from mlx_flash.convert.pack import (
 )
 from mlx_flash.errors import HeaderError, ReadError, TruncatedFileError
 from mlx_flash.storage.ranges import read_pieces
-from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord, read_shard
+from mlx_flash.storage.safetensors import DTYPE_SIZES, TensorRecord, read_shard
 
 
 def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
@@ -46,7 +46,7 @@ def write_all(path: Path, tensors: Sequence[TensorSpec], *rest: Any) -> None:
 
 
 def from_file(path: Path, offset: int, tensor: TensorSpec) -> Iterator[memoryview]:
-    return read_pieces(TensorRecord(*tensor, Extent(path, offset, tensor.nbytes)), copy_buffer())
+    return read_pieces(TensorRecord(*tensor, path, offset, tensor.nbytes)), copy_buffer()
 
 
 SPECS = st.builds(
@@ -89,8 +89,7 @@ def test_any_tensors_read_back(
     assert shard.metadata == (metadata or {})
     assert {*plan(path, tensors, metadata, alignment).records(path.parent)} == {*shard.tensors}
     assert {
-        record.name: (record.dtype, list(record.shape), data[record.extent.offset : record.extent.end])
-        for record in shard.tensors
+        record.name: (record.dtype, list(record.shape), data[record.offset : record.end]) for record in shard.tensors
     } == expected
 
     theirs = {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in _deserialize(data)}

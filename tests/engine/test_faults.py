@@ -201,11 +201,11 @@ def test_reads_that_fail(
 
 def failing_at(record: TensorRecord, real: Preadv = os.preadv) -> Preadv:
     """Reads that fail if they have bytes of a tensor."""
-    file = record.extent.path.stat().st_ino
+    file = record.path.stat().st_ino
 
     def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         end = offset + sum(map(len, buffers))
-        if os.fstat(fd).st_ino == file and offset < record.extent.end and end > record.extent.offset:
+        if os.fstat(fd).st_ino == file and offset < record.end and end > record.offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, buffers, offset)
 
@@ -223,7 +223,7 @@ def test_small_parameters_that_cannot_be_read_are_named(
     config = FlashConfig(ram_budget_gb="min", context_length=64, telemetry=False)
     with FlashLLM(prepare(folder, config), config) as model, monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing_at(record))
-        with pytest.raises(ReadError, match=rf"cannot read '{name}' .* in {record.extent.path}: Input/output error"):
+        with pytest.raises(ReadError, match=rf"cannot read '{name}' .* in {record.path}: Input/output error"):
             model.start()
     with streamed(folder) as model:
         assert checkpoints["dense"].is_right(model)

@@ -21,7 +21,7 @@ from mlx_flash.experts.pool import ABSENT
 from mlx_flash.experts.pooledstacks import rows_in_place
 from mlx_flash.storage.placement import Segment, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import TensorRecord
 from models import QWEN3_MOE, same_bits, save, stock
 
 NUM_EXPERTS, TOP_K = 16, 2
@@ -63,7 +63,7 @@ def test_rows_are_placed_as_in_the_whole_stack(
     steps = sizes if apart else [num_rows * nbytes for nbytes in sizes]
     firsts = accumulate(steps[:-1], initial=start)
     rows = [
-        [TensorRecord(f"{i}.{k}", "U8", (nbytes,), Extent(file, at + k * stride, nbytes)) for k in range(num_rows)]
+        [TensorRecord(f"{i}.{k}", "U8", (nbytes,), file, at + k * stride, nbytes) for k in range(num_rows)]
         for i, (at, stride, nbytes) in enumerate(zip(firsts, strides, sizes, strict=True))
     ]
     wanted = sorted(data.draw(st.sets(st.integers(0, num_rows - 1))))
@@ -81,7 +81,7 @@ def test_rows_are_placed_as_in_the_whole_stack(
     for offset, records in zip(placement.offsets, rows, strict=True):
         for k in wanted:
             at = offset + k * records[k].nbytes
-            assert bytes(buffer[at : at + records[k].nbytes]) == whole[records[k].extent.offset : records[k].extent.end]
+            assert bytes(buffer[at : at + records[k].nbytes]) == whole[records[k].offset : records[k].end]
 
 
 def spy_on(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Segment]]:

@@ -106,7 +106,7 @@ def header(folder: Path) -> Iterator[Case]:
         data = data if dice.random() < 0.9 else damaged(data, dice)
         path.write_bytes(data)
         with suppress(CheckpointError):
-            assert all(0 <= t.extent.offset <= t.extent.end <= len(data) for t in read_shard(path).tensors)
+            assert all(0 <= t.offset <= t.end <= len(data) for t in read_shard(path).tensors)
 
     yield case
 

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import TensorRecord
 
 PAGE = DIRECT_ALIGNMENT
 
@@ -27,7 +27,7 @@ def write_file(path: Path, nbytes: int, seed: int = 0) -> Path:
 def packed(path: Path, start: int, sizes: Sequence[int], gap: int = 0) -> list[TensorRecord]:
     records = []
     for i, nbytes in enumerate(sizes):
-        records.append(TensorRecord(f"{path.stem}.{i}", "U8", (nbytes,), Extent(path, start, nbytes)))
+        records.append(TensorRecord(f"{path.stem}.{i}", "U8", (nbytes,), path, start, nbytes))
         start += nbytes + gap
     return records
 
@@ -39,10 +39,7 @@ class Load:
         self.records = records
         self.placement: Placement = place([[record] for record in records], alignment)
         self.buffer = memoryview(mmap.mmap(-1, max(1, self.placement.nbytes)))
-        self.expected = [
-            made.extent.path.read_bytes()[made.extent.offset : made.extent.end] if made.nbytes else b""
-            for made in records
-        ]
+        self.expected = [made.path.read_bytes()[made.offset : made.end] if made.nbytes else b"" for made in records]
         self.nbytes = sum(made.nbytes for made in records)
 
     def submit(self, reader: BackgroundPrefetcher, mode: str = "direct", urgent: bool = False) -> Ticket:

@@ -7,7 +7,7 @@ from mlx_flash.errors import ReadError
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, place
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import WeightStream, take_turns
 
 
@@ -65,8 +65,8 @@ class FakeReader:
 
 
 def placement_of(unit: int) -> Placement:
-    extent = Extent(Path("file"), unit * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT)
-    return place([[TensorRecord(str(unit), "U8", (DIRECT_ALIGNMENT,), extent)]])
+    place_in_file = Path("file"), unit * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT
+    return place([[TensorRecord(str(unit), "U8", (DIRECT_ALIGNMENT,), *place_in_file)]])
 
 
 def make_stream(num_units: int, num_slots: int) -> tuple[WeightStream, FakeReader, list[Arena]]:

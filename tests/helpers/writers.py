@@ -41,7 +41,7 @@ def make_source(folder: Path) -> Path:
 def tensors_of(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all tensors of a checkpoint."""
     records = read_checkpoint(folder).tensors.values()
-    return {r.name: r.extent.path.read_bytes()[r.extent.offset : r.extent.end] for r in records}
+    return {r.name: r.path.read_bytes()[r.offset : r.end] for r in records}
 
 
 class Writer(ABC):

@@ -183,7 +183,7 @@ def streamed(tmp_path: Path) -> Iterator[Callable[..., FlashLLM]]:
 
 def records(model: FlashLLM) -> dict[str, set[Path]]:
     """Return the files that each streamed parameter is read from."""
-    return {p.name: {record.extent.path for record in p.records} for unit in model.layout.units for p in unit.large}
+    return {p.name: {record.path for record in p.records} for unit in model.layout.units for p in unit.large}
 
 
 def expected_of(directory: Path) -> list[Any]:

@@ -219,7 +219,7 @@ def test_some_rows_of_every_expert_are_ranges_of_the_file(tmp_path: Path) -> Non
     records = sources.of(upper)
     data = path.read_bytes()
     assert len(records) == 3
-    assert b"".join(data[r.extent.offset : r.extent.end] for r in records) == bytes(memoryview(cast(Any, upper)))
+    assert b"".join(data[r.offset : r.end] for r in records) == bytes(memoryview(cast(Any, upper)))
 
 
 def test_an_array_that_is_changed_in_place_is_computed(tmp_path: Path) -> None:

@@ -192,8 +192,8 @@ def test_each_expert_begins_a_block(shard: Shard) -> None:
     assert table is not None
     experts = next(record for record in shard.tensors if record.name == "experts")
     for i in range(5):
-        extent = experts.rows(i, i + 1).extent
-        assert table.starts[table.around(extent.offset, extent.end).start] == extent.offset
+        row = experts.rows(i, i + 1)
+        assert table.starts[table.around(row.offset, row.end).start] == row.offset
 
 
 def test_a_damaged_block_is_named(shard: Shard, contents: dict[str, bytes]) -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_block_is_named(shard: Shard, contents: dict[str, bytes]) -> N
     assert table is not None
     whole = shard.path.read_bytes()
     matrix, experts = (next(r for r in shard.tensors if r.name == name) for name in ("matrix", "experts"))
-    number = table.around(matrix.extent.offset, matrix.extent.end).start
+    number = table.around(matrix.offset, matrix.end).start
     for at in (table.offsets[number], table.offsets[number] + 20, table.offsets[number + 1] - 1):
         shard.path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
         with pytest.raises(

@@ -20,7 +20,7 @@ from mlx_flash.storage.placement import (
     place_rows,
     without,
 )
-from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
+from mlx_flash.storage.safetensors import DTYPE_SIZES, TensorRecord
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)
 Rows = list[list[TensorRecord]]
@@ -28,7 +28,7 @@ BY_SIZE = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
 
 
 def record(name: str, offset: int, count: int, dtype: str = "U8", path: str = "a") -> TensorRecord:
-    return TensorRecord(name, dtype, (count,), Extent(Path(path), offset, count * DTYPE_SIZES[dtype]))
+    return TensorRecord(name, dtype, (count,), Path(path), offset, count * DTYPE_SIZES[dtype])
 
 
 @st.composite
@@ -45,7 +45,7 @@ def tensor_records(draw: st.DrawFn) -> list[TensorRecord]:
             itemsize = only or draw(st.sampled_from(tuple(BY_SIZE)))
             cursor = -(-(cursor + draw(gaps)) // step) * step
             made = record(f"{path}{i}", cursor, draw(sizes), BY_SIZE[itemsize], path)
-            cursor = made.extent.end
+            cursor = made.end
             records.append(made)
     if records and draw(st.booleans()):
         records += draw(st.lists(st.sampled_from(records), max_size=2))
@@ -112,7 +112,7 @@ def check_tensors(records: list[TensorRecord], placement: Placement, alignment: 
 def check_pieces(records: list[TensorRecord], placement: Placement) -> None:
     """The pieces are the non-empty tensors, each whole and once, at the place promised."""
     wanted = [
-        (made.extent.path, made.name, made.extent.offset, made.nbytes, at)
+        (made.path, made.name, made.offset, made.nbytes, at)
         for made, at in zip(records, placement.offsets, strict=True)
         if made.nbytes
     ]
@@ -212,7 +212,7 @@ def stacks(draw: st.DrawFn) -> Rows:
         file = draw(st.integers(0, num_files - 1))
         offset = -(-ends[file] // step) * step
         places[at] = record(f"{at[0]}.{at[1]}", offset, nbytes, BY_SIZE[itemsize], "ab"[file])
-        ends[file] = places[at].extent.end + gap
+        ends[file] = places[at].end + gap
     return [[places[i, j] for j in range(len(kinds))] for i in range(num_rows)]
 
 
@@ -223,7 +223,7 @@ def one_after_another(start: int, sizes: list[int], num_rows: int, gap: int = 0,
         row = []
         for j, nbytes in enumerate(sizes):
             row.append(record(f"{i}.{j}", start, nbytes))
-            start = row[-1].extent.end + gap
+            start = row[-1].end + gap
         rows.append(row)
         start += padding
     return rows
@@ -233,9 +233,9 @@ def stacked(start: int, sizes: list[int], num_rows: int) -> Rows:
     """Experts in one tensor a matrix."""
     columns = []
     for j, nbytes in enumerate(sizes):
-        whole = TensorRecord(f"{j}", "U8", (num_rows, nbytes), Extent(Path("a"), start, num_rows * nbytes))
+        whole = TensorRecord(f"{j}", "U8", (num_rows, nbytes), Path("a"), start, num_rows * nbytes)
         columns.append([whole.rows(i, i + 1) for i in range(num_rows)])
-        start = whole.extent.end
+        start = whole.end
     return [list(row) for row in zip(*columns, strict=True)]
 
 

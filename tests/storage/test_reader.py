@@ -34,7 +34,7 @@ from mlx_flash.memory.pagecache import is_cached, open_direct
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
 from mlx_flash.storage.ranges import RETRIES, Arrival
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import TensorRecord
 from reading import CACHING, PAGE, Load, descriptors, num_cached_pages, packed, reader_threads, write_file
 
 # --- helpers ---------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_any_tensors_in_any_mode(two_files: list[Path], data: st.DataObject) -> 
         end = path.stat().st_size
         cuts = sorted(data.draw(st.lists(st.integers(0, end), max_size=8), label="cuts"))
         pairs = list(pairwise(cuts))[:: data.draw(st.integers(1, 2))]
-        records += [TensorRecord(f"{low}", "U8", (high - low,), Extent(path, low, high - low)) for low, high in pairs]
+        records += [TensorRecord(f"{low}", "U8", (high - low,), path, low, high - low) for low, high in pairs]
     mode = data.draw(st.sampled_from(MODES))
     load = Load(data.draw(st.permutations(records)), data.draw(st.sampled_from((1, 16))))
     read_size = data.draw(st.sampled_from((1, PAGE, 5 * PAGE - 1, 1 << 18, 6 << 20)))
@@ -381,7 +381,7 @@ def test_permanent_error_in_the_middle_of_a_task_names_its_tensor(
 ) -> None:
     write_file(shard, 100 * PAGE)
     load = apart(shard, [PAGE] * 9, start)
-    bad = load.records[4].extent.offset + 5
+    bad = load.records[4].offset + 5
     reader = open_reader(shard, mode, 100 * PAGE, 1)
     tries = []
 
@@ -637,7 +637,7 @@ def test_change_during_a_read_is_an_error(shard: Path) -> None:
     load = small_load(shard)
     reader = open_reader(shard, read_size=1 << 20)
     load.check(reader)
-    middle, byte = load.records[1].extent.offset + 17 * 7, load.expected[1][17 * 7 :][:1]
+    middle, byte = load.records[1].offset + 17 * 7, load.expected[1][17 * 7 :][:1]
 
     def write(data: bytes) -> None:
         with shard.open("r+b", buffering=0) as file:

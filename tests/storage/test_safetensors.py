@@ -55,8 +55,8 @@ def _write(path: Path, header: object, data: bytes = b"") -> Path:
 
 
 def _bytes_of(record: TensorRecord) -> bytes:
-    with record.extent.path.open("rb") as file:
-        file.seek(record.extent.offset)
+    with record.path.open("rb") as file:
+        file.seek(record.offset)
         return file.read(record.nbytes)
 
 
@@ -79,11 +79,11 @@ def _assert_consistent(shard: Shard) -> None:
     end = shard.data_offset
     assert shard.nbytes == size
     for record in shard.tensors:
-        assert shard.data_offset <= record.extent.offset <= record.extent.end <= size
+        assert shard.data_offset <= record.offset <= record.end <= size
         assert record.nbytes == int(np.prod(record.shape, dtype=object)) * record.itemsize
         if record.nbytes:
-            assert record.extent.offset >= end
-            end = record.extent.end
+            assert record.offset >= end
+            end = record.end
 
 
 def _checkpoint(directory: Path) -> Path:

@@ -50,7 +50,7 @@ def check_fails(reader: BackgroundPrefetcher, load: Load, mode: str, error: type
             load.check(reader, mode)
         assert type(caught.value) is error
         assert "'shard." in str(caught.value)
-        assert str(load.records[0].extent.path) in str(caught.value)
+        assert str(load.records[0].path) in str(caught.value)
         assert "Hint: " in str(caught.value)
     assert descriptors() == num_open
 

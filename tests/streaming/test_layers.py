@@ -87,7 +87,7 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     save(directory, LLAMA, mx.bfloat16, bits=4 if request.param == "quantized" else None, header_shift=3)
     layout = make_layout(load_lazily(directory, read_checkpoint(directory)))
     (unit,) = layout.embeddings
-    reader = BackgroundPrefetcher(sorted({p.record.extent.path for p in unit.large if p.record}))
+    reader = BackgroundPrefetcher(sorted({p.record.path for p in unit.large if p.record}))
     swap_class(unit.module, EmbeddingRows, TableState(unit.large, reader, None))
     yield unit.module, stock(directory).model.embed_tokens
     reader.close()

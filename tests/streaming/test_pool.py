@@ -33,7 +33,7 @@ from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import place_rows
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads
 from mlx_flash.storage.ranges import RETRIES
-from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
 
 Experts = list[tuple[int, int]]
@@ -72,11 +72,11 @@ class Checkpoint:
             else:
                 stacks = accumulate((count * nbytes for nbytes in sizes[:-1]), initial=0)
                 offsets = [start + stack + expert * nbytes for stack, nbytes in zip(stacks, sizes, strict=True)]
-            found.append([self._record(layer, expert, *extent) for extent in zip(offsets, sizes, strict=True)])
+            found.append([self._record(layer, expert, *place) for place in zip(offsets, sizes, strict=True)])
         return found
 
     def _record(self, layer: int, expert: int, offset: int, nbytes: int) -> TensorRecord:
-        return TensorRecord(f"layers.{layer}.experts.{expert}", "U8", (nbytes,), Extent(self.path, offset, nbytes))
+        return TensorRecord(f"layers.{layer}.experts.{expert}", "U8", (nbytes,), self.path, offset, nbytes)
 
     def pool(self, num_slots: int, reader: BackgroundPrefetcher, reads_past_cache: int = 0) -> ExpertPool:
         pitch = max(layer.placements.nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
@@ -85,7 +85,7 @@ class Checkpoint:
 
     def expected(self, layer: int, expert: int) -> list[bytes]:
         """The tensors of an expert, and what is in memory always of it."""
-        read = [self.data[record.extent.offset : record.extent.end] for record in self.rows[layer][expert]]
+        read = [self.data[record.offset : record.end] for record in self.rows[layer][expert]]
         return read + ([self.kept[expert].tobytes()] if layer == SINGLE else [])
 
     def found(self, pool: ExpertPool, layer: int, expert: int) -> list[bytes]:
@@ -370,7 +370,7 @@ def test_failing_reads_fail_one_call_only(
     checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = checkpoint.pool(6, reader)
-    first = checkpoint.rows[STACKED][0][0].extent.offset
+    first = checkpoint.rows[STACKED][0][0].offset
     is_broken, real = [True], os.preadv
 
     def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -392,7 +392,7 @@ def test_failing_reads_fail_one_call_only(
 def test_arrived_experts_are_used_before_late_ones(
     checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, slow = checkpoint.pool(6, reader), checkpoint.rows[STACKED][2][1].extent
+    pool, slow = checkpoint.pool(6, reader), checkpoint.rows[STACKED][2][1]
     gate, real = threading.Event(), os.preadv
 
     def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -14,12 +14,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
 from mlx_flash.files import open_regular, read_regular
@@ -84,8 +84,7 @@ class TensorRecord:
         return TensorRecord(self.name, self.dtype, (stop - start, *rest), *place)
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
+class FileIdentity(NamedTuple):
     """The result of ``os.stat`` for a file. Equal identities mean the same bytes.
 
     Every write, and every change of name, owner or permissions, sets the change time. No program can set it back.
@@ -98,8 +97,8 @@ class FileIdentity:
     change_time: int
 
     def differences(self, other: FileIdentity) -> str:
-        theirs = asdict(other)
-        return ", ".join(name.replace("_", " ") for name, value in asdict(self).items() if theirs[name] != value)
+        names = (name for name, mine, its in zip(self._fields, self, other, strict=True) if mine != its)
+        return ", ".join(names).replace("_", " ")
 
 
 def identity_of(path: Path | str | int) -> FileIdentity:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,8 +15,6 @@ from mlx_flash.experts.expertlayers import SORTED_SIZE
 from mlx_flash.experts.pool import ExpertPool
 from zoo.compare import GENERATIONS, LONGEST_CALL, compare, find_difference, same
 from zoo.pool import Case, outcome_of
-
-MLX_LM = tuple(map(int, version("mlx-lm").split(".")[:2]))
 
 KINDS = [
     ("gemma3n", "bf16"),  # embeddings for each layer, shared key-value caches, a predicted residual
@@ -39,8 +36,6 @@ KINDS = [
 @pytest.mark.parametrize(("name", "variant"), KINDS, ids=lambda value: str(value))
 def test_an_architecture_streams_exactly(name: str, variant: str) -> None:
     outcome = compare(name, variant, in_turns=True)
-    if outcome.status == "cannot" and MLX_LM < (0, 32):
-        pytest.skip(f"this mlx-lm is too old for it: {outcome.reason}")
     assert outcome.status == "ok", outcome.reason
     assert outcome.num_streamed == outcome.num_layers > 0
     assert outcome.streamed_bytes > 0.9 * outcome.nbytes

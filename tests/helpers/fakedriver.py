@@ -12,18 +12,7 @@ _Copy = tuple[int, int, int]
 
 
 class FakeDriver:
-    """Functions of the driver's names. A stream's copies happen when it is synchronized.
-
-    Args:
-        lose_every: every so manieth copy does not happen; 0 for none.
-        failing: name of a function that fails.
-
-    Attributes:
-        num_copies: copies that happened.
-        registered: addresses of page-locked memory.
-        num_streams: streams that were made and not destroyed.
-        num_contexts: contexts that were retained and not released.
-    """
+    """Functions of the driver's names. A stream's copies happen when it is synchronized; some may be lost."""
 
     def __init__(self, lose_every: int = 0, failing: str = "") -> None:
         self.lose_every, self.failing = lose_every, failing

@@ -24,16 +24,9 @@ CHANGING = (*CREATING, "utime", "unlink", "rmdir", "chmod")
 
 
 class FailingDisk:
-    """Writing calls of this process, which are counted and fail.
+    """Writing calls of this process, which are counted, and fail from the first of some number on, once or always.
 
-    Args:
-        code: the error; ENOSPC and EDQUOT leave calls that need no room alone.
-        first: number of the call that fails.
-        always: all later ones fail too.
-        needs_room: only calls that need room on the disk are counted.
-
-    Attributes:
-        count: calls up to now.
+    With ``needs_room``, only calls that need room on the disk are counted: ENOSPC and EDQUOT leave others alone.
     """
 
     def __init__(self, code: int = 0, first: int = 1 << 30, *, always: bool = False, needs_room: bool = False) -> None:

@@ -36,14 +36,8 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """The result for one architecture.
-
-    Attributes:
-        name: of the configuration.
-        status: ``ok``, ``refused`` (no chain of layers, or fewer layers than ranks), ``failed``, or ``cannot``: stock
-            mlx-lm cannot run it here.
-        reason: why it is not ok.
-        seconds: it took.
+    """The result for one architecture. ``cannot``: stock mlx-lm cannot run it here; ``refused``: its layers are no
+    chain.
     """
 
     name: str
@@ -53,12 +47,8 @@ class RankOutcome:
 
 
 def compare_all(names: Sequence[str], num_ranks: int, timeout: float) -> Iterator[RankOutcome]:
-    """Compare architectures one after another. After an error, the ranks start anew with the next one.
-
-    Args:
-        names: of configurations.
-        num_ranks: how many share each model.
-        timeout: seconds for each.
+    """Compare architectures one after another, in so many seconds each. After an error, the ranks start anew with the
+    next.
     """
     left = list(names)
     while left:

@@ -44,10 +44,8 @@ class FakeTicket:
 
 
 class FakeReader:
-    """Fills a buffer's first byte with the number of the unit.
-
-    Attributes:
-        is_quick: whether reads end before the unit before theirs is computed.
+    """Fills a buffer's first byte with the number of the unit. Quick reads end before the unit before theirs is
+    computed.
     """
 
     def __init__(self) -> None:

@@ -218,11 +218,7 @@ def outputs(model: Any, tokens: mx.array, pixels: Any, extra: dict[str, Any]) ->
 
 
 def picture_for(model: Any, name: str) -> Picture | None:
-    """Return a picture that stock mlx-vlm computes with, and that changes its output; None if none is known.
-
-    Raises:
-        ValueError: the picture that belongs to the architecture changes nothing.
-    """
+    """Return a picture that stock mlx-vlm computes with, and that changes its output; None if none is known."""
     if name in FORMS:
         picture = picture_of(name)
         if not _changes(model, *picture):
@@ -253,8 +249,7 @@ def stock_outputs(folder: Path, text: mx.array, picture: Picture | None) -> list
 def _streamed(folder: Path, text: mx.array, picture: Any, least_bytes: int = 0) -> tuple[list[Any], tuple[int, int]]:
     """Return streamed outputs at the smallest budget, and the numbers of units streamed and in towers.
 
-    Libraries take memory at their first use. Where a picture finds no room, the budget is what the error asks for, and
-    a little more.
+    Where a picture finds no room, the budget is what the error asks for, and a little more.
     """
     budget: Any = least_bytes / 1e9 + SPARE_GB if least_bytes else "min"
     try:

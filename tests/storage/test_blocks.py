@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from mlx_flash.storage.blocks import (
 )
 from mlx_flash.storage.placement import place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
-from mlx_flash.storage.safetensors import Shard, TensorRecord, read_shard
+from mlx_flash.storage.safetensors import Shard, TensorRecord, identity_of, read_shard
 
 # --- the codec -------------------------------------------------------------------------
 
@@ -145,7 +146,8 @@ def read(
     assert shard.blocks is not None
     placement = place([[record] for record in records], 16)
     buffer = memoryview(mmap.mmap(-1, placement.nbytes))
-    reader = BackgroundPrefetcher([shard.path], shards=[shard], **options)  # type: ignore[arg-type]
+    known = replace(shard, identity=identity_of(shard.path))
+    reader = BackgroundPrefetcher([shard.path], shards=[known], **options)  # type: ignore[arg-type]
     try:
         reader.submit(placement.segments, buffer, caching=caching).wait()
         assert reader.stats.nbytes == sum(record.nbytes for record in records)

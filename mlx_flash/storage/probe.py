@@ -219,7 +219,8 @@ def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: 
     try:
         if not reader.is_direct:
             drop_file(path, start, nbytes)  # a file that was just downloaded would be read at the speed of memory
-        buffer = _buffer(reader.read_size * queue_depth)
+        buffer = memoryview(mmap.mmap(-1, reader.read_size * queue_depth, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        use_huge_pages(buffer)  # as the memory of slots
         pieces = [
             Piece("(disk probe)", at, min(reader.read_size, start + nbytes - at), i % queue_depth * reader.read_size)
             for i, at in enumerate(range(start, start + nbytes, reader.read_size))
@@ -232,13 +233,6 @@ def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: 
         return DiskProfile(rate, read_size, queue_depth, reader.is_direct)
     finally:
         reader.close()
-
-
-def _buffer(nbytes: int) -> memoryview:
-    """Return memory like that of the slots: private, and on huge pages."""
-    buffer = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    use_huge_pages(buffer)
-    return buffer
 
 
 def _remembered(key: str) -> DiskProfile | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -126,7 +126,9 @@ def run_selftest() -> SelfTest:
             )
         chosen: Arrival | None = None
         for way in _FASTEST_FIRST:
-            found = _count_lost_by_driver(file) if way == "copied by the driver" else _count_lost(file, way)
+            found = _count_lost(file, way)
+            if not found and way == "copied by the driver":
+                found = _count_lost(file, way, direct=False)
             lost |= {} if found is None else {way: found}
             if found == 0:
                 chosen = way
@@ -136,25 +138,13 @@ def run_selftest() -> SelfTest:
     return SelfTest(chosen or ("buffered" if lost.get("bounced") else "bounced"), lost)
 
 
-def _count_lost_by_driver(file: Path) -> int | None:
-    """Return the number of blocks that did not arrive, direct and buffered; None where the driver cannot copy."""
-    way: Arrival = "copied by the driver"
-    try:
-        return _count_lost(file, way) or _count_lost(file, way, direct=False)
-    except DriverError:
-        return None
-
-
 def _count_lost(file: Path, way: Arrival, *, direct: bool | None = None) -> int | None:
-    """Return the number of blocks that did not arrive; None where direct reads are wanted and there are none."""
+    """Return the number of blocks that did not arrive; None where the disk or the driver has no such reads."""
     direct = way != "buffered" if direct is None else direct
-    reader = BackgroundPrefetcher([file], direct=direct, arrival=way)
-    try:
-        if direct and not reader.is_direct:
-            return None
-        return next((lost for case in CASES if (lost := _lost_in_case(case, reader, file))), 0)
-    finally:
-        reader.close()
+    with suppress(DriverError), closing(BackgroundPrefetcher([file], direct=direct, arrival=way)) as reader:
+        if not direct or reader.is_direct:
+            return next((lost for case in CASES if (lost := _lost_in_case(case, reader, file))), 0)
+    return None
 
 
 def _lost_in_case(case: _Case, reader: BackgroundPrefetcher, file: Path) -> int:

@@ -46,7 +46,7 @@ def write_all(path: Path, tensors: Sequence[TensorSpec], *rest: Any) -> None:
 
 
 def from_file(path: Path, offset: int, tensor: TensorSpec) -> Iterator[memoryview]:
-    return read_pieces(TensorRecord(*tensor, path, offset, tensor.nbytes)), copy_buffer()
+    return read_pieces(TensorRecord(*tensor, path, offset, tensor.nbytes), copy_buffer())
 
 
 SPECS = st.builds(

@@ -375,12 +375,6 @@ def complete_folder(directory: Path, peers: Peers) -> RankFolder:
     return found
 
 
-def _header_of(path: Path) -> bytes:
-    """Return the bytes before the data of a shard, with a valid header."""
-    with path.open("rb") as file:
-        return file.read(read_shard(path).data_offset)
-
-
 # --- the chain: the output of one rank's layer is the input of the next rank's ----------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], mon
         came = wait_any(self, layer, experts)
         if came and not spoiled:
             spoiled.append((layer, came[0]))
-            piece = self.layers[layer].placements[came[0]].segments[0].pieces[0]
+            piece = self.layers[layer].placements.segments(came[0])[0].pieces[0]
             flip(self.slots.memory(int(self.slot_of[layer][came[0]])), piece.buffer_offset + 3)
         return came
 

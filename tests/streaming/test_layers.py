@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_flash.layout.load import load_lazily
-from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, restore_class, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, swap_class
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import read_checkpoint
@@ -42,16 +42,6 @@ def test_swapping_a_class_has_an_exact_inverse() -> None:
     assert type(linear) is before
     assert dict(vars(linear)) == attributes
     assert mx.array_equal(linear(x), plain)
-
-
-def test_a_clone_has_the_own_class_and_other_arrays() -> None:
-    linear = nn.QuantizedLinear(64, 32, group_size=32, bits=4)
-    swap_class(linear, Doubled, None)
-    clone = clone_with(linear, {"weight": linear["weight"][:8]})
-    assert type(clone) is nn.QuantizedLinear
-    assert (clone.group_size, clone.bits, clone.mode) == (32, 4, linear.mode)
-    assert clone["weight"].shape[0] == 8
-    assert linear["weight"].shape[0] == 32
 
 
 @dataclass

@@ -51,44 +51,24 @@ UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 @dataclass(slots=True)
 class Outcome:
-    """The result for one architecture and variant.
-
-    Attributes:
-        name: of the configuration.
-        variant: how the weights were stored.
-        status: ``ok``, ``failed``, or ``cannot``: stock mlx-lm cannot run it here.
-        reason: of the failure, in a line.
-        note: why this variant and not another.
-        num_layers: layers of the model.
-        num_streamed: those of which weights were streamed.
-        nbytes: of all parameters.
-        streamed_bytes: of those that were not in memory.
-        num_cuts: finer cuts of the layers, row tiles among them, that gave the same bits.
-        in_order: whether the parts of a prompt cannot share a pass, since layers use the caches of others.
-        num_stacks: stacks of experts that were read expert by expert.
-        num_pools: ways to read them that gave the same bits.
-        unpooled: why each module that has routed experts, but is no such stack, is none.
-        derived: parameters that mlx-lm computed while loading, constants included.
-        kept: why each layer that was not streamed was not.
-        seconds: all of it took.
-    """
+    """The result for one architecture and variant."""
 
     name: str
     variant: str
-    status: str = "failed"
+    status: str = "failed"  # or ``ok``, or ``cannot``: stock mlx-lm cannot run it here
     reason: str = ""
-    note: str = ""
+    note: str = ""  # why this variant and not another
     num_layers: int = 0
-    num_streamed: int = 0
+    num_streamed: int = 0  # layers of which weights were streamed
     nbytes: int = 0
     streamed_bytes: int = 0
-    num_cuts: int = 0
-    in_order: bool = False
-    num_stacks: int = 0
-    num_pools: int = 0
-    unpooled: dict[str, str] = field(default_factory=dict)
+    num_cuts: int = 0  # finer cuts of the layers, row tiles among them, that gave the same bits
+    in_order: bool = False  # the parts of a prompt cannot share a pass, since layers use the caches of others
+    num_stacks: int = 0  # stacks of experts that were read expert by expert
+    num_pools: int = 0  # ways to read them that gave the same bits
+    unpooled: dict[str, str] = field(default_factory=dict)  # modules with routed experts that are no such stack
     derived: list[str] = field(default_factory=list)
-    kept: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)  # why each layer that was not streamed was not
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,12 +81,8 @@ def compare(
 ) -> Outcome:
     """Save a random model, run it stock and streamed, and return the outcome.
 
-    Args:
-        name: of the configuration.
-        variant: of ``VARIANTS``.
-        enter: called with each phase as it begins, ``stock`` or ``streamed``, so that a crash is attributed.
-        in_turns: whether only the finest cut and row tiles are tried beside whole layers, and each of them and each
-            pool runs half of the generations.
+    ``enter`` is called with each phase as it begins, so that a crash is attributed. In turns, only the finest cut and
+    row tiles are tried beside whole layers, and each of them and each pool runs half of the generations.
     """
     began = time.perf_counter()
     outcome = Outcome(name, variant)
@@ -212,13 +188,7 @@ def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any]
 
 
 def trace(model: Any, generations: Sequence[Any] = GENERATIONS, *, numbers: Sequence[int] = EVERY) -> list[Any]:
-    """Return the logits of every call and the state of every cache after each generation, with labels.
-
-    Args:
-        model: stock or streamed.
-        generations: its calls.
-        numbers: of the generations that run, the last one being 3.
-    """
+    """Return the logits of every call and the state of every cache after each generation that runs, with labels."""
     found: list[Any] = prompt_in_parts(model) if generations is GENERATIONS and IN_PARTS in numbers else []
     found += side_by_side(model) if generations is GENERATIONS and SIDE_BY_SIDE in numbers else []
     for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):

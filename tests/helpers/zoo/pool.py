@@ -21,13 +21,7 @@ FORKS = multiprocessing.get_context("forkserver" if mx.default_device() == mx.cp
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case to compare.
-
-    Attributes:
-        name: of the configuration.
-        variant: how weights are stored.
-        instead: the variant to use if stock mlx-lm cannot run this one.
-    """
+    """A configuration and a variant to compare, and the variant to use if stock mlx-lm cannot run that."""
 
     name: str
     variant: str
@@ -41,10 +35,7 @@ def _compare(case: Case, connection: Connection) -> None:
 def outcome_of(case: Case, timeout: float, target: Callable[[Case, Connection], None] = _compare) -> Outcome:
     """Compare one case. A crash or a timeout is an outcome too, attributed to stock mlx-lm or to streaming.
 
-    Args:
-        case: the case.
-        timeout: seconds that it may take.
-        target: what the process runs; it sends a phase as it begins, and the outcome.
+    ``target``, which the process runs, sends a phase as it begins, and the outcome.
     """
     began = time.monotonic()
     if FORKS.get_start_method() == "forkserver":

@@ -25,15 +25,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A storage format of weights.
-
-    Attributes:
-        dtype: of what is not quantized.
-        bits: of quantized weights; None quantizes nothing.
-        group_size: weights that share a scale.
-        mode: of ``mx.quantize``.
-        mixed: every other layer has 8 bits, embedding tables are not quantized.
-    """
+    """A storage format of weights. Mixed: every other layer has 8 bits, embedding tables are not quantized."""
 
     dtype: mx.Dtype = mx.bfloat16
     bits: int | None = None

@@ -281,9 +281,9 @@ def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tupl
         if record.nbytes == row_bytes:
             found.append(record)
         elif record.shape and record.nbytes == record.shape[0] * row_bytes:
-            (path, start), shape = (record.path, record.offset), (1, *record.shape[1:])
-            starts = range(start, start + record.nbytes, row_bytes)
-            found += [TensorRecord(record.name, record.dtype, shape, path, at, row_bytes) for at in starts]
+            what = record.name, record.dtype, (1, *record.shape[1:]), record.path
+            starts = range(record.offset, record.offset + record.nbytes, row_bytes)
+            found += [TensorRecord(*what, at, row_bytes) for at in starts]
         else:
             return ()
     return tuple(found) if len(found) == num_rows else ()

@@ -97,7 +97,8 @@ class FileIdentity(NamedTuple):
     change_time: int
 
     def differences(self, other: FileIdentity) -> str:
-        names = (name for name, mine, its in zip(self._fields, self, other, strict=True) if mine != its)
+        named = zip(FileIdentity.__annotations__, self, other, strict=True)
+        names = (name for name, mine, its in named if mine != its)
         return ", ".join(names).replace("_", " ")
 
 

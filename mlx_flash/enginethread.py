@@ -59,16 +59,12 @@ def _closed_gate() -> int:
 
 
 class _Call(Generic[T]):
-    """Work that was handed in. Once it is in the queue it belongs to the engine thread.
-
-    Attributes:
-        is_to_end: the caller asks for its end.
-        num_whole: blocks of :func:`whole` that it is in.
-        has_ended: nothing of it runs any more.
-    """
+    """Work that was handed in. Once it is in the queue it belongs to the engine thread."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self.is_to_end, self.num_whole, self.has_ended = False, 0, False
+        self.is_to_end = False  # the caller asks for that
+        self.num_whole = 0  # blocks of :func:`whole` that it is in
+        self.has_ended = False  # nothing of it runs any more
         self._work: Callable[[], T] | None = work
         self._found: list[T] = []
         self._error: BaseException | None = None
@@ -129,19 +125,13 @@ _here = _Here()
 
 
 class _EngineThread(threading.Thread):
-    """The thread. It stays until the process ends: models come and go, and MLX never frees what a thread had.
-
-    Attributes:
-        calls: the work that waits.
-        call: the work under way.
-        has_ended: it takes no more work. (Of ``is_alive`` Python 3.11 makes False for good, if an interrupt ends it.)
-    """
+    """The thread. It stays until the process ends: models come and go, and MLX never frees what a thread had."""
 
     def __init__(self) -> None:
         super().__init__(name=f"{THREAD_PREFIX}-engine", daemon=True)
         self.calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
-        self.call: _Call[Any] | None = None
-        self.has_ended = False
+        self.call: _Call[Any] | None = None  # under way
+        self.has_ended = False  # of ``is_alive`` Python 3.11 makes False for good, if an interrupt ends it
 
     def run(self) -> None:
         """Do the work of callers, one after another."""
@@ -249,9 +239,6 @@ def check() -> bool:
     """Return whether this is the engine thread, at work. End the work if its caller asks for that.
 
     In :func:`whole`, nothing ends.
-
-    Raises:
-        CallEndedError: the caller asks for the end.
     """
     call = _here.call
     if call is None:

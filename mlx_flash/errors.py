@@ -1,28 +1,4 @@
-"""Every error mlx-flash raises on purpose.
-
-    FlashError
-    ├── ConfigError (ValueError)              a setting is not what it should be
-    │   └── BudgetError                       the RAM budget cannot hold the plan
-    ├── PictureError (ValueError)             a picture is none, is broken, or does not suit the model
-    ├── CheckpointError (ValueError)          the model directory is not a usable checkpoint
-    │   ├── CheckpointNotFoundError (FileNotFoundError)
-    │   ├── HeaderError                       a safetensors header breaks the format
-    │   └── IndexFileError                    model.safetensors.index.json contradicts the files
-    ├── ReadError (OSError)                   bytes could not be read while running
-    │   ├── TruncatedFileError                the file ends before the tensor does
-    │   └── FileChangedError                  the file is not the one the model was loaded from
-    ├── WriteError (OSError)                  a checkpoint could not be written
-    ├── CacheError (RuntimeError)             a prompt cache does not hold the tokens that it should
-    ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
-    ├── ClosedError (RuntimeError)            the model was closed
-    ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
-    ├── PeerError (RuntimeError)              another rank was lost, or computes something else
-    ├── CompilerError (RuntimeError)          the C++ compiler that MLX started for a kernel failed
-    ├── RefusedError (ValueError)             the server does not begin with a request
-    └── CompatibilityError (ImportError)      the installed MLX or mlx-lm lacks what mlx-flash relies on
-
-An error says what was asked, what was found, where, and, when the user can act, a hint.
-"""
+"""Every error mlx-flash raises on purpose: what was asked, what was found, where, and a hint if the user can act."""
 
 from __future__ import annotations
 

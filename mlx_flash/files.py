@@ -52,13 +52,10 @@ def nearest(path: Path) -> Path:
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """Open a regular file for reading, with further flags of ``os.open``. Never waits for the writer of a FIFO.
-
-    Returns:
-        The descriptor. The caller closes it.
+    """Return a descriptor of a regular file for reading, with further flags of ``os.open``. FIFOs are not waited for.
 
     Raises:
-        OSError: it cannot be opened, or it is a folder, a device, a FIFO or a socket.
+        OSError: it cannot be opened, or is no regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
@@ -89,11 +86,7 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Check a file that another library will read.
-
-    Raises:
-        OSError: it does not exist, or is not a regular file.
-    """
+    """Raise an OSError for what is not a regular file, before another library reads it."""
     _check(path, path.stat())
 
 
@@ -140,12 +133,7 @@ def atomic_file(path: Path, *, mode: int = 0o600, durable: bool = False) -> Iter
     """Replace a file by one that a block writes, unless the block raises.
 
     The bytes go to ``<name>.partial`` in the same folder, which the writer locks. The next writer uses the partial file
-    of a killed one again.
-
-    Args:
-        path: the file to replace. Its folder must exist.
-        mode: permissions of the new file, less the umask.
-        durable: bytes and name reach the disk before the block ends.
+    of a killed one again. If ``durable``, bytes and name reach the disk before the block ends.
     """
     partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
     with HeldLock(partial, create=mode, required=False) as fd:
@@ -172,13 +160,7 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_atomically(path: Path, data: bytes | str, *, mode: int = 0o600, durable: bool = False) -> None:
-    """Replace a file. Readers see the old bytes or all of the new ones, also after the process is killed.
-
-    Arguments are those of :func:`atomic_file`; text is encoded as UTF-8.
-
-    Raises:
-        OSError: the file cannot be written. The old one is unchanged.
-    """
+    """Replace a file, as :func:`atomic_file`. Readers see the old bytes or all of the new ones, also after a kill."""
     with atomic_file(path, mode=mode, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -209,10 +191,8 @@ class HeldLock:
     descriptor, and is released at the end of the block.
 
     Args:
-        path: the file or folder.
         create: permissions, less the umask, of a file to make or write to. None opens what exists for reading.
-        shared: allow other shared locks.
-        wait: wait for other holders; a number is the longest wait in seconds.
+        wait: for other holders, at most so many seconds.
         required: fail on file systems without locks. Otherwise the file is open without a lock.
 
     Raises:
@@ -274,9 +254,6 @@ def remove_unheld(path: Path) -> bool:
     """Remove a file or folder, unless a process has locked it. Return True if it is gone.
 
     Where the file system has no locks, it counts as not locked.
-
-    Raises:
-        OSError: it cannot be locked or removed.
     """
     wait_for_finalizers()  # which let go of what this process does not use any more
     try:

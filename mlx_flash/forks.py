@@ -45,18 +45,12 @@ class _End(weakref.ref[Any]):
 
 
 class _Finalizers:
-    """The thread, which is there from the first finalizer on.
-
-    Attributes:
-        pending: what has not run yet, in the order of its making.
-        gone: what may run.
-        threads: the thread.
-    """
+    """The thread, which is there from the first finalizer on."""
 
     def __init__(self) -> None:
-        self.pending: dict[int, _End] = {}
-        self.gone: SimpleQueue[_End] = SimpleQueue()
-        self.threads: list[int] = []
+        self.pending: dict[int, _End] = {}  # in the order of their making
+        self.gone: SimpleQueue[_End] = SimpleQueue()  # may run
+        self.threads: list[int] = []  # the thread
         self._starting = threading.Lock()
 
     def start(self) -> None:
@@ -90,9 +84,7 @@ os.register_at_fork(after_in_child=_forget)
 def finalize(owner: object, function: Callable[..., object], *args: Any) -> None:
     """Call a function once an object is gone, or Python ends. It may wait for no thread and no lock of this package.
 
-    Args:
-        owner: the object.
-        function: called with ``args``, which must not refer to the object.
+    Its arguments must not refer to the object.
     """
     finalizers = _of_process
     finalizers.start()  # before: an interrupt here leaves no resource behind

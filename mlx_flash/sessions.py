@@ -29,12 +29,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 class PrivateFolder:
-    """A new folder, locked while this object lives. Making one removes the folders of processes that were killed.
-
-    Attributes:
-        path: the folder.
-        lock: its lock, until the end.
-    """
+    """A new folder, locked while this object lives. Making one removes the folders of processes that were killed."""
 
     def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
         base = base.absolute()  # a program may change its folder

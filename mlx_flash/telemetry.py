@@ -251,21 +251,14 @@ class Published:
 
 
 class Publisher:
-    """Publisher of the state of one model.
+    """Publisher of the state of one model, which ``collect`` returns in the publisher's thread.
 
-    The thread refers to ``collect``, which must not refer to the object whose finalizer closes the publisher. A failure
-    ends publishing, not the process. Failures of the file system are logged.
-
-    Args:
-        collect: returns the state, in JSON's types. Called in the publisher's thread.
-        interval_seconds: time between two calls.
-
-    Attributes:
-        path: the file; None before the start, after the end, and without a folder to write to.
+    ``collect`` must not refer to the object whose finalizer closes the publisher. A failure ends publishing, not the
+    process. Failures of the file system are logged.
     """
 
     def __init__(self, collect: Callable[[], Json], interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self.path: Path | None = None
+        self.path: Path | None = None  # before the start, after the end, and without a folder to write to
         self._collect = collect
         self._interval = interval_seconds
         self._folder: PrivateFolder | None = None

@@ -14,9 +14,8 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mlx_flash import __version__
 from mlx_flash.config import FLAGS, FlashConfig, did_you_mean, parse_setting, setting_kinds
@@ -136,11 +135,8 @@ Flag = tuple[list[str], dict[str, Any]]
 def flag(form: str, text: str, kind: Type | None = None, **options: Any) -> Flag:
     """Return the arguments of ``add_argument`` for a flag or a positional argument.
 
-    Args:
-        form: its names and its metavar, such as ``--max-tokens -m N``. A flag without a metavar is a switch.
-        text: its help.
-        kind: its type.
-        options: further options of ``add_argument``; they win over those that follow from ``form`` and ``kind``.
+    ``form`` has its names and its metavar, such as ``--max-tokens -m N``. A flag without a metavar is a switch. Further
+    options of ``add_argument`` win.
     """
     names = [name for name in form.split() if name.startswith("-")]
     (*_, last) = form.split()
@@ -360,16 +356,11 @@ MANY = 10
 
 
 class _Formatter(argparse.HelpFormatter):
-    """A formatter that leaves flags more room, is no wider than :data:`WIDTH`, and may leave out flags."""
+    """A formatter that leaves flags more room, and is no wider than :data:`WIDTH`."""
 
-    def __init__(self, prog: str, shown: frozenset[str] | None = None) -> None:
-        self._shown = shown
+    def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         super().__init__(prog, max_help_position=HELP_COLUMN, width=width - 2)
-
-    def add_argument(self, action: argparse.Action) -> None:
-        if self._shown is None or not action.option_strings or self._shown & {*action.option_strings}:
-            super().add_argument(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -382,10 +373,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Formatter, **options)
-
-    def show(self, flags: frozenset[str] | None) -> None:
-        """Show these flags in help; None shows all of them."""
-        self.formatter_class = cast(Any, partial(_Formatter, shown=flags))
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         return super().add_argument(*names, *(other for other, own in FLAGS.items() if own in names), **options)
@@ -440,20 +427,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         has_file = any(word.startswith("--modelfile") for word in argv)
         argv = ["run" if has_file else "generate", *argv]
     name = argv[0] if argv and not argv[0].startswith("-") else None
-    parser, command = make_parser(name)
+    is_full = _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv)
+    parser, command = make_parser(name, is_full=is_full)
     if name is None or command is None:
         return parser.parse_args(argv)
-    if _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
-        command.show(None)
+    if is_full:
         command.print_help()
         command.exit()
     has_rest = name in ("exec", "service")  # words that are another program's
     parse = command.parse_known_args if has_rest else command.parse_known_intermixed_args
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
-        command.show(None)
         flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-        nearest = did_you_mean(flag.partition("=")[0], re.findall(r"--[a-z][a-z-]+", command.format_help()))
+        nearest = did_you_mean(
+            flag.partition("=")[0], [name for each in command._actions for name in each.option_strings]
+        )
         command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
     if kind := COMMANDS[name].model:
         if args.first and args.model and "..." not in kind:
@@ -464,8 +452,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
-    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags."""
+def make_parser(chosen: str | None = None, *, is_full: bool = True) -> tuple[Parser, Parser | None]:
+    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags.
+
+    Unless ``is_full``, its help leaves out what few users need.
+    """
     parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
     parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False)
@@ -479,9 +470,11 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
         made = adding.add_parser(name, help=command.help, description=text, usage=usage, allow_abbrev=False)
         if name == chosen:
             found = made
-            own = [names for names, _ in command.flags]
-            found.show(SHOWN if len(own) > MANY else SHOWN.union(*own))
             _add_flags(found, command)
+            own = [names for names, _ in command.flags] if len(command.flags) <= MANY else []
+            for action in () if is_full else found._actions:
+                if action.option_strings and not SHOWN.union(*own) & {*action.option_strings}:
+                    action.help = argparse.SUPPRESS
     return parser, found
 
 

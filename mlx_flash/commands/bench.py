@@ -66,11 +66,7 @@ def bench(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, ResidencyPlan, str]:
-    """Load a model with a cold page cache, and generate tokens.
-
-    Returns:
-        The measurements, the plan, and in words how cold the run was.
-    """
+    """Generate tokens with a cold page cache. Return the measurements, the plan, and in words how cold the run was."""
     for file in weight_files(path):
         drop_file(file)
     sees = is_vision(args, path, prefers=True)
@@ -133,22 +129,12 @@ NEARLY_FULL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Facts found out about the machine.
+    """Facts found out about the machine."""
 
-    Attributes:
-        device: of MLX, for people.
-        memory: of the machine.
-        wired_limit: bytes that Metal keeps wired at most; None elsewhere.
-        disk: that of the model, or of the cache folder.
-        profile: its probed speed.
-        selftest: how bytes reach MLX's device.
-        versions: of Python, MLX, mlx-lm and mlx-flash, with platform and device.
-    """
-
-    device: str
+    device: str  # of MLX, for people
     memory: SystemMemory
-    wired_limit: int | None
-    disk: Disk
+    wired_limit: int | None  # bytes that Metal keeps wired at most; None elsewhere
+    disk: Disk  # of the model, or of the cache folder
     profile: DiskProfile
     selftest: SelfTest
     versions: Json
@@ -234,11 +220,7 @@ def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, ou
 
 
 def rank_parts(prepared: Prepared, num_ranks: int) -> list[Json]:
-    """Return the part of each rank, if machines like this one share a model.
-
-    It has the first layer and the one after the last of each run of its layers, the bytes of these, and the shards with
-    them, or with what every machine computes.
-    """
+    """Return the part of each rank, if machines like this one share a model: its layers, and the shards with them."""
     owners = share_equally(prepared.loaded, prepared.plan, prepared.machine, num_ranks)
     nbytes = layer_bytes(prepared.loaded)
     needed = needed_files(len(nbytes), prepared.checkpoint)

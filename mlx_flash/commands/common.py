@@ -68,9 +68,7 @@ LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantize
 def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = None) -> FlashConfig:
     """Return the settings from flags, environment, Modelfile and settings file. Flags that are None are unset.
 
-    Args:
-        args: of the command; ``flash`` has the settings of a Modelfile with its model's name.
-        modelfile: the settings of another one.
+    The Modelfile is that with the name of the command's model, unless the settings of another one are given.
     """
     flags = vars(args)  # commands that load no model have fewer
     idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
@@ -153,13 +151,7 @@ def labelled(lines: Iterable[tuple[str, str]]) -> Table:
 
 
 def tabled(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **options: Any) -> Table:
-    """Return a table of facts.
-
-    Args:
-        columns: templates of :func:`formatted`, by heading.
-        rows: the facts of each row.
-        options: of the table.
-    """
+    """Return a table of facts, whose columns are templates of :func:`formatted` by heading."""
     table = Table(box=box.SIMPLE_HEAD, **options)
     for heading, template in columns.items():
         table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")

@@ -33,11 +33,7 @@ REQUEST_VARIABLE = "_ARGCOMPLETE"
 
 
 def completion(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash completion``: print the code that a shell has to run.
-
-    Raises:
-        ConfigError: argcomplete is not installed.
-    """
+    """Run ``mlx-flash completion``: print the code that a shell has to run."""
     try:
         from argcomplete.shell_integration import shellcode
     except ModuleNotFoundError as error:
@@ -91,12 +87,11 @@ def run_command(argv: Sequence[str]) -> int:
             if args.command is None:
                 make_parser()[0].print_help(sys.stderr)
                 return EXIT_USAGE
-            _set_loudness(args)
             if args.command != "exec":
                 _set_encodings()
             # The first SIGTERM, or a terminal that closes, ends it as Ctrl-C does: files are closed and removed.
             ending = handling((signal.SIGTERM, signal.SIGHUP), _interrupt)
-            with ending, contextlib.redirect_stdout(sys.stderr):  # libraries print
+            with ending, _loudness(args), contextlib.redirect_stdout(sys.stderr):  # libraries print
                 # During imports C code may turn an exception into another one or drop it.
                 is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a program handles it
                 with handling((signal.SIGINT,) * is_ours, _end_at_once), mlx_explained():
@@ -148,15 +143,22 @@ def _load_command(name: str) -> Run:
     return found
 
 
-def _set_loudness(args: argparse.Namespace) -> None:
-    """Choose what the logger of mlx-flash prints. Programs of mlx-lm set up logging themselves."""
-    log = logging.getLogger("mlx_flash")
+@contextlib.contextmanager
+def _loudness(args: argparse.Namespace) -> Iterator[None]:
+    """Choose what the logger of mlx-flash prints in a block. Programs of mlx-lm set up logging themselves."""
+    log, handler = logging.getLogger("mlx_flash"), logging.StreamHandler()
+    level = log.level
     if args.quiet:
         args.verbose = False
         log.setLevel(logging.ERROR)
     elif args.verbose == LOG:
-        log.addHandler(logging.StreamHandler())
+        log.addHandler(handler)
         log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _set_encodings() -> None:

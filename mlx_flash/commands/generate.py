@@ -104,10 +104,9 @@ def end(args: argparse.Namespace, run: Recorder, out: TextIO) -> int:
 
 
 def open_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, int, dict[str, Any]]:
-    """Return the prompt cache that ``--prompt-cache-file`` names, checked as ``mlx_lm.generate`` checks it.
+    """Return the prompt cache that ``--prompt-cache-file`` names, its tokens, and settings of the tokenizer.
 
-    Returns:
-        The cache, None without a file; the number of tokens in it; settings of the tokenizer that made its prompt.
+    It is checked as ``mlx_lm.generate`` checks it.
     """
     file = args.prompt_cache_file
     if file is None:

@@ -86,7 +86,7 @@ def preview(repository: str, revision: str | None = None) -> Iterator[Path]:
 def headers_of(name: str) -> Iterator[tuple[Path, Path | None]]:
     """Yield the folder of a model, and a file to probe its disk with; None takes the largest shard.
 
-    For a repository that is not downloaded, fetch its headers, and make a file on the disk of the download folder.
+    A repository that is not downloaded has headers alone, and its file is on the disk of the download folder.
     """
     if not is_remote(name):
         yield resolve(name), None
@@ -441,11 +441,8 @@ def _shown(model: Json) -> Json:
 def reckon(known: Known, budget: int, disk: float, read: float, kept: float) -> Json:
     """Return how a model would run that is not on this machine, as :func:`expect` does, from its sizes alone.
 
-    Args:
-        known: the model.
-        budget: in bytes.
-        disk: bytes a second that the disk reads.
-        read, kept: bytes a second of products with weights that were just read, and with those that stay in memory.
+    ``disk`` is its bytes a second; ``read`` and ``kept`` are those of products with weights that were just read, and
+    with those that stay in memory.
     """
     room, trunk = max(0, budget - OVERHEAD_BYTES), known.token - known.chosen_bytes
     if room < trunk:

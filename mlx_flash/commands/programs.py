@@ -27,14 +27,9 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def run_program(command: Sequence[str]) -> int:
-    """Run a Python program in this process, as if typed in a shell.
+    """Run a Python program in this process, as if typed in a shell. Return its exit status.
 
-    Args:
-        command: a console script of this installation, such as ``mlx_lm.generate``; ``python -m MODULE``; or a
-            path to a Python file; then its arguments.
-
-    Returns:
-        Its exit status, unless it raises ``SystemExit``.
+    It is a console script of this installation, such as ``mlx_lm.generate``; ``python -m MODULE``; or a Python file.
     """
     name, *arguments = command
     if Path(name).stem.startswith("python") and arguments[:1] == ["-m"] and len(arguments) > 1:

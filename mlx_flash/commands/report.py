@@ -40,23 +40,14 @@ BATCH_SIZES = (1, 4, 8, 16)
 
 
 class Recorder:
-    """Recorder of one run.
-
-    Attributes:
-        plan: the model's plan; None when mlx-lm alone runs it.
-        prefill_step_size: most tokens of a prompt in one call.
-        texts, tokens: the output so far.
-        finish_reason: mlx-lm's, or ``"interrupted"``.
-        interrupt: what ended the run before its end; None if nothing did.
-        start, first, last: samples at the start of prefill, at the first token and at the last one.
-    """
+    """Recorder of one run: its output so far, and samples at the start of prefill, the first and the last token."""
 
     def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float, step: int | None = None) -> None:
         self._model = own = model if isinstance(model, FlashLLM) else None
         self._engine = None if own is None else own.engine
         experts = None if self._engine is None else self._engine.experts
         self._experts = ExpertStats() if experts is None else experts.pool.stats  # the engine drops its own
-        self.plan: ResidencyPlan | None = None if own is None else own.plan
+        self.plan: ResidencyPlan | None = None if own is None else own.plan  # None: mlx-lm alone runs it
         self.prefill_step_size = self.plan.prefill_step_size if self.plan else step or DEFAULT_PREFILL_STEP_SIZE
         self.num_prompt_tokens = num_prompt_tokens
         self.load_seconds = load_seconds

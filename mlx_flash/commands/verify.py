@@ -50,15 +50,11 @@ class ByteCheck:
     """Compares every slot that is released, and every array that stays in memory, with the files.
 
     It reads the files through the page cache, without the reader that filled the slots.
-
-    Attributes:
-        nbytes: bytes compared so far.
-        wrong: the first wrong byte of each tensor that differed, in words.
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        self.wrong: dict[str, str] = {}
+        self.nbytes = 0  # compared so far
+        self.wrong: dict[str, str] = {}  # the first wrong byte of each tensor that differed, in words
         self._buffer = copy_buffer()
 
     @contextmanager
@@ -133,21 +129,13 @@ logits, which is empty for a part of a prompt."""
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A computation that is done twice: with a streamed model, and with the library's own model.
+    """A computation that is done twice: with a streamed model, and with the library's own model."""
 
-    Attributes:
-        library: ``"mlx-lm"`` or ``"mlx-vlm"``.
-        loader: returns the library's function that loads the model.
-        units: the model's layers, with those of towers.
-        compute: computes a prompt and further tokens with a model.
-        num_calls: calls of the model in ``compute``.
-    """
-
-    library: str
-    loader: Callable[[], Callable[..., Any]]
-    units: Sequence[Unit]
-    compute: Callable[[Any], Computed]
-    num_calls: int
+    library: str  # "mlx-lm" or "mlx-vlm"
+    loader: Callable[[], Callable[..., Any]]  # returns the library's function that loads the model
+    units: Sequence[Unit]  # layers, with those of towers
+    compute: Callable[[Any], Computed]  # computes a prompt and further tokens with a model
+    num_calls: int  # of the model in ``compute``
 
     def stream(self, model: Any, report: Report) -> tuple[list[Json], Json]:
         """Return the calls of a started streamed model, and the numbers of bytes that were read, compared and wrong."""

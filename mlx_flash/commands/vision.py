@@ -39,10 +39,7 @@ _WITHOUT = {
 def is_vision(args: argparse.Namespace, path: Path, *, prefers: bool) -> bool:
     """Return whether mlx-vlm loads a model, because of ``--image``, ``--vision`` or its kind.
 
-    Args:
-        args: of the command.
-        path: the model's folder.
-        prefers: whether the command takes mlx-vlm for a model that mlx-lm could load as text alone.
+    A command that ``prefers`` mlx-vlm takes it for a model that mlx-lm could load as text alone, too.
     """
     has_pictures = bool(vars(args).get("image"))
     if has_pictures and args.vision is False:

@@ -46,11 +46,13 @@ def check_name(name: str) -> None:
 def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
     """Return the error for a model that is no folder, and that Hugging Face does not give."""
     found = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error  # of a dry run
-    words = " ".join(str(found).split()).rstrip(".")
+    words = "Hugging Face has no such model here: " + " ".join(str(found).split()).rstrip(".")
     if constants.HF_HUB_OFFLINE:
         words = "HF_HUB_OFFLINE is set, and it was not downloaded before"
+    elif isinstance(found, DOWNLOAD_ERRORS) and not isinstance(found, HfHubHTTPError):
+        words = f"Hugging Face cannot be reached: {type(found).__name__}"
     return CheckpointNotFoundError(
-        f"there is no directory {name!r}, and Hugging Face has no such model here: {words}. Hint: names are "
+        f"there is no directory {name!r}, and {words}. Hint: names are "
         f"NAMESPACE/NAME, such as {_EXAMPLE}; private and gated models need `hf auth login`"
         + did_you_mean(name, known_models())
     )

@@ -224,15 +224,10 @@ CHART_WORDS = 40
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Place for a frame.
-
-    Attributes:
-        width, height: columns and lines of the terminal. A height of None is a print-out of any length, without keys.
-        chart_rows: lines of each chart.
-    """
+    """Place for a frame."""
 
     width: int
-    height: int | None
+    height: int | None  # None is a print-out of any length, without keys
     chart_rows: int = 1
 
     @property
@@ -242,14 +237,10 @@ class Canvas:
 
 
 def frame(histories: Sequence[History], chosen: int, system: SystemMemory, canvas: Canvas) -> list[Text]:
-    """Return the lines of a frame. Charts grow into the lines that the terminal has left.
+    """Return the lines of a frame, with one of at least one engine in detail.
 
-    Args:
-        histories: at least one engine.
-        chosen: index of the one to show in detail.
-        system: memory of the machine.
-        canvas: place for the frame. Where it is too low, empty lines are dropped first, then charts; the numbers beside
-            them move up, and the last lines are dropped.
+    Charts grow into the lines that the terminal has left. Where it is too low, empty lines are dropped first, then
+    charts; the numbers beside them move up, and the last lines are dropped.
     """
     lines = _frame(histories, chosen, system, canvas)
     if canvas.height is None:

@@ -16,20 +16,13 @@ from mlx_flash.telemetry import Facts, Json, Published, Sample, find, ratio, rea
 
 @dataclass(frozen=True, slots=True)
 class SystemMemory:
-    """Memory of the machine, in bytes.
-
-    Attributes:
-        total, available: main memory.
-        swap_total, swap_used: swap space.
-        pressure: share of the last ten seconds in which tasks waited for memory; on macOS 0.0, 0.3 or 1.0 for the
-            kernel's level.
-    """
+    """Memory of the machine, in bytes."""
 
     total: int
     available: int
     swap_total: int
     swap_used: int
-    pressure: float
+    pressure: float  # share of ten seconds in which tasks waited for memory; on macOS 0.0, 0.3 or 1.0 for a level
 
 
 def system_memory() -> SystemMemory:
@@ -39,20 +32,14 @@ def system_memory() -> SystemMemory:
 
 
 class Watcher:
-    """The running engines, and the one that ended last.
-
-    Attributes:
-        histories: the engines running now, by process and number.
-        ended: the engine that ended last, until another one starts.
-        system: memory of the machine.
-    """
+    """The running engines, and the one that ended last."""
 
     def __init__(self) -> None:
         self._known: dict[Path, History] = {}
         self._chosen: Path | None = None
         self._is_picked = False  # by the user
-        self.histories: list[History] = []
-        self.ended: History | None = None
+        self.histories: list[History] = []  # of the engines running now, by process and number
+        self.ended: History | None = None  # the engine that ended last, until another one starts
         self.system: SystemMemory = system_memory()
 
     @property
@@ -161,17 +148,10 @@ class Rates:
 
 @dataclass(slots=True)
 class History:
-    """Samples of the last minute.
-
-    Attributes:
-        latest: the last published state.
-        facts: its numbers.
-        rates: the speeds at that moment.
-        ended: when the engine was found gone, in seconds since the epoch; None while it runs.
-    """
+    """Samples of the last minute, the last published state, its numbers, and the speeds at that moment."""
 
     latest: Published
-    ended: float | None = None
+    ended: float | None = None  # when the engine was found gone, in seconds since the epoch
     facts: Facts = field(default_factory=Facts)
     rates: Rates = field(default_factory=Rates)
     _samples: deque[Sample] = field(default_factory=deque)
@@ -204,9 +184,7 @@ class History:
     def series(self, name: str, num_cells: int) -> list[float | None]:
         """Return means over equal parts of the last minute, the oldest first; None where no sample lies.
 
-        Args:
-            name: name of a fact, or ``"tokens"`` or ``"read"`` for the speeds.
-            num_cells: number of parts.
+        ``name`` is that of a fact, or ``"tokens"`` or ``"read"`` for the speeds.
         """
         found: list[list[float]] = [[] for _ in range(num_cells)]
         now = self._samples[-1].clock

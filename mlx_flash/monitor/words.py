@@ -74,9 +74,7 @@ ALL_CACHED = 0.95
 def limit(waiting: float, cached: float | None) -> tuple[str, str]:
     """Return what limits the speed, and the source of reads: the disk or the page cache.
 
-    Args:
-        waiting: share of the time spent waiting for reads.
-        cached: share of the reads that came from the page cache; None if unknown.
+    Given are the shares of the time spent waiting for reads, and of the reads that came from the page cache.
     """
     source = "page cache" if (cached or 0.0) >= ALL_CACHED else "disk"
     return source if waiting >= DISK_LIMITS else "computing", source

@@ -108,11 +108,8 @@ def test_verbose_prints_each_line_once() -> None:
     program = (
         "import logging, sys\n"
         "from mlx_flash.commands import dispatch, serve\n"
-        "from mlx_flash.commands.arguments import parse_arguments\n"
-        "dispatch._set_loudness(parse_arguments(['serve', '--verbose']))\n"
-        "serve.serve_catalog = lambda *_, **__: 0\n"
-        "serve.serve(parse_arguments(['serve']), sys.stdout)\n"
-        "logging.getLogger('mlx_flash').info('a line')\n"
+        "serve.serve_catalog = lambda *_, **__: logging.getLogger('mlx_flash').info('a line') or 0\n"
+        "sys.exit(dispatch.run_command(['serve', '--verbose']))\n"
     )
     done = children.run("-c", program)
     assert done.returncode == 0 and done.stderr.decode().count("a line") == 1

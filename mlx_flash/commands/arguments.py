@@ -371,10 +371,15 @@ class _Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that takes other names of flags, too."""
 
+    shown: frozenset[str] | None = None
+    """Flags in help; None for all."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Formatter, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if self.shown is not None and names[0].startswith("-") and not self.shown & {*names}:
+            options["help"] = argparse.SUPPRESS
         return super().add_argument(*names, *(other for other, own in FLAGS.items() if own in names), **options)
 
     def error(self, message: str) -> NoReturn:
@@ -439,9 +444,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args, unknown = parse(argv[1:], argparse.Namespace(command=name))
     if unknown:
         flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-        nearest = did_you_mean(
-            flag.partition("=")[0], [name for each in command._actions for name in each.option_strings]
-        )
+        _, full = make_parser(name)
+        assert full is not None
+        known = re.findall(r"--[a-z][a-z-]+", full.format_help())
+        nearest = did_you_mean(flag.partition("=")[0], known)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
     if kind := COMMANDS[name].model:
         if args.first and args.model and "..." not in kind:
@@ -470,11 +476,9 @@ def make_parser(chosen: str | None = None, *, is_full: bool = True) -> tuple[Par
         made = adding.add_parser(name, help=command.help, description=text, usage=usage, allow_abbrev=False)
         if name == chosen:
             found = made
-            _add_flags(found, command)
             own = [names for names, _ in command.flags] if len(command.flags) <= MANY else []
-            for action in () if is_full else found._actions:
-                if action.option_strings and not SHOWN.union(*own) & {*action.option_strings}:
-                    action.help = argparse.SUPPRESS
+            found.shown = None if is_full else SHOWN.union(*own)
+            _add_flags(found, command)
     return parser, found
 
 
@@ -499,7 +503,7 @@ def _add_flags(parser: Parser, command: Command) -> None:
     tuning = parser.add_argument_group("tuning")
     for name in SETTINGS if command.streams else ():
         if name not in BASICS:
-            _add_setting(tuning, name, help_texts[name])
+            _add_setting(tuning, name, help_texts[name] if parser.shown is None else argparse.SUPPRESS)
     parser.set_defaults(**command.defaults)
 
 

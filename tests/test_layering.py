@@ -197,7 +197,7 @@ def test_nothing_catches_everything() -> None:
                 reraises = isinstance(node.body[-1], ast.Raise)
                 if kind in {"everything", "Exception", "BaseException"} and not reraises:
                     broad.append((name, node.lineno))
-    allowed = ["commands.dispatch", "enginethread", "forks", "server.job", "storage.prefetcher", "storage.workers"]
+    allowed = ["commands.dispatch", "enginethread", "forks", "server.batch", "storage.prefetcher", "storage.workers"]
     assert sorted(name for name, _ in broad) == allowed
 
 

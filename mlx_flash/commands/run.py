@@ -47,10 +47,9 @@ from mlx_flash.modelfile.parse import (
 )
 from mlx_flash.monitor.words import filled
 from mlx_flash.ranks import launched_group
-from mlx_flash.server.batch import BatchOptions
+from mlx_flash.server.batch import BatchOptions, Job
 from mlx_flash.server.catalog import Source, defaults_of, source_of
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress
-from mlx_flash.server.job import Job
 from mlx_flash.server.loaded import LoadedModel, OwnCache
 from mlx_flash.server.models import Models
 from mlx_flash.server.request import (

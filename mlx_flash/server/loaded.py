@@ -20,12 +20,19 @@ from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
-from mlx_flash.server.batch import BatchOptions, Kept, ServedBatch
+from mlx_flash.server.batch import (
+    BatchOptions,
+    Job,
+    Kept,
+    ServedBatch,
+    ends_alone,
+    refusal_of,
+    refused,
+)
 from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall
 from mlx_flash.server.grammar import Grammars
-from mlx_flash.server.job import Job, ends_alone, refusal_of, refused
 from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, num_common
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest

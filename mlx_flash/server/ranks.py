@@ -43,6 +43,16 @@ class Ranks:
         """True on the rank that has the clients."""
         return self._peers.rank == 0
 
+    def check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Check that requests can be sent to the other ranks, with some levels to spare: an error there ends all."""
+        wrapped: object = requests
+        for _ in range(100):
+            wrapped = [wrapped]
+        try:
+            pickle.dumps(wrapped)
+        except RecursionError:
+            raise RefusedError("arguments of a call have too many objects or arrays inside each other.", 400) from None
+
     def share(self, news: News) -> News:
         """Return the news of rank 0."""
         found: News = pickle.loads(self._peers.data(pickle.dumps(news), 0))

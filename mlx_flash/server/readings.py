@@ -15,8 +15,8 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.model import FlashLLM
+from mlx_flash.server.batch import Job
 from mlx_flash.server.events import Piece, TokenChance, TokenDetail
-from mlx_flash.server.job import Job
 
 
 def details_of(tokens: mx.array, logprobs: mx.array, tokenizer: Any) -> list[TokenDetail]:

@@ -16,10 +16,9 @@ from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.batch import BatchOptions
+from mlx_flash.server.batch import BatchOptions, Job, ends_alone
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Answers, Failed, Progress
-from mlx_flash.server.job import Job, ends_alone
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
 from mlx_flash.server.prompts import opened
@@ -92,6 +91,8 @@ class EngineRoom:
 
     def submit(self, *requests: GenerationRequest) -> Answers:
         """Send requests to the thread together. Return their answers, for the event loop that runs now."""
+        if self._ranks is not None:
+            self._ranks.check(requests)
         asked = [
             replace(
                 each,

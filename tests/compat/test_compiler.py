@@ -10,7 +10,7 @@ import pytest
 
 import children
 from mlx_flash.errors import CompilerError
-from mlx_flash.server.job import refusal_of
+from mlx_flash.server.batch import refusal_of
 from mlx_flash.server.sampling import SeededSampler
 from models import WIDE_LLAMA, save
 

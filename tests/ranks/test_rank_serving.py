@@ -108,12 +108,11 @@ def nested(num_levels: int) -> dict[str, Any]:
     return found
 
 
-def test_a_request_with_too_many_levels_for_json_is_refused() -> None:
+def test_a_request_with_too_many_levels_is_refused() -> None:
     ranks = ServerRanks(cast(Peers, OtherRank(0)))
-    ranks.check(GenerationRequest(model="m", prompt="Hi", tools=[nested(150)]))
-    for num_levels in (200, 300, 2000):
-        with pytest.raises(RefusedError, match="too many objects or arrays inside each other"):
-            ranks.check(GenerationRequest(model="m", prompt="Hi", tools=[nested(num_levels)]))
+    ranks.check([GenerationRequest(model="m", prompt="Hi", tools=[nested(201)])])
+    with pytest.raises(RefusedError, match="too many objects or arrays inside each other"):
+        ranks.check([GenerationRequest(model="m", prompt="Hi", tools=[nested(10_000)])])
 
 
 class OtherRank:

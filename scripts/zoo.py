@@ -15,15 +15,16 @@ import fnmatch
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import ranks_zoo
-from zoo import architecture, names, unconfigured
+from zoo import names, unconfigured
 from zoo.compare import Outcome
 from zoo.pool import Case, run
 from zoo.weights import VARIANTS
@@ -51,10 +52,7 @@ def main() -> int:
         f"{counts['ok']} ok, {counts['failed']} failed, {counts['cannot']} cannot run stock, of {len(outcomes)} "
         f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
     )
-    for text in summary_of_experts(outcomes):
-        print(text)
-    if arguments.json is not None:
-        write_json(arguments.json, outcomes)
+    write_json(arguments.json, outcomes)
     return int(counts["failed"] > 0)
 
 
@@ -69,8 +67,7 @@ def run_ranks(chosen: list[str], arguments: argparse.Namespace) -> int:
         f"{arguments.ranks} ranks: {counts['ok']} ok, {counts['failed']} failed, {counts['refused']} refused, "
         f"{counts['cannot']} cannot run stock, of {len(outcomes)} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
     )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    write_json(arguments.json, outcomes)
     return int(counts["failed"] > 0)
 
 
@@ -111,31 +108,15 @@ def line(outcome: Outcome) -> str:
         return f"{start} cannot run stock: {outcome.reason}"
     share = 100 * outcome.streamed_bytes / max(1, outcome.nbytes)
     streamed = f"layers streamed {outcome.num_streamed}/{outcome.num_layers}  {share:3.0f} % of bytes"
-    kept = "; ".join(sorted(set(outcome.kept.values())))
     experts = f"{outcome.num_stacks} stacks of experts, {outcome.num_pools} pools  " if outcome.num_stacks else ""
-    end = experts + (outcome.reason or (f"not streamed: {kept}" if kept else ""))
-    return f"{start} {streamed}  {outcome.seconds:5.1f} s  {end}".rstrip()
+    return f"{start} {streamed}  {outcome.seconds:5.1f} s  {experts}{outcome.reason}".rstrip()
 
 
-def summary_of_experts(outcomes: list[Outcome]) -> Iterator[str]:
-    """Yield lines on architectures with routed experts: how many used the expert pool, and why others did not."""
-    ran = [outcome for outcome in outcomes if outcome.status != "cannot"]
-    routed = {architecture(o.name) for o in ran if o.num_stacks or o.unpooled}
-    missed: dict[str, set[str]] = {}
-    for outcome in ran:
-        for reason in outcome.unpooled.values():
-            missed.setdefault(architecture(outcome.name), set()).add(reason)
-    if routed:
-        whole = len(routed - missed.keys())
-        yield f"experts one by one in {whole} of {len(routed)} architectures that have routed ones"
-    for name, reasons in sorted(missed.items()):
-        yield f"  not in {name}: {'; '.join(sorted(reasons))}"
-
-
-def write_json(path: Path, outcomes: list[Outcome]) -> None:
-    """Write all details of every outcome."""
-    versions = {package: version(package) for package in ("mlx", "mlx-lm")}
-    path.write_text(json.dumps({"versions": versions, "outcomes": [o.as_dict() for o in outcomes]}, indent=1))
+def write_json(path: Path | None, outcomes: Sequence[Any]) -> None:
+    """Write all details of every outcome, if a file is named."""
+    if path is not None:
+        versions = {package: version(package) for package in ("mlx", "mlx-lm")}
+        path.write_text(json.dumps({"versions": versions, "outcomes": list(map(asdict, outcomes))}, indent=1))
 
 
 if __name__ == "__main__":

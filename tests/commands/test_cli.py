@@ -675,23 +675,6 @@ def test_report_of_a_mixture(mixture_report: dict[str, Any], mixture: Path) -> N
     assert whole["bytes_read_per_token"] > 3 * report["bytes_read_per_token"]
 
 
-def test_a_report_without_lookahead(mixture: Path) -> None:
-    command = ["generate", "--model", mixture, "--prompt", PROMPT, *POOL, "--no-expert-lookahead"]
-    report = run_json(*command, "-m", 6)
-    assert report["expert_predictions"] == 0 and report["expert_prediction_rate"] is None
-    assert 0 < report["expert_hit_rate"] < 1
-    report = run_json(*command, "-m", 1)
-    assert report["expert_hit_rate"] is None and report["expert_bytes_read_per_token"] is None
-
-
-def test_the_summary_tells_about_experts(mixture: Path) -> None:
-    done = run("generate", "--model", mixture, *SAMPLED, *POOL, forks=False)
-    summary = done.stderr.decode()
-    words = " ".join(summary.split())
-    assert "Experts:" in summary and "% in memory when they were needed" in words and "predicted ones right" in words
-    assert all(len(line) <= 80 for line in summary.splitlines())
-
-
 WRONG = [
     ("serve", "--port -1", "-1 is not between"),
     ("serve", "--top-k -1", "-1 is not between 0"),

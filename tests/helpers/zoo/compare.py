@@ -5,14 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_flash import FlashLLM
 from models import computed, stock
@@ -66,14 +65,7 @@ class Outcome:
     in_order: bool = False  # the parts of a prompt cannot share a pass, since layers use the caches of others
     num_stacks: int = 0  # stacks of experts that were read expert by expert
     num_pools: int = 0  # ways to read them that gave the same bits
-    unpooled: dict[str, str] = field(default_factory=dict)  # modules with routed experts that are no such stack
-    derived: list[str] = field(default_factory=list)
-    kept: dict[str, str] = field(default_factory=dict)  # why each layer that was not streamed was not
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the outcome for JSON."""
-        return asdict(self)
 
 
 def compare(
@@ -182,9 +174,7 @@ def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any]
         return f"stock differs from itself: {again}" if again else difference
     if difference := find_difference(expected[-len(closed) :], closed):
         return f"after close(): {difference}"
-    if not outcome.num_streamed:
-        return f"no layer was streamed: {'; '.join(sorted(set(outcome.kept.values())))}"
-    return ""
+    return "" if outcome.num_streamed else "no layer was streamed"
 
 
 def trace(model: Any, generations: Sequence[Any] = GENERATIONS, *, numbers: Sequence[int] = EVERY) -> list[Any]:
@@ -324,52 +314,17 @@ def how_different(left: Any, right: Any) -> str:
 
 
 def describe(model: FlashLLM, outcome: Outcome) -> None:
-    """Note the streamed layers, their bytes, and why the others are not streamed."""
+    """Note the streamed layers and their bytes."""
     layout, engine = model.layout, model.engine
     assert engine is not None
     parameters = [p for unit in layout.units for p in [*unit.large, *unit.small]] + layout.resident
     outcome.nbytes = sum(p.nbytes for p in parameters)
     outcome.streamed_bytes = sum(p.nbytes for p in parameters if engine.is_streamed(p.container, p.key))
-    outcome.derived = [p.name for p in parameters if not p.records]
-    names = {id(module): name for name, module in model.named_modules()}
-    layers = list({id(layer): layer for layer in model.layers if layer is not None}.values())
-    outcome.num_layers = len(layers)
-    outcome.num_stacks = len(layout.experts)
-    outcome.unpooled = why_unpooled(model)
-    for i, layer in enumerate(layers):
-        if any(engine.is_streamed(module, key) for module in layer.modules() for key in module):
-            outcome.num_streamed += 1
-        else:
-            name = names.get(id(layer), f"layer {i}")
-            outcome.kept[name] = why_kept(layer, id(layer) in names, outcome.derived, name)
-
-
-def why_unpooled(model: FlashLLM) -> dict[str, str]:
-    """Return the modules whose routed experts are not in a pool, each with the reason."""
-    pooled = {id(module) for stack in model.layout.experts for module in stack.unit.module.modules()}
-    found = {}
-    for name, module in model.named_modules():
-        if id(module) in pooled:
-            continue
-        matrices = [m for m in module.children().values() if isinstance(m, SwitchLinear | QuantizedSwitchLinear)]
-        if len(matrices) > 1:  # a single one is no network: an attention's groups of heads, say
-            found[name] = f"{type(module).__name__} has calls of its own, or experts that are not rows of tensors"
-        elif isinstance(module.get("experts"), list):
-            found[name] = f"{type(module).__name__} has a list of modules for experts, not stacks"
-    return found
-
-
-def why_kept(layer: Any, in_tree: bool, derived: list[str], name: str) -> str:
-    """Return why a layer stays in memory."""
-    if not in_tree:
-        return "it is not in the module tree"
-    if not any("__call__" in vars(base) for base in type(layer).__mro__):
-        return f"{type(layer).__name__} is not called"
-    parameters = tree_flatten(layer.parameters())
-    if not parameters:
-        return "it has no parameters"
-    num_derived = sum(f"{name}.{path}" in derived for path, _ in parameters)
-    return f"{num_derived} of its {len(parameters)} parameters are derived, the rest is small"
+    layers = {id(layer): layer for layer in model.layers if layer is not None}.values()
+    outcome.num_layers, outcome.num_stacks = len(layers), len(layout.experts)
+    outcome.num_streamed = sum(
+        any(engine.is_streamed(module, key) for module in layer.modules() for key in module) for layer in layers
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -294,7 +294,8 @@ class FlashLLM(ModelFacade):
             try:
                 return self._call(passes, call)
             except BudgetError:
-                if not call.is_bare:
+                others = (*call.arguments[1:], *call.keywords.values())
+                if call.tokens is None or any(value is not None for value in others):
                     raise
             cache = make_prompt_cache(cast(nn.Module, self))
             return self._call(passes, token_call(call.arguments[0], cache, wants_logits=call.wants_logits))  # in parts

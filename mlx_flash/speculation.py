@@ -48,17 +48,12 @@ def worth_guessing(
     *,
     num_others: int = 0,
 ) -> Worth:
-    """Return how many tokens to guess, so that the most tokens a second are expected.
+    """Return how many tokens to guess, ``limit`` at most, so that the most tokens a second are expected.
 
-    A pass checks each guessed token in a row of its own. It yields the tokens that were right, and one more.
-
-    Args:
-        acceptance: the probability that a guessed token is right, given that those before it are.
-        pass_seconds: time to read the weights once, during which rows are computed.
-        row_seconds: time to compute a row.
-        limit: the most tokens.
-        guess_seconds: time to guess a token.
-        num_others: rows that other texts compute in the same pass; each yields a token.
+    A pass checks each guessed token in a row of its own. It yields the tokens that were right, and one more. While the
+    weights are read, in ``pass_seconds``, rows are computed. ``acceptance`` is the probability that a guessed token is
+    right, given that those before it are. ``num_others`` are rows that other texts compute in the same pass; each
+    yields a token.
     """
     expected, right = 1.0 + num_others, 1.0
     plain = expected / max(pass_seconds, expected * row_seconds, 1e-9)
@@ -124,12 +119,8 @@ MAX_GUESSES = 31
 
 
 class Source(Protocol):
-    """A source of guesses.
-
-    Attributes:
-        guess_seconds: time that it takes to guess a token.
-        expected: the share of right guesses of each quality, before any is known.
-        reads: whether it reads the model's hidden states.
+    """A source of guesses. ``guess_seconds`` is the time to guess a token, ``expected`` the share of right guesses of
+    each quality before any is known. One that ``reads`` gets the model's hidden states.
     """
 
     guess_seconds: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice, takewhile
@@ -44,11 +44,10 @@ class DroppedResult:
 def result_is_dropped(called: FrameType) -> bool:
     """Return whether a call's result is thrown away, as in the statement ``model(tokens, cache=cache)``.
 
-    mlx-lm's prefill drops the logits, which MLX, being lazy, never computes. A head that passes through the slots is
-    computed at once, so it has to know. The answer is yes only if it is certain: the caller's instructions show that
-    its call is that of the model, and not that of a function in C which calls the model (``outputs.extend(map(model,
-    inputs))``). ``called`` is the frame of the function that was called. A caller that returns the result is followed
-    to its own.
+    mlx-lm's prefill drops the logits. A head that passes through the slots is computed at once, so it has to know. The
+    answer is yes only if the instructions of the caller, or of the callers that return the result, show that their call
+    is that of the model, and not that of a function in C which calls it (``outputs.extend(map(model, inputs))``).
+    ``called`` is the frame of the function that was called.
     """
     for _ in range(_MAX_FRAMES):
         caller = called.f_back
@@ -96,7 +95,7 @@ def _begin(instruction: dis.Instruction) -> tuple[int, int] | None:
 def _find(call: _Call, frame: FrameType) -> object:
     """Return what a call in a frame calls; runs no code of others."""
     name, *attributes = call.names
-    scopes = [frame.f_globals, frame.f_builtins] if call.is_global else _scopes(frame)
+    scopes = [*([] if call.is_global else [frame.f_locals]), frame.f_globals, frame.f_builtins]
     found = next((scope[name] for scope in scopes if name in scope), _MISSING)
     for attribute in attributes:
         if isinstance(found, nn.Module) and attribute in found:
@@ -104,12 +103,6 @@ def _find(call: _Call, frame: FrameType) -> object:
         else:
             found = inspect.getattr_static(found, attribute, _MISSING)
     return found
-
-
-def _scopes(frame: FrameType) -> Iterator[dict[str, Any]]:
-    yield frame.f_locals
-    yield frame.f_globals
-    yield frame.f_builtins
 
 
 def _code_of(function: object) -> CodeType | None:
@@ -147,17 +140,6 @@ class ForwardCall:
         return self.wants_logits or self.runs is not None
 
     @property
-    def is_bare(self) -> bool:
-        """True if it has tokens, and nothing else."""
-        others = (*self.arguments[1:], *self.keywords.values())
-        return self.tokens is not None and all(value is None for value in others)
-
-    @property
-    def is_head(self) -> bool:
-        """True if it computes the head alone, for tokens that another call has added."""
-        return self.runs is not None and self.cache is None
-
-    @property
     def batch_size(self) -> int:
         """Sequences."""
         return 1 if self.tokens is None else len(self.tokens)
@@ -165,8 +147,7 @@ class ForwardCall:
     @property
     def length(self) -> int:
         """New tokens of each sequence."""
-        num_sequences = 1 if self.tokens is None else len(self.tokens)  # asked for each token: one call of Python
-        return self.num_tokens // num_sequences
+        return self.num_tokens // (1 if self.tokens is None else len(self.tokens))  # asked for each token: one call
 
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
@@ -249,18 +230,8 @@ def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants
 class Lane:
     """The calls of one row that share a pass, which add tokens to one prompt cache. It looks at its entries once.
 
-    Args:
-        step: new tokens of each sequence that go through the model at a time; None for those of a call.
-        num_kept: tokens whose logits are kept while others compute, as in ``NewTokens``.
-
-    Attributes:
-        step: as given; None if all tokens go through the model at once.
-        own: the caches that belong to a pool.
-        reader: the source of guesses that reads hidden states, if there is one.
-        lengths: the tokens in each of these.
-        length: new tokens of each sequence.
-        others: mlx-lm's own caches on this machine, without the lists that hold some.
-        tokens: the lane in numbers.
+    ``step`` are the new tokens of each sequence that go through the model at a time; None for all of them. ``num_kept``
+    is that of ``NewTokens``.
     """
 
     def __init__(self, *calls: ForwardCall, step: int | None = None, num_kept: int = 0) -> None:
@@ -268,8 +239,8 @@ class Lane:
         cache = first.cache or ()
         self.calls, self.num_kept, self.reader = [*calls], num_kept, first.reader
         self.step = step = step or (first.length if len(calls) > 1 else None)
-        self.own = [entry for entry in cache if isinstance(entry, PooledCache)]
-        self.others: list[Any] = []
+        self.own = [entry for entry in cache if isinstance(entry, PooledCache)]  # the caches that belong to a pool
+        self.others: list[Any] = []  # mlx-lm's own on this machine, without the lists that hold some
         if len(self.own) < len(cache):
             others = [entry for entry in entries_of(cache) if not isinstance(entry, PooledCache)]
             self.others = [entry for entry in others if not is_elsewhere(entry)]

@@ -59,12 +59,8 @@ class Lending:
     """Lends memory to streamed weights, and what these leave to experts. Experts give it back first.
 
     A byte of a streamed weight saves a byte on every pass, a byte of an expert only when that is chosen. Experts may
-    give more than was lent: all but the slots that the pool cannot do without.
-
-    Not for several threads at once: the caller holds a lock around a whole forward pass.
-
-    Args:
-        grows: whether the pool may have more slots than the plan gives it.
+    give more than was lent: all but the slots that the pool cannot do without. ``grows`` says that the pool may have
+    more slots than the plan gives it. The caller has the passes to itself.
     """
 
     def __init__(self, loans: Loans, experts: Experts | None, *, grows: bool) -> None:
@@ -158,19 +154,8 @@ inverse: other programs were busy when it was probed."""
 class Engine:
     """A plan in force: the weights of one model, on their way, and what caches and publishes beside them.
 
-    It knows nothing of the object that is called, whose end ends it.
-
-    Attributes:
-        plan: the plan; another one for the same weights after :meth:`adapt`.
-        chain: what each rank computes; None where there is one rank.
-        prefixes: the prefix cache; None where the settings want none.
-        stream: the ring of streamed units.
-        loans: the streamed weights that are in memory for as long as nothing else needs it.
-        lending: these, and experts.
-        pinned: the layers in memory that calls may have to wait for; none where MLX lets go of results early.
-        units: of each unit in the ring, the unit of the layout that it is, or is a tile of.
-        experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
-        has_own_head: the head that guesses tokens is in memory.
+    It knows nothing of the object that is called, whose end ends it. ``pinned`` are the layers in memory that calls may
+    have to wait for, ``units`` those of the layout that each unit in the ring is, or is a tile of.
     """
 
     def __init__(

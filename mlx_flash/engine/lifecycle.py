@@ -60,11 +60,7 @@ MOST_CALM_SECONDS = 960.0
 
 @dataclass(frozen=True, slots=True)
 class Tide:
-    """The budget and what it depends on.
-
-    Attributes:
-        raised_at, fallen_at: when the budget last rose and fell.
-    """
+    """The budget and what it depends on."""
 
     budget: int
     since: float  # when the calm period began, in seconds
@@ -114,12 +110,8 @@ INTERVAL_SECONDS = 1.0
 class Lifecycle:
     """A model as the manager of the process knows it. It knows nothing of the object that is called.
 
-    Attributes:
-        prepared, config, name: as given; the name says which rank this is.
-        promised_bytes: of other models, which the plan counts as memory of the process.
-        kv: what its KV caches share; None where they are mlx-lm's own.
-        engine: the plan in force; None before :meth:`start`, and while none is.
-        passes, times: its passes, and their measured times. There from :meth:`start` on.
+    ``engine`` is the plan in force: None before :meth:`start`, and while none is. ``promised_bytes`` are those of other
+    models, which the plan counts as memory of the process.
     """
 
     passes: Passes
@@ -141,8 +133,7 @@ class Lifecycle:
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
         self._pid = os.getpid()
         finalize(self, enginethread.leave, partial(_end_all, self._started))
-        self._closed = self._has_ended = False
-        self._is_planned = False
+        self._closed = self._is_planned = False
         self._manager = ModelManager.of_process()
         self._manager.add(self)
         if config.ram_budget_gb == "auto":
@@ -200,13 +191,10 @@ class Lifecycle:
         self.engine = engine
 
     def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:
-        """Start the model, and return what some work returns that has the passes to itself.
+        """Start the model, and return what some work returns that has the passes to itself, in the engine thread.
 
-        It is done in the engine thread.
-
-        Args:
-            given: returns what the caller made: caches, and objects with arrays. They are evaluated, which only the
-                caller's thread can do.
+        ``given`` returns what the caller made: caches, and objects with arrays. Only the caller's thread can evaluate
+        them.
         """
         self.start()
         mx.eval(arrays_in(given()))
@@ -294,15 +282,13 @@ class Lifecycle:
 
     def _end(self) -> None:
         with self._manager.lock, self._lock:
-            if not self._has_ended:
-                self._closed = True
-                self._manager.remove(self)
-                self._stop()
-                if self.kv is not None:
-                    self.kv.close()
-                if self.prepared.chain is not None:
-                    self.prepared.chain.close()
-                self._has_ended = True
+            self._closed = True
+            self._manager.remove(self)
+            self._stop()
+            if self.kv is not None:
+                self.kv.close()
+            if self.prepared.chain is not None:
+                self.prepared.chain.close()
 
     def _stop(self) -> None:
         """End the engine, if there is one. May be repeated."""
@@ -453,8 +439,7 @@ class ModelManager:
     def start(self, model: Lifecycle, progress: Progress | None = None) -> None:
         """Start a model and all others that wait, the smallest first: each leaves those after it what they need.
 
-        Raises:
-            FlashError: the model could not be started. Another one that could not fails when it is called itself.
+        Raises: FlashError: the model could not be started. Another one fails when it is called itself.
         """
         start = partial(self._start, model, progress)
         with self.lock:

@@ -105,11 +105,7 @@ class Need:
     def kv_way(self, lent: int = 0, held: int = 0) -> tuple[int, Way]:
         """Return a limit for the caches of the pool once ``lent`` bytes are given back, and how they stay within it.
 
-        Slots that calls hold while others compute take ``held`` bytes.
-
-        Raises:
-            BudgetError: a limit that the user set is too low.
-            WriteError: they would have to go to disk, which has no room.
+        Slots that calls hold while others compute take ``held`` bytes. Raises: BudgetError, WriteError.
         """
         if self.pool is None:
             return 0, Way(self.missing - lent)
@@ -199,14 +195,9 @@ def make_room(need: Need, lending: Lending | None = None, *, may_shrink: bool = 
 
     Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
     to disk to make room for more activations than were planned: the caller tries fewer tokens. If it ``offloads``,
-    layers go to disk before loans end for their sake.
+    layers go to disk before loans end for their sake. Return what it needs, as it was counted last.
 
-    Returns:
-        What it needs, as it was counted last.
-
-    Raises:
-        BudgetError: it names what to change.
-        WriteError: keys and values would have to go to disk, which has no room.
+    Raises: BudgetError, which names what to change; WriteError, where the disk has no room for keys and values.
     """
     plan, lanes = need.plan, need.lanes
     changed = _changed_batches([entry for lane in lanes for entry in lane.others])

@@ -44,14 +44,8 @@ Outcome = list[Any] | Exception | None
 
 
 class _LaneRun:
-    """Calls that share one prompt cache.
-
-    Args:
-        is_proven: whether the model is known to need no order.
-        observer: gets the entries of the cache between the calls.
-
-    Attributes:
-        can_repeat: whether the cache can be put back after calls that were in no order.
+    """Calls that share one prompt cache, in a model that is known to need no order (``is_proven``) or not. The observer
+    gets the entries of the cache between the calls.
     """
 
     def __init__(self, calls: Sequence[ForwardCall], is_proven: bool, observer: Observer | None) -> None:
@@ -180,11 +174,7 @@ def waiting_bytes(
 
 
 class Passes:
-    """The passes of a running model.
-
-    Attributes:
-        is_in_memory: True if nothing is streamed: a token that needs no more memory is a call of mlx-lm's own.
-    """
+    """The passes of a running model."""
 
     def __init__(self, model: Any, engine: Engine, counters: PassCounters) -> None:
         self._model, self._body = model, body_of(model)
@@ -215,16 +205,11 @@ class Passes:
         return admit_in_memory(needed)
 
     def advance(self, rows: Sequence[Row], *, lends: bool) -> None:
-        """Compute at least a part of each row, in as few passes as memory allows.
+        """Compute at least a part of each row, in as few passes as memory allows, rows with few parts first.
 
-        Rows with few parts go first. What fails in one row is noted there.
+        What fails in one row is noted there. ``lends`` says that reserved memory may be lent.
 
-        Args:
-            lends: whether reserved memory may be lent.
-
-        Raises:
-            ReadError: weights could not be read, and no row went on.
-            PeerError: the ranks were called differently, or one was lost.
+        Raises: ReadError: weights could not be read, and no row went on.
         """
         self._lending = self._engine.lending if lends else None
         lifted = list[Owed]()
@@ -257,12 +242,9 @@ class Passes:
         """Return as many of the rows as memory allows, each with the parts that share the next pass.
 
         Each row computes its next part. If all of them do not fit the budget, half of the rows wait; if one alone does
-        not fit, its parts get smaller, or it gets the error, and nothing is returned. What the budget has left goes to
-        more parts of the same prompts. Such a part waits while another one computes, and takes memory meanwhile. All
-        ranks choose the same.
-
-        Where keys and values of a prompt do not fit into memory, they go to disk in the pass that its parts share, and
-        not only once memory is full: a pass over the weights costs more.
+        not fit, its parts get smaller, or it gets the error, and nothing is returned. What is left goes to more parts
+        of the same prompts, which take memory while they wait. Keys and values that do not fit go to disk in the pass
+        that parts share: a pass over the weights costs more. All ranks choose the same.
         """
         plan, lending = self._engine.plan, self._lending
         num_rows, step, is_collected = len(rows) if self.can_share else 1, 0, False
@@ -381,18 +363,12 @@ class Passes:
     ) -> list[Outcome]:
         """Run calls in lockstep, with the output of the calls one after another, bit for bit.
 
-        Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
+        Return the outcome of each lane. What fails in one leaves the others alone. A model may use an entry of the
+        cache again in a later layer: the parts of its prompts must run in order. The first prompt of a model starts
+        with an empty cache, so that it can be undone. Until one has succeeded, prompts that start with a filled cache
+        run in order.
 
-        A model may use an entry of the cache again in a later layer. The parts of its prompts must run in order. The
-        first prompt of a model starts with an empty cache, so that it can be undone. Until one has succeeded, prompts
-        that start with a filled cache run in order.
-
-        Args:
-            observers: for each lane, what gets its cache between the calls.
-
-        Raises:
-            ReadError: weights could not be read. The caller puts the caches back.
-            PeerError: the ranks were called differently, or one was lost.
+        Raises: ReadError: weights could not be read. The caller puts the caches back.
         """
         with self._messages(lanes):
             made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
@@ -400,7 +376,7 @@ class Passes:
             num_units = max(1, len(self._engine.stream.units))
             lockstep = Lockstep(
                 self._engine.stream,
-                before=lambda number: self._before(*places[number]),
+                before=lambda number: self._prepare_head(places[number][0].calls[places[number][1]]),
                 after=lambda number: places[number][0].after(places[number][1]),
                 progress=lambda done: progress(min(1.0, done / num_units)),
                 agree=self._agree,
@@ -437,8 +413,8 @@ class Passes:
             for result, mine, (worst, rank) in zip(results, own, self._chain.worst(own), strict=True)
         ]
 
-    def _before(self, lane: _LaneRun, index: int) -> None:
-        self._engine.drop_logits(not lane.calls[index].wants_logits)
+    def _prepare_head(self, call: ForwardCall) -> None:
+        self._engine.drop_logits(not call.wants_logits)
 
     def _run(self, lanes: Mapping[Row, Lane]) -> None:
         """Compute parts of some rows in a pass."""
@@ -482,7 +458,7 @@ class Passes:
 
     def _alone(self, call: ForwardCall) -> list[Any] | Exception:
         """Return the output of a call in a pass of its own, or why there is none."""
-        self._engine.drop_logits(not call.wants_logits)
+        self._prepare_head(call)
         try:
             output = self._counted([[call]], partial(self._compute, call, is_pass=True))
             mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
@@ -571,7 +547,7 @@ class Passes:
         num_tokens = num_sequences = num_decoding = 0
         for calls in lanes:
             certain = calls if calls[0].checkpoints is None else calls[:1]
-            size = sum([call.num_tokens for call in certain if not call.is_head])
+            size = sum([call.num_tokens for call in certain if call.runs is None or call.cache is not None])
             batch_size = calls[0].batch_size
             num_tokens += size
             num_sequences += batch_size
@@ -603,10 +579,8 @@ def _unpaid(row: Row) -> FlashError | None:
 class Undo:
     """The way back of a prompt cache to what it is before some calls of a pass. It may be taken several times.
 
-    A pass changes a cache layer by layer. One whose layers replace what they hold cannot be put back.
-
-    Attributes:
-        is_possible: False if there is none. The cache refuses every use then.
+    A cache whose layers replace what they hold cannot be put back: ``is_possible`` is False, and it refuses every use
+    then.
     """
 
     def __init__(self, calls: Sequence[ForwardCall]) -> None:

@@ -93,8 +93,6 @@ def prepare(
         group: the ranks that share the model's layers; None for a model of this process alone.
         probe: a file to probe the disk with; None takes the largest shard.
         needed_context: tokens of prompt and answer, if the caller knows them.
-        loader: loads the model lazily.
-        loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     map_large_blocks()
     make_room()

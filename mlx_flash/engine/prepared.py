@@ -48,14 +48,10 @@ _REACHED: dict[Path, int] = {}
 def load_tokenizer(path: Path, settings: dict[str, Any] | None = None, config: FlashConfig | None = None) -> Any:
     """Return mlx-lm's tokenizer of a model folder. Plans made for the folder later count what loading it took.
 
-    Args:
-        settings: of the tokenizer. Unless they say ``trust_remote_code``, code in the folder is not run;
-            transformers would ask on the terminal, and take piped input for an answer.
-        config: its budget; None checks none.
+    Unless the ``settings`` say ``trust_remote_code``, code in the folder is not run; transformers would ask on the
+    terminal, and take piped input for an answer. ``config`` has the budget; None checks none.
 
-    Raises:
-        BudgetError: loading it would exceed the budget.
-        CheckpointError: there is none, or it cannot be loaded.
+    Raises: BudgetError: loading it would exceed the budget. CheckpointError: there is none, or it cannot be loaded.
     """
     settings = {"trust_remote_code": False, **(settings or {})}
     eos_token_ids = load_config(path).get("eos_token_id")
@@ -168,14 +164,10 @@ class Prepared:
         return replace(self, plan=plan, machine=machine)
 
     def expecting(self, config: FlashConfig, num_tokens: int | None, extra_bytes: int) -> Prepared:
-        """Return it with a plan for a prompt that is known now, and memory as it is now.
+        """Return it with a plan for a prompt of so many tokens, answer included, and memory as it is now.
 
-        Args:
-            num_tokens: of prompt and answer; None if the answer has no limit.
-            extra_bytes: what is computed before the prompt takes so much, while its caches are empty.
-
-        Raises:
-            BudgetError: the budget has no room for them.
+        ``num_tokens`` is None if the answer has no limit. What is computed before the prompt takes ``extra_bytes``,
+        while its caches are empty. Raises: BudgetError: the budget has no room for them.
         """
         found = replace(self, machine=look_at_memory(self.machine, 0), needed_context=num_tokens)
         settings = found._settings(config)

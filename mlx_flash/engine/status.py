@@ -99,10 +99,7 @@ class PassCounters:
 class Status:
     """The state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
 
-    Args:
-        layout: its units; only numbers are taken from it.
-        running: returns the models of the process that run, and their counters.
-        sections: returns further sections by name, whose numbers may belong to any thread.
+    ``running`` returns the models of the process that run, and their counters; ``sections`` return further sections.
     """
 
     def __init__(

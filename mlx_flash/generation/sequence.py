@@ -50,13 +50,7 @@ Choice = tuple[mx.array, mx.array]
 
 
 class Chooser:
-    """Chooses tokens from logits as mlx-lm does.
-
-    Args:
-        sampler: chooses from log probabilities; None takes the likeliest token.
-        processors: change logits; None for none.
-        tokens: those that processors see before the first ones that are given to a call.
-    """
+    """Chooses tokens from logits as mlx-lm does. ``tokens`` are those that processors see before the first call's."""
 
     def __init__(self, sampler: Any, processors: Any, tokens: mx.array | list[int]) -> None:
         self.sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
@@ -117,32 +111,8 @@ class Token(NamedTuple):
 class GeneratedSequence:
     """A prompt and the tokens that follow it, on their way through a model.
 
-    Args:
-        cache: the prompt cache, which the tokens are added to.
-        segments: parts of the prompt.
-        step: mlx-lm's ``prefill_step_size``.
-        max_tokens: the most tokens that are chosen; negative for no limit.
-        guesses: of the next tokens; None for none.
-        tokens: those in the cache.
-        report: called with (tokens done, tokens to do) of the prompt, if given. What it raises ends the pass.
-        reads: as of :meth:`FlashLLM.row`, for the prompt.
-        is_seen: whether the caller sees in the cache every token that was handed out, as with mlx-lm.
-        uid: its number in a batch.
-        stop: mlx-lm's matcher of the tokens that end it; None where its loop goes on.
-
-    Attributes:
-        num_prompt: tokens of the prompt.
-        most_tokens: the most tokens that its cache will have.
-        segments: those that are left.
-        guesses: as given; None once nothing is guessed any more.
-        has_room: False once guesses had no room. Nothing is guessed then, but a draft model still needs the text.
-        tokens: those in the cache.
-        row: what is computed now, or was computed and not chosen from; None where the next row is not known.
-        num_tokens, num_taken: tokens that were chosen, and those of them that were handed out.
-        num_calls: calls of one token that are computed now; 0 for a part of the prompt.
-        num_restored: tokens of the prompt that came from the prefix cache.
-        ends_segment: the row that is computed ends with a segment.
-        hidden: what is kept of the prompt's hidden states, one array for each part of it.
+    ``is_seen`` says that the caller sees in the cache every token that was handed out, as with mlx-lm. A negative
+    ``max_tokens`` is no limit. What ``report`` raises ends the pass.
     """
 
     def __init__(
@@ -164,15 +134,20 @@ class GeneratedSequence:
     ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.chooser, self.uid, self.stop = chooser, uid, stop
-        self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
-        self.row: Row | None = None
+        self.segments = segments  # of the prompt, those that are left
+        self.guesses = guesses  # None once nothing is guessed any more
+        self.tokens = list(tokens)  # those in the cache
+        self.row: Row | None = None  # what is computed now, or was computed and not chosen from
         self.num_prompt = sum(map(len, segments))
-        self.most_tokens = len(tokens) + self.num_prompt + max_tokens
-        self.num_tokens = self.num_taken = self.num_calls = self.num_restored = 0
-        self.ends_segment = self.has_room = True
+        self.most_tokens = len(tokens) + self.num_prompt + max_tokens  # that its cache will have
+        self.num_tokens = self.num_taken = 0  # tokens that were chosen, and those of them that were handed out
+        self.num_calls = 0  # calls of one token that are computed now; 0 for a part of the prompt
+        self.num_restored = 0  # tokens of the prompt that came from the prefix cache
+        self.ends_segment = True  # whether the row that is computed ends with a segment
+        self.has_room = True  # False once guesses had none: a draft model still needs the text
         self._step, self._report, self.reads = step, report, reads
         self._is_read_only = reads is not None and max_tokens == 0
-        self.hidden: list[mx.array] = []
+        self.hidden: list[mx.array] = []  # what is kept of the prompt's hidden states, one array for each part
         self._new: list[int] = []  # the tokens of the row
         self._at = -1  # number of the logits to choose from
         self._token: mx.array | None = None
@@ -364,13 +339,9 @@ def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None
 def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
     """Compute a part of each sequence, in as few passes as memory allows. Errors of one sequence are in its row.
 
-    A pass that computes tokens alone is measured.
+    A pass that computes tokens alone is measured. ``most`` is that of :meth:`GeneratedSequence.begin`.
 
-    Args:
-        most: as in :meth:`GeneratedSequence.begin`.
-
-    Raises:
-        ReadError: weights could not be read, and no sequence went on.
+    Raises: ReadError: weights could not be read, and no sequence went on.
     """
     if not sequences:
         return

@@ -276,17 +276,12 @@ def load_lazily(
     get_model_classes: ModelClasses = model_classes,
     **loading: Any,
 ) -> LoadedModel:
-    """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensors.
+    """Build mlx-lm's model without reading its weights, and remember which array came from which tensors.
 
-    Args:
-        directory: the model directory.
-        checkpoint: what is in it.
-        model_config: entries that replace those of ``config.json``, as in ``mlx_lm.utils.load_model``.
-        load_model: mlx-lm's function, by default the one that is in force when this module is imported.
-        get_model_classes, loading: as in ``mlx_lm.utils.load_model``.
+    ``model_config``, ``get_model_classes`` and ``loading`` are as in ``mlx_lm.utils.load_model``; ``load_model`` is
+    that function, by default the one that is in force when this module is imported.
 
-    Raises:
-        CheckpointError: the model is built by code of its own, beside the checkpoint, or a parameter has no tensor.
+    Raises: CheckpointError: the model is built by code of its own, beside the checkpoint, or a parameter has no tensor.
     """
     checked_config(directory, checkpoint, model_config)
     sources = Sources(checkpoint)

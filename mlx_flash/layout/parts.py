@@ -246,11 +246,8 @@ class CallTrace:
 class OwnHead:
     """A model's own head for guesses, as mlx-lm's model of one layer. Its arrays are in memory where a plan says so.
 
-    Attributes:
-        parameters: the arrays that no other part of the model has.
-        nbytes: memory for them.
-        row_bytes: keys and values of a token.
-        logits: returns the logits of hidden states.
+    ``parameters`` are the arrays that no other part of the model has, ``nbytes`` is memory for them, and ``row_bytes``
+    are keys and values of a token. ``logits`` returns the logits of hidden states.
     """
 
     def __init__(self, model: nn.Module, body: nn.Module, parameters: list[Parameter]) -> None:

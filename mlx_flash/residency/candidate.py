@@ -26,11 +26,7 @@ class Reserve(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The memory that is set aside for the tokens of a reserve, in bytes.
-
-    Attributes:
-        kv, prefix_bytes, activation_bytes, spare_bytes, mtp_bytes: as in a plan.
-    """
+    """The memory that is set aside for the tokens of a reserve, in bytes, named as in a plan."""
 
     reserve: Reserve
     ledger: Ledger

@@ -177,14 +177,10 @@ class Ledger:
 
         Where units are smaller than layers, the part before waits inside its attention, with its keys and values. So
         MLX copies them when a part adds to them, instead of writing in place. Where a call holds those of all layers,
-        they are copied in each. In the slot of a layer on disk they are not copied.
-
-        Args:
-            num_tokens: new tokens, over all sequences.
-            context: tokens that the newest one attends to, of this part and those before it.
-            is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
-                attention that makes keys of latent ones takes more than :meth:`active` knows.
-            kept: bytes of the windows and states that the prefix cache keeps for it; None if they are not known.
+        they are copied in each. In the slot of a layer on disk they are not copied. The only part that waits, or the
+        first one, counts as much as its widest layer: attention that makes keys of latent ones takes more than
+        :meth:`active` knows. ``kept`` are the bytes of windows and states that the prefix cache keeps for it; None if
+        they are not known.
         """
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0

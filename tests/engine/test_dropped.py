@@ -6,9 +6,10 @@ import contextlib
 import functools
 import itertools
 import sys
+import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
@@ -26,14 +27,11 @@ class Probe:
         return [1]
 
 
-probe = Probe()
-
-
 class Holder:
     """A class that calls a model which it has as an attribute, as mlx-lm's batches do."""
 
     def __init__(self) -> None:
-        self.model = probe
+        self.model = model
 
     def prefill(self) -> None:
         self.model(1, cache=[])
@@ -43,7 +41,7 @@ class Holder:
 
     @staticmethod
     def static(tokens: int) -> list[int]:
-        return probe(tokens)
+        return model(tokens)
 
 
 class Wrapper(nn.Module):
@@ -65,6 +63,26 @@ class ProbeModule(nn.Module):
         return [tokens]
 
 
+class Lazy:
+    """An object that calls the model where no call is to be seen."""
+
+    @property
+    def logits(self) -> Any:
+        return model(1)
+
+    def __getitem__(self, key: int) -> Any:
+        return model(key)
+
+    def __enter__(self) -> Any:
+        return model(2)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __lt__(self, other: object) -> Any:
+        return model(3)
+
+
 def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -73,187 +91,93 @@ def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def in_a_generator(embeddings: Any) -> Iterator[int]:
-    model = probe
-    while not answers:
-        model(tokens=1, embeddings=(embeddings[0] if embeddings is not None else None))
-        yield 1
-
-
-def in_a_closure() -> None:
-    model = probe
-
-    def call(tokens: int) -> list[int]:
-        if tokens > 1:
-            return model(tokens, cache=None)
-        else:  # noqa: RET505
-            return model(tokens)
-
-    call(1 if answers else 2)
-    call(tokens=1)
-
-
-def in_statements() -> None:
-    probe(1, cache=2)
-    probe(*[1], cache=2)
-    for _ in range(2):
-        probe()
-
-
-def with_a_context() -> None:
-    with contextlib.nullcontext() as x:
-        probe(x)
-    try:
-        probe(1)
-    finally:
-        probe(2)
-
-
-def in_a_thread() -> None:
-    thread = threading.Thread(target=probe, args=(1,))
-    thread.start()
-    thread.join()
-
-
-def while_traced() -> None:
-    sys.settrace(lambda *_: None)
-    try:
-        probe(1)
-    finally:
-        sys.settrace(None)
-
-
-def returned_by_others() -> None:
-    holder, wrapper, call = Holder(), Wrapper(ProbeModule()), decorated(decorated(probe))
-    holder.step(1)
-    Holder.static(1)
-    wrapper(1)
-    call(1)
-    (lambda: probe(1))
-    function = lambda: probe(1)  # noqa: E731
-    function()
-
-
-CERTAIN: dict[str, Callable[[], object]] = {
-    "statements": in_statements,
-    "functions that return it": returned_by_others,
-    "attribute": lambda: Holder().prefill(),
-    "generator": lambda: list(in_a_generator(None)),
-    "closure, conditional argument": in_a_closure,
-    "with, try": with_a_context,
-    "thread": in_a_thread,
-    "trace": while_traced,
-    "module code": lambda: exec("probe(1)\nfor i in [1]: probe(i)", {"probe": probe}),
-    "function made by exec": lambda: exec("def f():\n    model(1)\nf()", {"model": probe}),
-}
-
-
-def test_dropped_results_are_seen() -> None:
-    for name, caller in CERTAIN.items():
-        caller()
-        assert answers and all(answers), name
-        answers.clear()
-
-
 def kept(*values: Any) -> list[Any]:
     return list(values)
 
 
-def exec_and_keep() -> None:
-    space: dict[str, Any] = {"model": probe}
-    exec("x = model(1)", space)
-    eval("kept(model(1))", {"kept": kept, "model": probe})
-    outputs: list[Any] = []
-    outputs.append(eval("model(1)", space))
-    outputs.extend(map(eval, ["probe(1)"], [{"probe": probe}]))
+model = Probe()
+holder, wrapper = Holder(), Wrapper(ProbeModule())
+call = decorated(decorated(model))
+
+DROPPED = r"""
+model(1, cache=2)
+model(*[1], cache=2)
+for _ in range(2): model()
+with contextlib.nullcontext() as x: model(x)
+try: model(1)\nfinally: model(2)
+model(tokens=1, embeddings=(answers[0] if answers else None))
+holder.prefill()
+holder.step(1)
+Holder.static(1)
+wrapper(1)
+call(1)
+function = lambda: model(1)\nfunction()
+def function(tokens):\n    if tokens > 1: return model(tokens, cache=None)\n    return model(tokens)\nfunction(2)\nfunction(1)
+def generator():\n    model(1)\n    yield 1\nlist(generator())
+thread = threading.Thread(target=model, args=(1,))\nthread.start()\nthread.join()
+sys.settrace(lambda *_: None)\nmodel(1)\nsys.settrace(None)
+exec("model(1)", {"model": model})
+exec("for i in [1]: model(i)", {"model": model})
+space = {"model": model}\nexec("def f(): model(1)", space)\nspace["f"]()
+"""
+
+USED = r"""
+x = model(1)
+y = model(1, cache=2)[0]
+assert model(1)
+[model()]
+print(model(), end="")
+z = [model(), 2]\nz.append(model())
+def function(tokens):\n    return model(tokens)\nx = function(1)
+def function(x):\n    return model(x), x\nfunction(1)
+def function(x):\n    return [model(x)]\nfunction(1)
+def function(x):\n    with contextlib.nullcontext():\n        return model(x)\nx = function(1)
+x = [model(i) for i in range(2)], {i: model(i) for i in range(2)}, *(model(i) for i in range(2))
+x = model(1) if model else None
+kept(model(1), *[model(2)])
+assert model(1)[0] and model(1) is not None
+print(f"{model(1)}", end="")
+def generator(): yield model(1)\nlist(generator())
+def generator(): yield kept(model(2))\nlist(generator())
+def generator(): yield from model(3)\nlist(generator())
+exec("x = model(1)", {"model": model})
+eval("kept(model(1))", {"kept": kept, "model": model})
+outputs = []\noutputs.append(eval("model(1)", {"model": model}))
+outputs = []\noutputs.extend(map(eval, ["model(1)"], [{"model": model}]))
+outputs = []\noutputs.extend(map(model, [1, 2]))
+outputs = []\noutputs.extend(itertools.starmap(model, [(1,)]))
+deque(map(model, [1]), maxlen=0)  # which does drop it: nothing but time is lost
+outputs = [1, 2]\noutputs.sort(key=model)
+outputs = []\noutputs.extend(map(functools.partial(model, 1), [2]))
+outputs = []\nfunctools.reduce(lambda _, x: outputs.append(model(x)), [1, 2])
+outputs = []\noutputs.extend(map(model, [1] if outputs else [2]))
+outputs = [Lazy().logits, Lazy()[1]]
+outputs = []\nwith Lazy() as entered: outputs.append(entered)
+outputs = []\noutputs.extend(sorted([Lazy(), Lazy()]))
+"""
 
 
-def c_callers() -> None:
-    outputs: list[Any] = []
-    outputs.extend(map(probe, [1, 2]))
-    outputs.extend(itertools.starmap(probe, [(1,)]))
-    deque(map(probe, [1]), maxlen=0)  # which does drop it: nothing but time is lost
-    outputs.sort(key=probe)
-    outputs.extend(map(functools.partial(probe, 1), [2]))
-    functools.reduce(lambda _, x: outputs.append(probe(x)), [1, 2])
-    model = probe
-    outputs.extend(map(model, [1] if outputs else [2]))
+def ways(programs: str) -> list[str]:
+    """Return programs, one a line, as they are and as functions, with the model in a global, a local and a closure."""
+    found = [line.replace("\\n", "\n") for line in programs.strip().splitlines()]
+    functions = ["def run():\n" + textwrap.indent(program, "    ") for program in found]
+    closures = ["def outer(model):\n" + textwrap.indent(function, "    ") + "\n    run()" for function in functions]
+    local = [function.replace("run()", "run(model)", 1) + "\nrun(model)" for function in functions]
+    return [*found, *[f"{each}\nrun()" for each in functions], *local, *[f"{each}\nouter(model)" for each in closures]]
 
 
-def in_expressions() -> None:
-    x = probe(1)
-    y = probe(1, cache=x)[0]
-    assert probe(y)
-    [probe()]
-    print(probe())
-    z: Any = [probe(), y]
-    z.append(probe())
-
-    def call(tokens: int) -> list[int]:
-        return probe(tokens)
-
-    x = call(1)
-
-
-def in_collections() -> None:
-    def pair(x: int) -> Any:
-        return probe(x), x
-
-    def in_a_list(x: int) -> Any:
-        return [probe(x)]
-
-    def with_a_context_around(x: int) -> Any:
-        with contextlib.nullcontext():
-            return probe(x)
-
-    pair(1)
-    in_a_list(1)
-    x = with_a_context_around(1)
-    x = [probe(i) for i in range(2)], {i: probe(i) for i in range(2)}, *(probe(i) for i in range(2))
-    x = probe(1) if x else None
-    kept(probe(1), *[probe(2)])
-    assert probe(1)[0] and probe(1) is not None
-    print(f"{probe(1)}", end="")
-
-
-def yielded() -> None:
-    def generator() -> Iterator[Any]:
-        received = yield probe(1)
-        yield kept(received, probe(2))
-        yield from probe(3)
-
-    list(generator())
-
-
-def called_by_a_property() -> None:
-    class Lazy:
-        @property
-        def logits(self) -> Any:
-            return probe(1)
-
-        def __getitem__(self, key: int) -> Any:
-            return probe(key)
-
-        def __enter__(self) -> Any:
-            return probe(2)
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def __lt__(self, other: object) -> Any:
-            return probe(3)
-
-    outputs = [Lazy().logits, Lazy()[1]]
-    with Lazy() as entered:
-        outputs.append(entered)
-    outputs.extend(sorted([Lazy(), Lazy()]))
-
-
-UNCERTAIN = [in_expressions, exec_and_keep, c_callers, in_collections, yielded, called_by_a_property]
+def test_dropped_results_are_seen() -> None:
+    for program in ways(DROPPED):
+        exec(program, {**globals()})
+        assert answers and all(answers), program
+        answers.clear()
 
 
 def test_callers_get_their_results() -> None:
-    for caller in UNCERTAIN:
-        caller()
-        assert answers and not any(answers), caller
+    for program in ways(USED):
+        exec(program, {**globals()})
+        assert answers and not any(answers), program
         answers.clear()
+
+
+__all__ = ["contextlib", "deque", "itertools", "threading"]

@@ -135,13 +135,6 @@ def test_an_interrupt_of_its_start_leaves_no_second_thread(monkeypatch: pytest.M
     assert len(started) > 3 and not is_struck
 
 
-def test_an_interrupt_comes_after_the_work_was_undone() -> None:
-    done = list[str]()
-    with signal_after(0.05), pytest.raises(Struck):
-        run(working(done, "first"))
-    assert done == ["first undone"]
-
-
 def test_further_interrupts_come_after_the_work_was_undone() -> None:
     done = list[str]()
 

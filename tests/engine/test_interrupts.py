@@ -182,26 +182,6 @@ def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
                 assert "refused" not in found or name in ("sliding window", "recurrent")
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_interrupts_while_guesses_are_taken_back(tmp_path: Path, name: str) -> None:
-    folder = save(tmp_path / "model", KINDS[name], mx.float32)
-    with opened(name, folder) as model:
-        model.start()
-        model.plan = replace(model.plan, budget_bytes=10**11)
-        victim, found, at = Victim(model, stock(folder)), [], 0
-        while True:
-            cache = victim.filled()
-            rows = guessed(model, [7, 8, 8], cache)
-            strike = Tracer(at)
-            is_over = not strike.strike(lambda rows=rows: rows.keep(2))
-            found.append(victim.goes_on(cache, [*CHUNKS, [7], [8], [8]]))
-            assert found[-1] == "right", strike.where
-            if is_over:
-                break
-            at += 3
-        assert len(found) > 5
-
-
 def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "model", KINDS["recurrent"], mx.float32)
     with streamed_whole(folder) as model:

@@ -38,7 +38,6 @@ from mlx_flash.engine.prepare import prepare
 from models import LLAMA, NARROW_LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_whole, wait_for_reads
 from threads import threads_of_models
-from waiting import eventually
 
 MODELS = {
     "fp32": (mx.float32, None, {}),
@@ -92,19 +91,6 @@ def test_logits_equal_stock_at_every_budget(
             streamed_bytes.add(model.plan.streaming.read_bytes)
     assert len(streamed_bytes) > 1
     assert min(streamed_bytes) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "num_layers", "num_slots"),
-    [("bf16", 5, 1), ("bf16", 6, 2), ("bf16", 5, 3), ("4bit-tied", 6, 1), ("4bit-tied", 5, 2), ("4bit-tied", 6, 3)],
-)  # every two of the three
-def test_logits_equal_stock_with_any_number_of_slots(
-    directories: Any, stock_logits: Any, name: str, num_layers: int, num_slots: int
-) -> None:
-    with streamed_whole(directories(name, num_layers), num_slots) as model:
-        assert model.plan.streaming.num_slots == num_slots
-        assert same_bits(run(model, PREFILL_AND_DECODE), stock_logits(name, num_layers))
-        assert model.engine.stream.stats.num_unpredicted == 0
 
 
 @pytest.mark.parametrize("cut", [1, 2, "tiles"])
@@ -306,14 +292,6 @@ def test_its_parameters_are_those_in_memory(directories: Any) -> None:
 def test_what_would_take_slots_for_weights_is_refused(directories: Any, operation: Any) -> None:
     with load_model(directories("bf16"), config())[0] as model, pytest.raises(StreamedWeightsError, match="Hint"):
         operation(model)
-
-
-def test_a_model_nobody_closed_ends_its_threads(directories: Any) -> None:
-    model, _ = load_model(directories("bf16"), config())
-    run(model, [[1]])
-    del model
-    gc.collect()
-    eventually(lambda: not threads_of_models())
 
 
 PEAK_PROGRAM = """

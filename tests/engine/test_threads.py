@@ -127,24 +127,6 @@ def test_each_step_in_a_thread_of_its_own(kind: str, is_patched: bool, tmp_path:
         assert models.same_bits(in_thread(models.run, lazily, CHUNKS), expected)
 
 
-@pytest.mark.parametrize("flash", [settings(), settings(4.0)], ids=["streamed", "in memory"])
-def test_threads_continue_copies_of_a_cache(tmp_path: Path, flash: FlashConfig) -> None:
-    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
-    prompt, tokens = [*range(1, 301)], [[token] for token in range(7, 15)]
-    expected = models.run(models.stock(directory), [prompt, *tokens])[1:]
-    with mlx_flash.load_model(directory, flash)[0] as model, ThreadPoolExecutor(1) as other:
-        base = make_prompt_cache(model)
-        call(model, prompt, base)
-        mine, theirs = copy.deepcopy(base), copy.deepcopy(base)
-        for i in range(0, len(tokens), 4):
-            pending = other.submit(
-                lambda i: [model(mx.array([t]), cache=theirs) for t in tokens[i : i + 4]], i
-            ).result()
-            assert models.same_bits([call(model, t, mine) for t in tokens[i : i + 4]], expected[i : i + 4])
-            other.submit(mx.eval, pending).result()
-            assert models.same_bits(pending, expected[i : i + 4])
-
-
 def test_a_copy_in_another_thread_waits_for_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
     add, copies = DiskKVCache.update_and_fetch, list[Any]()

@@ -62,17 +62,6 @@ def test_greedy_tokens_and_logprobs_are_those_of_plain_decoding(
         assert counters.num_failed == 0
 
 
-@pytest.mark.parametrize(("name", "cut"), [("mamba2", "tiles"), ("llama", 1), ("gemma3", 1), ("qwen3_next", 2)])
-def test_finer_cuts(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, cut: int | str
-) -> None:
-    expected = by_mlx_lm(directories(name), 12)
-    by_oracle(monkeypatch, expected)
-    with streamed_whole(directories(name), cut=cut) as model:
-        check_equal(streamed(with_room(model), 12), expected)
-        assert model.counters.num_right and model.refusal(make_prompt_cache(model)) is None
-
-
 def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directories, free_rows: None) -> None:
     expected = by_mlx_lm(directories("mamba2"))  # which says the same two tokens over and over
     with streamed_whole(directories("mamba2")) as model:

@@ -119,10 +119,7 @@ class Status:
         self._told_plan = plan_numbers(engine.plan)
 
     def collect(self) -> Json:
-        """Return the state now. Touches no MLX array, so any thread may call it.
-
-        :mod:`mlx_flash.telemetry` has the units and meanings of its numbers.
-        """
+        """Return the state now, as :mod:`mlx_flash.telemetry` has it. Touches no array: any thread may call it."""
         stream = self._engine.stream
         return {
             "program": _program(),

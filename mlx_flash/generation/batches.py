@@ -48,9 +48,8 @@ class RowGenerator(BatchGenerator):
     """mlx-lm's ``BatchGenerator``, whose sequences share passes over the weights and nothing else.
 
     Each call of ``next`` computes a token of each answer and as much of each prompt as memory allows, one part at
-    least. Sequences join and leave in between. One that the budget may not hold beside those that run waits for them.
-    A token is handed out as soon as it is known, so a prompt cache that is handed out with the last token does not have
-    that token yet.
+    least. Sequences join and leave in between. One that the budget may not hold beside those that run waits for them. A
+    token is handed out as soon as it is known, so a prompt cache that is handed out with the last token lacks it.
 
     Args:
         completes_caches: for ``batch_generate``: given prompt caches stay as they are. True adds the last tokens to the
@@ -59,10 +58,8 @@ class RowGenerator(BatchGenerator):
         on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
         takes_turns: compute at most a step of each prompt in a pass that others wait for.
         takes_turns_alone: do so in every pass, since another sequence may come at any time.
-        on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do: during a
-            pass in which it is alone, and at the end of one that it shares. :meth:`next` raises what it raises; others
-            of the pass keep what they have computed.
-        options: as mlx-lm's generator takes them.
+        on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do. What it
+            raises, :meth:`next` raises; others of the pass keep what they have computed.
     """
 
     def __init__(
@@ -106,8 +103,7 @@ class RowGenerator(BatchGenerator):
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each sequence. Return the progress of prompts, and tokens.
 
-        Raises:
-            FlashError: weights could not be read; or a sequence could not be computed, and nobody takes its error.
+        Raises: FlashError: weights could not be read; or a sequence could not be computed, and nobody takes its error.
         """
         self._join()
         began, num_left = time.perf_counter(), self._num_left

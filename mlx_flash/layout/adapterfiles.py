@@ -53,9 +53,8 @@ _HINT = "Hint: train or copy the adapter again."
 def check_adapter(folder: Path) -> None:
     """Check the files of an adapter, but not whether it suits a model.
 
-    Raises:
-        CheckpointNotFoundError: there is no such folder, or a file is missing.
-        CheckpointError: a file is damaged or no regular file, or mlx-lm would use random numbers for a missing tensor.
+    Raises: CheckpointError: a file is missing, damaged or no regular file, or mlx-lm would use random numbers for a
+    tensor.
     """
     try:
         config = read_object(folder / CONFIG_NAME)

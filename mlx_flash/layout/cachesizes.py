@@ -139,10 +139,8 @@ def _row_bytes(entry: Any) -> int:
 
 
 def _kept_of_a_call(states: Sequence[mx.array]) -> tuple[int, int]:
-    """Return bytes for each token of the call that computed some states.
-
-    Returns:
-        The bytes of longer arrays whose memory the states share; and the part of it where a whole state is one token's.
+    """Return bytes for each token of the call that computed some states: of longer arrays whose memory the states
+    share, and the part of it where a whole state is one token's.
     """
     names = {f"state{i}": state for i, state in enumerate(states)}
     file = io.StringIO()

@@ -31,11 +31,7 @@ def is_ollama_name(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name of a model that cannot be one of Hugging Face.
-
-    Raises:
-        CheckpointNotFoundError: it is one of Ollama.
-    """
+    """Refuse (CheckpointNotFoundError) a name of Ollama, which cannot be one of Hugging Face."""
     if found := _OLLAMA.fullmatch(name):
         raise CheckpointNotFoundError(
             f"{name!r} is a name of Ollama, not of a folder or Hugging Face repository. Hint: look for {found[1]} in "
@@ -70,9 +66,7 @@ def is_downloaded(name: str) -> bool:
 def missing_bytes(name: str, revision: str | None = None) -> int:
     """Return the bytes of the files that are not downloaded yet.
 
-    Raises:
-        CheckpointNotFoundError: Hugging Face has no such model, or cannot be reached.
-        ConfigError: the disk has no room for them.
+    Raises: CheckpointNotFoundError: it is not to be had. ConfigError: the disk has no room.
     """
     check_name(name)
     try:
@@ -90,11 +84,7 @@ def missing_bytes(name: str, revision: str | None = None) -> int:
 
 
 def download(name: str, revision: str | None = None) -> Path:
-    """Download a model, and return its folder.
-
-    Raises:
-        ReadError: the download broke off.
-    """
+    """Download a model, and return its folder. Raises: ReadError: the download broke off."""
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS)
     except DOWNLOAD_ERRORS as error:

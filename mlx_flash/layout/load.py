@@ -183,8 +183,7 @@ class LoadedModel:
 def load_config(directory: Path) -> dict[str, Any]:
     """Return the model's configuration, as mlx-lm reads it.
 
-    Raises:
-        CheckpointError: there is none, it is not JSON, or a file that mlx-lm will read is not a regular one.
+    Raises: CheckpointError: there is none, it is not JSON, or a file that mlx-lm will read is not a regular one.
     """
     path = directory / "config.json"
     _check_files(directory)
@@ -197,9 +196,7 @@ def load_config(directory: Path) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a small file.
 
-    Raises:
-        CheckpointError: it is not JSON, or no object.
-        OSError: the file cannot be read, is too large, or no regular file.
+    Raises: CheckpointError: it is no JSON object. OSError: it cannot be read, is too large, or no regular file.
     """
     try:
         found = json.loads(read_regular(path, MAX_METADATA_BYTES))
@@ -242,8 +239,7 @@ def checked_config(
 ) -> dict[str, Any]:
     """Return the model's configuration, checked before a model is built from it.
 
-    Raises:
-        CheckpointError: the model is built by code of its own, or has more layers than tensors.
+    Raises: CheckpointError: the model is built by code of its own, or has more layers than tensors.
     """
     config = {**load_config(directory), **(model_config or {})}
     if config.get("model_file") is not None:
@@ -390,8 +386,8 @@ def iter_parameters(module: nn.Module) -> list[tuple[str, Any, Any, mx.array]]:
 def stock_folder(directory: Path, checkpoint: Checkpoint) -> Iterator[Path]:
     """Yield a folder that mlx-lm can load lazily: the model's own if nothing in it is compressed.
 
-    In its place, shards have the headers of the compressed files, and holes for weights. mlx-lm only makes arrays of
-    their shapes. The files are cut to nothing as soon as the model is there, so that reading from one raises an error.
+    In its place, shards have the headers of the compressed files, and holes for weights. The files are cut to nothing
+    as soon as the model is there, so that reading from one raises an error.
     """
     if not checkpoint.is_compressed:
         yield directory
@@ -449,11 +445,7 @@ def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> se
 
 
 def check_direct(directory: Path, checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> None:
-    """Check that every compressed tensor is in the records that this program reads, since mlx-lm cannot read it.
-
-    Raises:
-        CheckpointError: mlx-lm would compute with one.
-    """
+    """Check that every compressed tensor is in the records that this program reads, since mlx-lm cannot read it."""
     compressed = {record.name: record.nbytes for shard in checkpoint.shards if shard.blocks for record in shard.tensors}
     if not compressed:
         return
@@ -474,8 +466,7 @@ State = list[list[object]]
 def state_of(checkpoint: Checkpoint) -> State:
     """Return a description of a checkpoint's files as they are now; changed files give another one.
 
-    Raises:
-        FileChangedError: one of them is gone.
+    Raises: FileChangedError: one of them is gone.
     """
     try:
         return [_state_of_file(shard.path, shard.data_offset) for shard in checkpoint.shards]
@@ -539,10 +530,8 @@ class ModelIdentity:
         )
 
     def changes(self) -> str | None:
-        """Return a digest of what was changed since, the bytes of new arrays included; empty if nothing was.
-
-        Returns:
-            None when more was changed than is compared.
+        """Return a digest of what was changed since, the bytes of new arrays included; empty if nothing was, and None
+        when more was changed than is compared.
         """
         if self.is_unchanged:
             return ""

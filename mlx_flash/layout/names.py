@@ -40,10 +40,7 @@ def known_models() -> dict[str, Known]:
 def repository_of(name: str) -> str:
     """Return the repository, or the folder, that a short name or an address of Hugging Face stands for.
 
-    Any other text is returned as it is. A folder wins.
-
-    Raises:
-        ConfigError: the user's names cannot be read.
+    Any other text is returned as it is. A folder wins. Raises: ConfigError: the user's names cannot be read.
     """
     name = re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", name)
     if "/" in name or os.path.exists(name):  # noqa: PTH110 - a text too long for a file is no error

@@ -150,10 +150,8 @@ def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.arra
 
 
 def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array | None:
-    """Return a router's scores of the experts ``(..., top_k)`` it has chosen, if a module returned them; not evaluated.
-
-    Returns:
-        fp32, ``(tokens, top_k)``; None when these are no scores.
+    """Return a router's scores of the experts ``(..., top_k)`` it has chosen, in fp32 as ``(tokens, top_k)``, not
+    evaluated; None when a module returned no scores.
     """
     top_k = indices.shape[-1]
     for array in returned if isinstance(returned, tuple) else (returned,):

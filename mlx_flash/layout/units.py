@@ -50,11 +50,7 @@ REST_SHARE = 1 / 20
 
 
 def make_layout(loaded: LoadedModel) -> ModelLayout:
-    """Find the units of a model and the source of each of its parameters. Reads no weights.
-
-    Raises:
-        CheckpointError: the model has no list of layers.
-    """
+    """Find the units of a model and the source of each of its parameters. Reads no weights."""
     layers_of_model = layers_of(loaded.called)
     tree = _Tree(loaded)
     roots = tree.names_of(layers_of_model)
@@ -86,11 +82,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model's layers, each once.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """Return the model's layers, each once. Raises: CheckpointError: it has none."""
     layers = getattr(model, "layers", None)
     if layers is None:
         raise CheckpointError(
@@ -231,10 +223,10 @@ def _side_by_side(cuts: Sequence[list[list[Unit]]]) -> list[list[Unit]]:
 
 
 def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
-    """Return the stacks of experts that can be read expert by expert.
+    """Return the stacks of experts that can be read expert by expert: all arrays, adapters included, have a row an
+    expert.
 
-    A stack is a ``SwitchGLU`` or ``SwitchMLP`` whose arrays, those of adapters included, all have one row an
-    expert. Anything else stays part of its layer, which is read whole.
+    Anything else stays part of its layer, which is read whole.
     """
     if not trace.routes:
         return []

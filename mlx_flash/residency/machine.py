@@ -117,13 +117,10 @@ class Machine:
 def look_at_machine(
     shard: Path, layout: ModelLayout, config: FlashConfig, checkpoint: Checkpoint | None = None
 ) -> Machine:
-    """Measure the machine.
+    """Measure the machine: the disk of a shard, and the kind of matrix product of the layout.
 
-    Args:
-        shard: a file of the checkpoint, to probe its disk.
-        layout: the model, whose kind of matrix product is timed.
-        config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
-        checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
+    ``io``, ``read_size_mb`` and ``queue_depth`` of the config replace what the probe finds best. Of a checkpoint that
+    may be compressed, the disk's speed is that of reading and decoding.
     """
     disk = profile_for(shard, config.io)
     compute_speed, compression = read_products(largest_linear(layout)), None

@@ -365,11 +365,7 @@ class ModelSizes:
 
 
 def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
-    """Return the numbers of a model. Reads no weights.
-
-    Args:
-        config: its configuration, with the key names Hugging Face uses.
-    """
+    """Return the numbers of a model, given its configuration with Hugging Face's names. Reads no weights."""
     activations = measure_activations(layout, config.get("text_config", config))
     sizes = _measure(layout, activations)
     if not layout.experts:

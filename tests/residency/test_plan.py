@@ -44,12 +44,22 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency import candidate
-from mlx_flash.residency.candidate import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, spread, tile_rows
+from mlx_flash.residency import planner
 from mlx_flash.residency.ledger import KV_SHARE
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
-from mlx_flash.residency.planner import ACTIVATION_SHARE, CONTEXT_LENGTHS, MAX_SLOTS, PROFILE_SHARES, make_plan
+from mlx_flash.residency.planner import (
+    ACTIVATION_SHARE,
+    CONTEXT_LENGTHS,
+    MAX_SLOTS,
+    PROFILE_SHARES,
+    TILE_ROW_MULTIPLE,
+    TILE_SLACK_BYTES,
+    make_plan,
+    simulate,
+    spread,
+    tile_rows,
+)
 from mlx_flash.residency.sizes import (
     DEFAULT_HITS,
     ExpertSizes,
@@ -596,7 +606,7 @@ def test_more_slots_are_not_slower(steps: Sequence[tuple[float, float]]) -> None
 @given(steps_some_pinned, st.integers(1, 12))
 def test_the_last_pass_is_the_steady_state(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidate, "SIMULATED_PASSES", 13)
+        patch.setattr(planner, "SIMULATED_PASSES", 13)
         later = simulate(steps, num_slots)
     assert later == pytest.approx(simulate(steps, num_slots))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -44,15 +44,6 @@ class GuessEndedError(Exception):
     """A speculative router call reached weights that are not resident."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedUnit:
-    """A unit of the ring."""
-
-    name: str  # for people
-    reads: Reads  # fill a slot with the unit's weights
-    slot: int  # index of the slot it lives in
-
-
 @dataclass(slots=True)
 class StreamStats:
     """Counters of the ring."""
@@ -65,12 +56,12 @@ class StreamStats:
     held_seconds: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """A buffer and the unit in it, or on its way there: then it has a ticket."""
 
     arena: Arena
-    unit: int | None = None
+    unit: StreamedUnit | None = None
     ticket: Ticket | None = None
     held: bool = False
     ready_at: float = 0.0
@@ -80,6 +71,24 @@ class _Slot:
         if self.ticket is not None:
             self.ticket.cancel()
         self.unit, self.ticket, self.held = None, None, False
+
+
+@dataclass(slots=True, eq=False)
+class StreamedUnit:
+    """A unit of the ring."""
+
+    number: int
+    name: str  # for people
+    reads: Reads  # fill a slot with the unit's weights
+    slot: _Slot  # the slot it lives in
+    successor: int = 0  # number of the unit that followed last time
+    released_at: float = -math.inf
+    seconds: float = 0.0  # for which it was computed, where units compute ahead
+
+    @property
+    def is_in_slot(self) -> bool:
+        """Whether the unit's weights are in its slot, or on their way there."""
+        return self.slot.unit is self
 
 
 def take_turns(num_units: int, num_slots: int) -> list[int]:
@@ -118,60 +127,57 @@ class WeightStream:
         self._reader = reader
         self._poison = poison
         self._turns = take_turns(num_units, len(slots))
-        self._successor: list[int] = []
-        self._released_at: list[float] = []
-        self._last: int | None = None
-        self._computing: tuple[int, Callable[[], None]] | None = None
+        self._last: StreamedUnit | None = None
+        self._computing: tuple[StreamedUnit, Callable[[], None]] | None = None
         self._last_release = 0.0
-        self._seconds = [0.0] * num_units
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
         """Add a unit after the others. Return its number, and the memory for it. The first follows the last."""
         index = len(self.units)
-        self.units.append(StreamedUnit(name, self._reader.prepare(placement.segments), self._turns[index]))
-        self._successor.append(0)
-        self._released_at.append(-math.inf)
+        slot = self._slots[self._turns[index]]
+        self.units.append(StreamedUnit(index, name, self._reader.prepare(placement.segments), slot))
         if index:
-            self._successor[index - 1] = index
-        return index, self._slots[self.units[index].slot].arena
+            self.units[index - 1].successor = index
+        return index, slot.arena
 
     def start(self) -> None:
-        for index, unit in enumerate(self.units[: len(self._slots)]):
-            slot = self._slots[unit.slot]
-            slot.ticket, slot.unit = self._reader.start(unit.reads, slot.arena.memory), index
+        for unit in self.units[: len(self._slots)]:
+            unit.slot.ticket, unit.slot.unit = self._reader.start(unit.reads, unit.slot.arena.memory), unit
 
     def acquire(self, index: int) -> None:
         """Wait until the unit's weights are in its slot; they stay until :meth:`release`. Raises: ReadError.
 
         A unit whose release waits is released before, unless the weights are there while it is still computed.
         """
+        unit = self.units[index]
+        slot = unit.slot
         if self._last is not None:
-            self._successor[self._last] = index
-        slot = self._slots[self.units[index].slot]
+            self._last.successor = index
         if self._computing is not None:
             before = self._computing[0]
-            began = max(self._last_release, self._slots[self.units[before].slot].ready_at)
+            began = max(self._last_release, before.slot.ready_at)
             # MLX does not tell whether something is computed. So weights may come while that is expected to go on.
-            end = began + _PATIENCE * self._seconds[before]
-            if slot.unit != index or slot.held or not (slot.ticket is None or slot.ticket.done_by(end)):
+            end = began + _PATIENCE * before.seconds
+            if slot.unit is not unit or slot.held or not (slot.ticket is None or slot.ticket.done_by(end)):
                 self.release_computed()
         self.stats.num_acquired += 1
-        self._last = index  # in this order: see unit_states()
-        if slot.unit != index:
+        self._last = unit  # in this order: see unit_states()
+        if slot.unit is not unit:
             self.stats.num_unpredicted += 1
-            self._read_now(slot, index)
+            self._read_now(unit)
         elif slot.ticket is not None:
             try:
                 self.stats.wait_seconds += slot.ticket.wait()
             except ReadError:  # of a read ahead: the disk may work again since
-                self._read_now(slot, index)
+                self._read_now(unit)
         slot.ready_at = time.perf_counter()
         slot.ticket, slot.held = None, True
 
-    def _read_now(self, slot: _Slot, index: int) -> None:
+    def _read_now(self, unit: StreamedUnit) -> None:
+        slot = unit.slot
         slot.empty()
-        ticket = slot.ticket = self._reader.start(self.units[index].reads, slot.arena.memory)
-        slot.unit = index
+        ticket = slot.ticket = self._reader.start(unit.reads, slot.arena.memory)
+        slot.unit = unit
         try:
             self.stats.wait_seconds += ticket.wait()
         except ReadError:
@@ -186,54 +192,46 @@ class WeightStream:
         """
         if self._computing is not None:
             self.release_computed()
+        unit = self.units[index]
         if wait is not None:
-            self._computing = index, wait
+            self._computing = unit, wait
             return
-        slot = self._slots[self.units[index].slot]
+        slot = unit.slot
         if self.before_release is not None:
             self.before_release(index, slot.arena.memory)
         if index in self.to_copy_out:
             self.to_copy_out.pop(index)(slot.arena.memory)
-        now = self._released_at[index] = time.perf_counter()
+        now = unit.released_at = time.perf_counter()
         seconds = now - max(slot.ready_at, self._last_release)
-        self._seconds[index] = seconds if self.computes_ahead else 0.0
+        unit.seconds = seconds if self.computes_ahead else 0.0
         self._last_release = now
         self.stats.held_seconds += seconds
         slot.held, slot.unit = False, None
         if self._poison:
             slot.arena.fill(POISON)
-        upcoming = index
+        upcoming = unit
         for _ in self.units:
-            upcoming = self._successor[upcoming]
-            if self._slots[self.units[upcoming].slot] is slot:
-                # In this order: a slot with a unit counts as read, or as being read.
-                slot.ticket = self._reader.start(self.units[upcoming].reads, slot.arena.memory)
-                slot.unit = upcoming
+            upcoming = self.units[upcoming.successor]
+            if upcoming.slot is slot:
+                slot.ticket = self._reader.start(upcoming.reads, slot.arena.memory)
+                slot.unit = upcoming  # in this order: a slot with a unit counts as read, or as being read
                 break
 
     def release_computed(self) -> None:
         """Wait for what a unit still computes, and release it. Call it at the end of a pass."""
         if self._computing is not None:
-            (index, wait), self._computing = self._computing, None
+            (unit, wait), self._computing = self._computing, None
             wait()  # after an exception the slot stays held, up to :meth:`recover`
-            self.release(index)
+            self.release(unit.number)
 
     @property
     def holds_units(self) -> bool:
         """True between :meth:`acquire` and :meth:`release` of any unit."""
         return any(slot.held for slot in self._slots)
 
-    def is_in_slot(self, index: int) -> bool:
-        return self._slots[self.units[index].slot].unit == index
-
     def change_reads(self, index: int, placement: Placement) -> None:
         """Fill the unit's slot with other reads from the next time on."""
-        self.units[index] = replace(self.units[index], reads=self._reader.prepare(placement.segments))
-
-    def forget(self, index: int) -> None:
-        """Have the unit read again, if it is in its slot or on its way there. It must not be held."""
-        if self.is_in_slot(index):
-            self._slots[self.units[index].slot].empty()
+        self.units[index].reads = self._reader.prepare(placement.segments)
 
     def recover(self) -> None:
         """Let go of what an interrupted pass held, between passes."""
@@ -257,14 +255,14 @@ def unit_states(stream: WeightStream, since: float) -> list[UnitState]:
     """
     while True:
         before = stream.stats.num_acquired
-        found: list[UnitState] = ["done" if at >= since else "waiting" for at in stream._released_at]
+        found: list[UnitState] = ["done" if unit.released_at >= since else "waiting" for unit in stream.units]
         for slot in stream._slots:
             unit, ticket = slot.unit, slot.ticket
             if unit is not None:
                 is_there = ticket is None or ticket.done()
-                found[unit] = "computing" if slot.held else "resident" if is_there else "reading"
+                found[unit.number] = "computing" if slot.held else "resident" if is_there else "reading"
         if stream._last is not None and found.count("computing") > 1:
-            found[stream._last] = "resident"  # until the unit before it is computed
+            found[stream._last.number] = "resident"  # until the unit before it is computed
         if stream.stats.num_acquired == before:  # else a unit and its successor may both seem to be computing
             return found
 
@@ -335,13 +333,14 @@ class Loans:
         self._stream.to_copy_out.clear()
         if nbytes <= 0 or not self._lent:
             return
-        for array in sorted(self._lent, key=lambda array: self._stream.is_in_slot(array.unit)):
+        for array in sorted(self._lent, key=lambda array: self._stream.units[array.unit].is_in_slot):
             if nbytes <= 0:
                 break
             nbytes -= array.nbytes
             del self._lent[array]
             self._change_reads(array.unit)
-            self._stream.forget(array.unit)  # its slot lacks the array
+            if (unit := self._stream.units[array.unit]).is_in_slot:
+                unit.slot.empty()  # it lacks the array
             array.bind(array.view)
         release_freed_memory()
 

@@ -74,10 +74,10 @@ def test_a_recall_ends_no_more_loans_than_it_needs(directory: Path, monkeypatch:
         first = before - loans.nbytes
         assert first > 0 and freed == [loans.nbytes] and len(loans._lent) == num - 1
         wait_for_reads(model)
-        array = min(loans._lent, key=lambda array: loans._stream.is_in_slot(array.unit))
+        array = min(loans._lent, key=lambda array: loans._stream.units[array.unit].is_in_slot)
         loans.recall(array.nbytes)
         assert len(loans._lent) == num - 2
-        in_slots = [array for array in loans._lent if loans._stream.is_in_slot(array.unit)]
+        in_slots = [array for array in loans._lent if loans._stream.units[array.unit].is_in_slot]
         others = loans.nbytes - sum(array.nbytes for array in in_slots)
         assert in_slots and others > 0
         loans.recall(others)

@@ -20,10 +20,10 @@ from streams import make_stream
     calls=st.lists(st.integers(0, 8), max_size=60),
 )
 def test_any_order_of_calls_sees_the_right_weights(num_units: int, num_slots: int, calls: list[int]) -> None:
-    stream, _, arenas = make_stream(num_units, num_slots)
+    stream, _, _ = make_stream(num_units, num_slots)
     for call in calls:
         unit = call % num_units
-        arena = arenas[stream.units[unit].slot]
+        arena = stream.units[unit].slot.arena
         stream.acquire(unit)
         assert arena.memory[0] == unit
         others = [slot for slot in stream._slots if slot.held and slot.arena is not arena]
@@ -52,8 +52,8 @@ def test_recovery_lets_go_of_what_is_held_and_keeps_the_rest() -> None:
         stream.release(unit)
     stream.acquire(0)
     stream.recover()
-    assert not stream.holds_units and not stream.is_in_slot(0)
-    assert stream.is_in_slot(1) and stream.is_in_slot(2)
+    assert not stream.holds_units and not stream.units[0].is_in_slot
+    assert stream.units[1].is_in_slot and stream.units[2].is_in_slot
 
 
 @given(num_units=st.integers(0, 60), num_slots=st.integers(1, 6))

@@ -48,17 +48,17 @@ PROMPT = mx.array([5, 17, 290, 3, 42])
 def test_a_slot_keeps_its_weights_until_they_are_used(
     num_units: int, num_slots: int, calls: list[tuple[int, bool, bool]]
 ) -> None:
-    stream, reader, arenas = make_stream(num_units, num_slots)
+    stream, reader, _ = make_stream(num_units, num_slots)
     waiting: dict[int, int] = {}
 
     def computed(number: int, unit: int) -> None:
         assert waiting.pop(number) == unit
-        assert arenas[stream.units[unit].slot].memory[0] == unit
+        assert stream.units[unit].slot.arena.memory[0] == unit
 
     for number, (call, is_ahead, reader.is_quick) in enumerate(calls):
         unit = call % num_units
         stream.acquire(unit)
-        assert arenas[stream.units[unit].slot].memory[0] == unit
+        assert stream.units[unit].slot.arena.memory[0] == unit
         if is_ahead:
             waiting[number] = unit
             stream.release(unit, partial(computed, number, unit))
@@ -66,7 +66,7 @@ def test_a_slot_keeps_its_weights_until_they_are_used(
         else:
             stream.release(unit)
             assert not waiting
-            assert arenas[stream.units[unit].slot].memory[0] == POISON
+            assert stream.units[unit].slot.arena.memory[0] == POISON
     stream.release_computed()
     assert not waiting and not stream.holds_units
     stream.close()
@@ -95,7 +95,7 @@ def test_held_seconds_of_units_that_overlap_are_counted_once() -> None:
             stream.acquire(unit)
             stream.release(unit, lambda: None)
         stream.release_computed()
-        end = stream._released_at[2]
+        end = stream.units[2].released_at
     assert stream.stats.held_seconds == end
 
 
@@ -183,7 +183,7 @@ def test_a_failed_computation_leaves_its_slot_to_the_recovery() -> None:
         stream.acquire(1)
     assert stream.holds_units
     stream.recover()
-    assert not stream.holds_units and not stream.is_in_slot(0)
+    assert not stream.holds_units and not stream.units[0].is_in_slot
     stream.acquire(0)
     stream.release(0)
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import count
 from typing import Any, cast
 
 import mlx.core as mx
@@ -100,8 +99,9 @@ def _advise(address: int, length: int, advice: int) -> None:
 _PROBE_BYTES = 4 << 20
 """Less than what plans set aside for what running adds to a process."""
 
-_numbers = count()
 _committed: dict[int, int] = {}
+"""Bytes of maps in use that were written to and not given back."""
+
 _idle_maps: list[mmap.mmap] = []
 """Address ranges for later pools. None is ever unmapped, since arrays of MLX may still refer to it."""
 
@@ -192,40 +192,34 @@ def uncommit(memory: memoryview) -> None:
             raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
-class LazyRows:
-    """An array of zeros whose first rows have memory, and whose other rows get some when they are written to.
-
-    MLX does not count this memory: see :func:`active_memory`. It goes back to the system with this object. Arrays that
-    share it read zeros from then on.
-    """
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        pages = _take_map(num_rows * width)
-        self.array = array_over(memoryview(pages)[: num_rows * width], (num_rows, width))
-        self._number = next(_numbers)
-        finalize(self, _end, pages, self._number)
-
-    def note(self, committed: int) -> None:
-        """Note how many bytes were written to and not given back."""
-        _committed[self._number] = committed
-
-
 def active_memory() -> int:
-    """Return the bytes of all arrays of this process: what MLX counts, and the rows of :class:`LazyRows`."""
+    """Return the bytes of all arrays of this process: what MLX counts, and the slots that it does not know."""
     return int(mx.get_active_memory()) + sum(list(_committed.values()))
 
 
-def _take_map(nbytes: int) -> mmap.mmap:
-    fitting = [pages for pages in _idle_maps if len(pages) >= nbytes]
-    if not fitting:
+def _take_map(nbytes: int) -> mmap.mmap | None:
+    """Return addresses for zeros that take memory when they are written to; None if the system has none.
+
+    Linux refuses a range that is larger than its memory, and in strict mode (``vm.overcommit_memory`` is 2) or under a
+    limit of addresses (``ulimit -v``) one that is larger than what is left.
+    """
+    if not commits_lazily():
+        return None
+    if fitting := [pages for pages in _idle_maps if len(pages) >= nbytes]:
+        pages = min(fitting, key=len)
+        _idle_maps.remove(pages)
+        return pages
+    try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages = min(fitting, key=len)
-    _idle_maps.remove(pages)
-    return pages
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return None
 
 
-def _end(pages: mmap.mmap, number: int) -> None:
-    _committed.pop(number, None)
+def _end(pages: mmap.mmap) -> None:
+    """Give memory back to the system. Arrays that share it read zeros from then on."""
+    _committed.pop(id(pages), None)
     uncommit(memoryview(pages))
     _idle_maps.append(pages)
 
@@ -294,9 +288,14 @@ class SlotArena:
         self.num_slots = self._num_small = num_slots
         self.num_touched = num_slots  # slots that have memory: those up to the last one that was used
         self.pitch = pitch
-        self._rows = _lazy_rows(num_slots, capacity, pitch) if commits_lazily() else None
-        self._array = _zeros(num_slots, pitch) if self._rows is None else self._rows.array
-        self.capacity = len(self._array)  # rows of the views
+        self.capacity = max(num_slots, min(capacity, total_memory() // pitch))  # rows of the views
+        self._map = _take_map(self.capacity * pitch)
+        if self._map is None:
+            self.capacity, self._array = num_slots, _zeros(num_slots, pitch)
+        else:
+            whole = memoryview(self._map)[: self.capacity * pitch]
+            self._array = array_over(whole, (self.capacity, pitch))
+            finalize(self, _end, self._map)
         self._everything = memory_of(self._array)
         self._bytes = np.frombuffer(self._everything, np.uint8)
         self._start = _first_page(self._everything)
@@ -307,7 +306,7 @@ class SlotArena:
     @property
     def can_resize(self) -> bool:
         """True if slots can give their memory back."""
-        return self._rows is not None
+        return self._map is not None
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots, up to the capacity. Slots that go give their memory back."""
@@ -337,8 +336,8 @@ class SlotArena:
         return num_slots if num_slots > self._num_small else min(nbytes // self.pitch, self._num_small)
 
     def _note(self) -> None:
-        if self._rows is not None:
-            self._rows.note(self.committed)
+        if self._map is not None:
+            _committed[id(self._map)] = self.committed
 
     def memory(self, slot: int) -> memoryview:
         """Return the bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
@@ -380,20 +379,6 @@ def kernel_alignment() -> int:
     GPU kernels and the libraries behind them choose by alignment, and so might give other bits; the CPU's do not.
     """
     return 16 if mx.default_device() == mx.gpu else 1
-
-
-def _lazy_rows(num_slots: int, capacity: int, pitch: int) -> LazyRows | None:
-    """Return rows for slots now and later; None if the system reserves no addresses for them.
-
-    Linux refuses a range that is larger than its memory, and in strict mode (``vm.overcommit_memory`` is 2) or under a
-    limit of addresses (``ulimit -v``) one that is larger than what is left.
-    """
-    try:
-        return LazyRows(max(num_slots, min(capacity, total_memory() // pitch)), pitch)
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        return None
 
 
 def _zeros(rows: int, columns: int) -> mx.array:

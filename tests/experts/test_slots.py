@@ -120,7 +120,8 @@ def test_slots_where_no_addresses_can_be_reserved(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("mlx_flash.memory.arena._take_map", refuse)
+    monkeypatch.setattr("mlx_flash.memory.arena._idle_maps", [])
+    monkeypatch.setattr("mlx_flash.memory.arena.mmap.mmap", refuse)
     arena = SlotArena(2, 8 * DIRECT_ALIGNMENT, 100)
     assert arena.capacity == 2 and not arena.can_resize
     assert arena.view(0, (4,), mx.uint8).shape == (2, 4)

@@ -87,7 +87,7 @@ class StreamedUnit:
 
     @property
     def is_in_slot(self) -> bool:
-        """Whether the unit's weights are in its slot, or on their way there."""
+        """True if the unit's weights are in its slot, or on their way there."""
         return self.slot.unit is self
 
 

@@ -373,7 +373,6 @@ class Conversation:
 
 
 def _picture(file: str) -> dict[str, str]:
-    """Return a picture as a part of a message."""
     from mlx_flash.vision.pictures import size_of
 
     size_of(Path(file), file)  # whose errors name the file
@@ -509,7 +508,6 @@ class Talk:
             print_rich(render_run(make_report(recorder, "")), sys.stderr)
 
     def _print_footer(self) -> None:
-        """Print speed and memory of the last answer."""
         if not (self.is_verbose or self.is_quiet) and self._recorder.tokens:
             facts = {**make_report(self._recorder, ""), "footprint": footprint()}
             ((_, words),) = filled(BRIEF, facts)
@@ -535,7 +533,6 @@ class Talk:
             )
 
     def _take(self, name: str, what: str) -> None:
-        """Keep, load, or show a picture."""
         conversation = self._conversation
         if not what:
             raise ConfigError(f"{name} needs a name. Hint: /? shows the commands.")

@@ -180,7 +180,6 @@ def parse_directory(value: str, folder: Path) -> Path:
 
 
 def _path(value: str, folder: Path) -> Path:
-    """Return a path that is relative to a folder, or to the home of a user."""
     try:
         path = folder / Path(value).expanduser()
         path.exists()
@@ -317,8 +316,6 @@ _SEVERAL = ("MESSAGE", "LICENSE", "PARAMETER stop")
 
 
 class _Draft:
-    """A Modelfile that is being read."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._values: dict[str, Any] = {}  # by instruction; a list for each in _SEVERAL

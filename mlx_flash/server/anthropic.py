@@ -183,7 +183,6 @@ def _add_answer(found: Messages, block: Block, body: Conversation, field: str) -
 
 
 def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[dict[str, str]]:
-    """Return text and pictures of some blocks."""
     if isinstance(blocks, str):
         return _plain(blocks)
     found: list[dict[str, str]] = []

@@ -64,7 +64,6 @@ class Job:
 
     @property
     def number(self) -> int:
-        """Its number, in the batch too."""
         return self.request.number
 
     @property
@@ -78,16 +77,13 @@ class Job:
         return self.reading is not None or self.request.sampling.named_seed is not None
 
     def begin(self) -> None:
-        """Note that its prompt is computed from now on."""
         self.is_computed, self._began = True, time.perf_counter()
 
     def note_token(self, token: int) -> None:
-        """Note a token of the answer."""
         self.tokens.append(token)
         self._first = self._first or time.perf_counter()
 
     def send(self, event: Event) -> None:
-        """Send an event to its client."""
         if self.answer is not None and not self.is_over:
             self.answer.put(self.number, event)
 
@@ -103,7 +99,6 @@ class Job:
         self.is_over = True
 
     def fail(self, error: RefusedError) -> None:
-        """Send an error, the last event."""
         self.send(Failed(error))
         self.is_over = True
 
@@ -236,7 +231,6 @@ class LoneRequest:
 
     @property
     def num_prompts(self) -> int:
-        """1 while its prompt is not computed."""
         return len(self) if self._prompt else 0
 
     def next(self) -> tuple[list[Any], list[Any]]:
@@ -355,7 +349,6 @@ class ServedBatch(RowGenerator):
         return number in self._jobs and self._jobs[number].is_apart and not self._is_shared
 
     def make_cache(self) -> list[Any]:
-        """Return an empty prompt cache."""
         return make_prompt_cache(self._flash) if self.loop is None else self.loop.make_cache()
 
     @property

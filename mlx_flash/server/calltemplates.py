@@ -57,7 +57,6 @@ def complete(tokenizer: Any) -> None:
 
 
 def _call(arguments: Any) -> dict[str, Any]:
-    """Return a message with a call."""
     call = {"id": "zqcall001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 

@@ -116,8 +116,6 @@ def grammar_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 class _Tokens:
-    """A tokenizer as llguidance's wrapper takes it."""
-
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, tokens: list[bytes]) -> None:
@@ -252,7 +250,6 @@ class _Marks:
         self._alone = {self._special.get(part) for part in self.parts(alone)}
 
     def rule(self, text: str) -> str:
-        """Return what stands for a text in a rule."""
         return " ".join(map(self._part, self.parts(text)))
 
     def until(self, name: str, text: str, mark: str, *avoided: str) -> list[str]:
@@ -315,7 +312,6 @@ class Grammars:
         return answer_grammar(request, self._tokenizer, reasoning_of(request, prompt, self._tokenizer))
 
     def processor(self, grammar: str) -> GrammarProcessor:
-        """Return a logits processor that follows a grammar."""
         if self._made is None:
             self._made = grammar_tokenizer(self._tokenizer, self._vocab_size)
             self.nbytes = self.needed_bytes

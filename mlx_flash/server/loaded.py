@@ -33,7 +33,7 @@ from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall
 from mlx_flash.server.grammar import Grammars
-from mlx_flash.server.prompts import END_TEXTS, Prompt, least_tokens, make_prompt, num_common
+from mlx_flash.server.prompts import Prompt, least_tokens, make_prompt, num_common
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
@@ -193,7 +193,6 @@ class LoadedModel:
             self._shorten(job, len(job.prompt.tokens))
 
     def _prompt(self, request: GenerationRequest, options: Mapping[str, Any]) -> Prompt:
-        """Return the prompt of a request."""
         if self._sight is not None:
             return self._sight.prompt(self.vocab_size, request, options)
         if request.pictures:
@@ -257,10 +256,9 @@ class LoadedModel:
 
     def _compute(self, job: Job) -> None:
         request, options = job.request, self._options
-        stops = [*request.stop, *(END_TEXTS if request.suffix is not None else ())]
         state = "raw" if request.messages is None or options.is_conversation else job.prompt.state
         after = job.prompt.tokens[-1] if request.continues else None
-        job.text = TextStream(self.tokenizer, stops, state, request.tools, after, bool(request.must_call))
+        job.text = TextStream(self.tokenizer, request.stop, state, request.tools, after, bool(request.must_call))
         if job.reading is not None:  # all of it is computed
             cache, job.num_cached = None, 0
         elif self._sight is None:
@@ -341,7 +339,6 @@ class LoadedModel:
             job.fail(error)
 
     def close(self) -> None:
-        """Free its memory."""
         self.kept.trim_to(n_sequences=0)
         self._batch.close()
         for model in (self.model if self._sight is None else self._sight.model, self.draft):
@@ -369,7 +366,6 @@ class LoadedModel:
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int], num_prompt: int, num_answer: int) -> Decision:
-        """Return where a request is answered beside others."""
         wish = partial(
             decide,
             self._plan_for(job),

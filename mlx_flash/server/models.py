@@ -94,7 +94,6 @@ class Models:
         return loaded
 
     def note_use(self, model: LoadedModel, keep_alive: float | None) -> None:
-        """Note that a request used a model now."""
         self._loaded[model.source.name] = self._loaded.pop(model.source.name)
         model.keep_alive = self._keep_alive if keep_alive is None else keep_alive
         self.note_end(model)
@@ -127,14 +126,12 @@ class Models:
         _free()
 
     def unload_named(self, names: Iterable[str]) -> None:
-        """Unload idle models."""
         for name in names:
             model = self._loaded.get(name)
             if model is not None and not model.jobs:
                 self.unload(model)
 
     def close(self) -> None:
-        """Unload all."""
         for model in list(self._loaded.values()):
             self.unload(model)
 
@@ -166,7 +163,6 @@ class Models:
         return model, tokenizer, sight
 
     def _open_sight(self, source: Source, path: Path, tokenizer: Any) -> Sight:
-        """Return a model that sees."""
         given = {"an adapter": source.adapter, "a draft model": source.draft, "several ranks": self._ranks}
         for words, value in given.items():
             if value is not None:

@@ -99,7 +99,6 @@ class Message(openai.Message):
         return self
 
     def parts(self, field: str) -> list[dict[str, str]]:
-        """Return its pictures and its text."""
         return _parts(self.content, self.images, f"{field}.")
 
 
@@ -117,7 +116,6 @@ class GenerateRequest(TextRequest):
     system: str | None = None
     raw: bool | None = None
     template: Literal[""] | None = None
-    suffix: str | None = None
     images: Many[str] | None = None
 
     @model_validator(mode="after")
@@ -142,8 +140,8 @@ def chat(body: ChatRequest) -> Asked:
 def generate(body: GenerateRequest) -> Asked:
     """Translate a request that has a text."""
     asked = None
-    if body.prompt and (body.raw or body.suffix):
-        asked = GenerationRequest(model=body.model, prompt=body.prompt, suffix=body.suffix or None)
+    if body.prompt and body.raw:
+        asked = GenerationRequest(model=body.model, prompt=body.prompt)
     elif body.prompt:
         system = [{"role": "system", "content": body.system}] if body.system else []
         content = content_of(_parts(body.prompt, body.images, ""))
@@ -232,7 +230,6 @@ class _Lines(Writer):
 
 
 def _with_settings(asked: GenerationRequest, body: TextRequest) -> GenerationRequest:
-    """Return a request for an answer with the settings of Ollama's."""
     options, think = body.options or Options(), body.think
     limit = options.num_predict
     return replace(

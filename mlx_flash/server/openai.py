@@ -297,7 +297,6 @@ class CompletionRequest(SamplingFields):
     max_tokens: Limit | Literal[0] = None
     logprobs: NumLikeliest | None = None
     echo: bool | None = None
-    suffix: str | None = None
 
 
 FINGERPRINT = f"mlx-flash-{__version__}"
@@ -453,7 +452,6 @@ def add_message(found: Messages, message: Message, field: str) -> None:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Return a call as a client reads it."""
     function = {"name": call.name, "arguments": call.text}
     return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
@@ -469,8 +467,6 @@ def shown_logprobs(tokens: Sequence[TokenDetail]) -> list[dict[str, Any]]:
 
 
 class _MessageChunks(Chunks):
-    """A stream of messages."""
-
     names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def __init__(self, body: ChatRequest, num_answers: int) -> None:
@@ -515,7 +511,6 @@ def complete(body: CompletionRequest) -> Asked:
         stop=stop_texts(body.stop),
         top_logprobs=body.logprobs,
         echo=bool(body.echo),
-        suffix=body.suffix or None,
         grammar=grammar_of(body.response_format, "response_format"),
         sampling=sampling_of(body),
         num_choices=body.n or 1,
@@ -527,8 +522,6 @@ def complete(body: CompletionRequest) -> Asked:
 
 
 class _TextChunks(Chunks):
-    """A stream of texts."""
-
     names = ("cmpl", "text_completion", "text_completion")
 
     def message(self, whole: Whole) -> dict[str, Any]:

@@ -176,7 +176,6 @@ class Stream(Response):
         self._path, self._answers, self._writer, self._sent_at = path, answers, writer, began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the parts."""
         try:
             await while_connected(receive, self._send(send))
         except ClientDisconnect:

@@ -98,7 +98,6 @@ class GenerationRequest:
     messages: Sequence[dict[str, Any]] | None = None  # as templates take them: arguments of calls are objects
     pictures: Sequence[str] = ()  # base64, in the order of the ``{"type": "image"}`` parts of messages
     prompt: str | None = None  # text that the model goes on with
-    suffix: str | None = None  # text after the place that the model fills; None for none
     echo: bool = False  # begin the answer with the prompt, and its log probabilities if those are wanted
     tokens: Sequence[int] | None = None  # the same as numbers
     tools: Sequence[dict[str, Any]] | None = None  # JSON descriptions of functions, for the chat template
@@ -173,18 +172,15 @@ class Messages:
         self._is_new = True
 
     def begin(self) -> Messages:
-        """Let the next part begin a message."""
         self._is_new = True
         return self
 
     def add(self, role: str, parts: Sequence[dict[str, str]]) -> dict[str, Any]:
-        """Add texts and pictures. Return their message."""
         message = self._last("system" if role == "developer" else role)
         message["content"] = joined(message["content"], content_of(parts, self._between), self._between)
         return message
 
     def add_answer(self, text: str = "", reasoning: str = "") -> None:
-        """Add a part of the model's answer."""
         message = self._last("assistant")
         message["content"] += text
         if reasoning:
@@ -222,7 +218,6 @@ class Messages:
             self.add("user", pictures)
 
     def _last(self, role: str) -> dict[str, Any]:
-        """Return the message that goes on."""
         if self._is_new or self.found[-1]["role"] != role:
             self.found.append({"role": role, "content": ""})
         self._is_new = False

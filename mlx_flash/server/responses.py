@@ -178,7 +178,6 @@ _TEXTS = {"message": "response.output_text", "reasoning": "response.reasoning_su
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    """Return a part of an item of text."""
     if kind == "reasoning":
         return {"type": "summary_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -356,7 +355,6 @@ def _generation_request(
 
 
 def _shown(name: str, tool: OneTool) -> dict[str, Any]:
-    """Return a function as chat templates take it."""
     if tool.type == "custom":
         return text_function(name, tool.description)
     return function(name, tool.description, tool.parameters)

@@ -76,7 +76,6 @@ class EngineRoom:
 
     @property
     def is_alive(self) -> bool:
-        """True if requests are answered."""
         return self._native_id is not None and not self._is_stopping and not self._is_closed
 
     @property
@@ -86,7 +85,6 @@ class EngineRoom:
 
     @property
     def num_answers(self) -> int:
-        """Answers that are computed or wait."""
         return sum(number in answers.open for number, answers in self._answers.items())
 
     def submit(self, *requests: GenerationRequest) -> Answers:
@@ -266,7 +264,6 @@ class EngineRoom:
         return model
 
     def _let_go(self, number: int) -> None:
-        """End a request whose client left."""
         self._waiting = deque(job for job in self._waiting if job.number != number)
         for model in self.models:
             for job in [job for job in model.jobs.values() if job.number == number]:

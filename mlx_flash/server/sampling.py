@@ -35,7 +35,6 @@ class SeededSampler:
         self._key: mx.array | None = None  # the state after the last token, which is computed with it
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Return the next token."""
         if self._key is None:
             mx.random.seed(self._seed)
         else:

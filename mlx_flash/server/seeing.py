@@ -57,7 +57,6 @@ class Sight:
         self.model.expect(None, keywords)
 
     def make_cache(self) -> list[Any]:
-        """Return an empty prompt cache."""
         found: list[Any] = make_vlm_cache(self.model.language_model)
         return found
 

@@ -52,7 +52,7 @@ _PRINTABLE = re.compile(r"[A-Za-z0-9_.:()/ -]{1,100}")
 
 CHANGING = re.compile(
     r"adapters|best_of|chat_template|context|documents|ebnf|format|functions|grammar|guided_\w+|json_schema|messages\.images|n|regex"
-    r"|response_format|structured_outputs"
+    r"|response_format|structured_outputs|suffix"
 )
 """Fields that would change the answer unseen where a dialect has none of this name: texts, pictures, and forms of
 answers, as other servers take them."""
@@ -198,7 +198,7 @@ class Service:
         if self.room.num_answers + sum(each.num_choices for each in requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
         found = [with_pictures(each) for each in requests]
-        texts = [[each.messages, each.tools, each.prompt, each.suffix] for each in found]
+        texts = [[each.messages, each.tools, each.prompt] for each in found]
         num_characters = len(json.dumps(texts, ensure_ascii=False))
         if num_characters > MAX_TEXT_CHARACTERS:
             raise RefusedError(
@@ -236,7 +236,6 @@ class Service:
         return self.post(path, kind, answer)
 
     async def _known(self, name: str) -> str:
-        """Return the name of the model that answers requests for a name."""
         if self.catalog.is_given(name):  # most requests: no other thread looks for folders
             return name
         return await asyncio.to_thread(self.catalog.known, name)

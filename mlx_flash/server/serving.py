@@ -65,7 +65,6 @@ class Connection(H11Protocol):
             self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the deadlines."""
         for timer in (self._late, self._unread):
             if timer is not None:
                 timer.cancel()

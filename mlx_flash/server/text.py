@@ -73,7 +73,6 @@ class StopTexts:
         self.found: str | None = None
 
     def add(self, text: str) -> str:
-        """Return the text that is surely part of the answer. What may begin a stop text is held back."""
         if self.found:
             return ""
         self._state, segments = TextStateMachine.split(self._state, text)
@@ -81,7 +80,6 @@ class StopTexts:
         return str(segments[0][1])
 
     def end(self) -> str:
-        """Return the text that was held back, at the end of the answer."""
         return "" if self.found else str(TextStateMachine.flush(self._state)[1])
 
 
@@ -124,12 +122,10 @@ class TextStream:
         return self._stops.found
 
     def add(self, token: int) -> list[Part]:
-        """Return what a token completes."""
         self._detokenizer.add_token(token)
         return self._advance(self._stops.add(self._detokenizer.last_segment), ends=self._stops.found is not None)
 
     def end(self) -> list[Part]:
-        """Return what is left when the answer ends."""
         self._detokenizer.finalize()
         text = self._stops.add(self._detokenizer.last_segment)
         return self._advance(text + self._stops.end(), ends=True)

@@ -176,27 +176,6 @@ def test_a_request_without_room_for_logits_fails_alone(served: Live, monkeypatch
     assert served.post("/v1/completions", fields)[0] == 200
 
 
-QWEN = ("<|end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-
-
-def test_a_gap_is_filled_between_the_tokens_of_the_model(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "coder"
-    shutil.copytree(model, path)
-    write_tokenizer(path, 996, QWEN)
-    with live(str(path)) as served:
-        assert served.say("x") is not None
-        tokenizer = next(iter(served.room.models)).tokenizer
-        before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(", "): pass"))
-        plain = completed(served, prompt=[997, *before, 998, *after, 999], max_tokens=4)
-        assert completed(served, prompt="def f(", suffix="): pass", max_tokens=4) == plain
-        asked = {"model": str(path), "prompt": "def f(", "suffix": "): pass"}
-        status, lines = served.post("/api/generate", asked | {"options": {"num_predict": 4, "temperature": 0}})
-        assert status == 200 and "".join(json.loads(line)["response"] for line in lines) == plain[0]["text"]
-    with live(model) as served:
-        status, reply = served.post("/v1/completions", {"prompt": "a", "suffix": "b"})
-        assert status == 400 and reply["error"]["param"] == "suffix"
-
-
 def test_what_cannot_be_read_is_refused(model: str, tmp_path: Path) -> None:
     path = tmp_path / "encoder"
     shutil.copytree(model, path)

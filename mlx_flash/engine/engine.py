@@ -138,10 +138,10 @@ _PART_BYTES = 64 << 20
 """Least size of a part of the pinned weights, if there are so many bytes."""
 
 
-_CACHED_SIZE, _CACHED_DEPTH = 2 << 20, 4
-"""Read size and queue depth for experts that all lie in the page cache. Such reads are copies by the processor: a 4-bit
-mixture of 8.6 GB at 4 GB on an H100 with 16 cores made 14.5 and 15.1 tokens/s with these, 12.5 and 13.9 with 8 threads,
-11.5 and 12.4 with 1 MiB and 16. A disk is faster with more in flight."""
+_CACHED_SIZE, _CACHED_DEPTH = 2 << 20, 2
+"""Read size and queue depth for experts that all lie in the page cache. Such reads are copies by the processor, between
+which threads wait for Python's lock: a 4-bit mixture of 8.6 GB at 4.4 GB on an H200 with 16 cores made 14.4 to 14.6
+tokens/s with 2 threads, 13.3 with 4, 14.7 with one. A disk is faster with more in flight."""
 
 MIN_READ_BYTES = 64 << 20
 """Less that was read says little of a disk."""

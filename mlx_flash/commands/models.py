@@ -119,7 +119,7 @@ CACHED = {
     "kept": "packed copy, kept: in use",
     "prefixes": "{tokens} cached tokens",
 }
-"""Texts for the entries of each list of ``cache``. After ``clear`` the prefixes are those in use."""
+"""Texts for the entries of each list of ``cache``."""
 
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
@@ -127,17 +127,16 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
     clears, copies, prefixes = args.action == "clear", list_copies(), list_prefixes(prefix_directory())
     places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
     places["disk_profiles"] = PROFILES.file
-    disks, in_use, lists = sorted(PROFILES.load()), list[StoredModel](), Json()
+    disks, lists = sorted(PROFILES.load()), Json()
     if clears:
-        in_use, all_copies = clear_prefixes(prefix_directory()), copies
+        clear_prefixes(prefix_directory())
+        all_copies = copies
         copies = [copy for copy in all_copies if derived.remove(copy)]
         _remove_small_files()
         lists |= {"removed": _to_json(copies), "kept": _to_json(c for c in all_copies if c not in copies)}
-        lists["prefixes"] = [asdict(model) for model in in_use]
     else:
         lists |= {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes]}
-    tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
-    nbytes, prefix_bytes = _total(copies), _total(prefixes) - _total(in_use)
+    tokens, nbytes, prefix_bytes = sum(model.tokens for model in prefixes), _total(copies), _total(prefixes)
     words: list[RenderableType] = [_cached(lists)] if any(lists.values()) else []
     words += [
         f"{'removed ' if clears else ''}{counted(len(copies), 'packed copy', 'packed copies')} of {size(nbytes)}, "
@@ -151,8 +150,7 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 def _cached(lists: Json) -> Table:
     table = Table.grid(padding=(0, 2))
-    in_use = {"prefixes": f"{CACHED['prefixes']}, kept: in use"} if "removed" in lists else {}
-    for kind, what in (CACHED | in_use).items():
+    for kind, what in CACHED.items():
         for each in lists.get(kind, ()):
             name = each.get("model" if kind != "prefixes" else "title") or "(cannot be read)"
             when = "not complete" if each.get("complete") is False else _days_ago(each["last_used"])

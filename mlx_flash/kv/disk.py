@@ -1,15 +1,13 @@
 """Layers on disk: pages in files, the last tokens in memory, and the threads that write and read the files.
 
 A layer writes to a file of its own, each page once, in the background. Copies of a cache share pages; while one has a
-page, it is never written again. Files of the prefix cache are read where they are. They are locked while a layer refers
-to them, so they are not evicted. If one is removed all the same, its open descriptors keep its bytes.
+page, it is never written again.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,24 +21,13 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.errors import CheckpointError, WriteError
-from mlx_flash.files import close_all, free_bytes, lock, write_at
+from mlx_flash.errors import WriteError
+from mlx_flash.files import close_all, free_bytes, write_at
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions, queued_bytes
-from mlx_flash.kv.pages import (
-    FilePages,
-    InFile,
-    Page,
-    RowBytes,
-    RowLayout,
-    cut,
-    joined,
-    num_tokens,
-    row_bytes,
-    segments,
-)
+from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, row_bytes, runs, segments
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.sessions import PrivateFolder
@@ -50,39 +37,11 @@ from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.workers import Work, Workers
 
-OTHER_FILES = 128
-"""Descriptors that are left to everything else."""
 
-MOST_DESCRIPTORS = 4096
-
-
-def most_files(limit: int) -> int:
-    """Return how many files of the prefix cache may be open, with two descriptors each, of ``limit`` in the process.
-
-    The limit is 256 on macOS, and 1024 on Linux if nothing else is set; negative for none.
-    """
-    return max(16, min(limit - OTHER_FILES if limit > 0 else MOST_DESCRIPTORS, MOST_DESCRIPTORS) // 2)
-
-
-MOST_FILES = most_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-"""Most files of the prefix cache that are open at once."""
-
-
-class LockedFile(SourceFile):
-    """A locked file that may grow, and is read on after it was moved or removed.
-
-    Raises: OSError: another process is about to remove it.
-    """
+class GrowingFile(SourceFile):
+    """A file that may grow while it is read."""
 
     hint = "start again with a fresh prompt cache"  # nobody else has keys and values that a file has lost
-
-    def __init__(self, path: Path, direct: bool) -> None:
-        super().__init__(path, direct)
-        try:
-            lock(self.buffered_fd, shared=True, wait=False, required=False)
-        except BaseException:
-            self.close()
-            raise
 
     def check_unchanged(self, tensor: str) -> None:
         found = identity_of(self.buffered_fd)
@@ -98,17 +57,16 @@ class PageReader(BackgroundPrefetcher):
         self._direct = direct
 
     def open(self, path: Path) -> SourceFile:
-        """Open and lock a file, which is read until :meth:`remove`. Raises: OSError, CheckpointError."""
-        file = LockedFile(path, self._direct)
+        """Open a file, which is read until :meth:`remove`. Raises: OSError, CheckpointError."""
+        file = GrowingFile(path, self._direct)
         with self._lock:
             self._files[path] = file
         return file
 
     def remove(self, file: SourceFile) -> None:
-        """Close a file that will not be read any more. Its path may lead to another one meanwhile."""
+        """Close a file that will not be read any more."""
         with self._lock:
-            if self._files.get(file.path) is file:
-                del self._files[file.path]
+            del self._files[file.path]
             file.close()
 
 
@@ -197,35 +155,31 @@ class LayerFile:
             raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
         read.append(reader.open(path))
         self._pending: deque[Write] = deque()
-        self._used: WeakValueDictionary[int, InFile] = WeakValueDictionary()
+        self._used: WeakValueDictionary[int, FilePage] = WeakValueDictionary()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that are in use."""
         return len(list(self._used.values())) * self.layout.step * self.layout.token_bytes
 
-    def allocate(self, num_pages: int) -> list[Page[InFile]]:
-        """Return the first free pages of the file. Each is free again when nothing refers to it."""
-        layout, found = self.layout, list[Page[InFile]]()
-        free = (offsets for offsets in map(layout.file_offsets, count()) if offsets[0] not in self._used)
-        for offsets in islice(free, num_pages):
-            where = self._used[offsets[0]] = InFile(self, layout.components, offsets, layout.strides)
-            found.append(Page(where, layout.step))
+    def allocate(self, num_pages: int) -> list[FilePage]:
+        """Return the first free pages of the file."""
+        found = [FilePage(n) for n in islice((n for n in count() if n not in self._used), num_pages)]
+        self._used.update({page.number: page for page in found})
         return found
 
-    def write(self, pages: Sequence[Page[InFile]], rows: RowBytes) -> None:
+    def write(self, pages: Sequence[FilePage], rows: RowBytes) -> None:
         """Write rows ``(heads, tokens, bytes)`` that fill pages. Raises: WriteError: an earlier write failed."""
-        begin = 0
-        for run in joined(pages):
-            blocks, end = [], begin + run.length
-            for part, offset, stride in zip(rows, run.where.offsets, run.where.strides, strict=True):
+        layout = self.layout
+        for index, page, number in runs(pages, layout):
+            blocks, tokens = [], slice(index * layout.step, (index + number) * layout.step)
+            for part, offset, stride in zip(rows, layout.file_offsets(page), layout.strides, strict=True):
                 for head in range(len(part)):
-                    blocks.append((offset + head * stride, np.ascontiguousarray(part[head, begin:end]).data.cast("B")))
+                    blocks.append((offset + head * stride, np.ascontiguousarray(part[head, tokens]).data.cast("B")))
             while self._pending and self._pending[0].is_done:
                 self._finish_first()
             nbytes = sum(len(block) for _, block in blocks)
             self._pending.append(self._writer.submit(nbytes, partial(self._write, blocks)))  # which keeps the file open
-            begin = end
 
     def _write(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
         for offset, block in blocks:
@@ -276,7 +230,7 @@ class DiskRows(Opaque):
         self.file = file
         self.layout = file.layout
         self.expected = 0
-        self.pages: FilePages = ()
+        self.pages: tuple[FilePage, ...] = ()
         self.paged_tokens = self.length = self.capacity = 0
         components, step = self.layout.components, self.layout.step
         # room for a page; rows behind the last token mean nothing
@@ -286,22 +240,6 @@ class DiskRows(Opaque):
         """Return whether so many new tokens may take more memory: they begin another page."""
         step = self.layout.step
         return round_up(self.length, step) != round_up(self.length + num_new, step)
-
-    def first_pages(self, length: int) -> FilePages:
-        """Return pages with some first tokens, or with fewer: a page of the layer's own file is not cut."""
-        pages = cut(self.pages, length)
-        is_cut = bool(pages) and pages[-1].where.file is self.file and pages[-1].length < self.layout.step
-        return pages[:-1] if is_cut else pages
-
-    def flush(self) -> None:
-        """Wait until all pages can be read. Raises: WriteError: a write failed."""
-        for file in {page.where.file for page in self.pages}:
-            file.flush()
-
-    def refer(self, *pages: Page[InFile]) -> None:
-        """Add pages, which all tokens are in then."""
-        self.pages += pages
-        self.paged_tokens = self.length = self.paged_tokens + num_tokens(pages)
 
     @property
     def tail_bytes(self) -> int:
@@ -325,7 +263,8 @@ class DiskRows(Opaque):
             block = [np.concatenate([old, new[:, :used]], axis=1) for old, new in zip(self.tail, rows, strict=True)]
             pages = self.file.allocate(num_pages)
             self.file.write(pages, block)
-            self.refer(*pages)  # now, because the tail is about to be written over
+            self.pages += tuple(pages)  # now, because the tail is about to be written over
+            self.paged_tokens = self.length = len(self.pages) * self.layout.step
         start = self.length - self.paged_tokens
         for part, new in zip(self._tail, rows, strict=True):
             part[:, start : start + new.shape[1] - used] = new[:, used:]
@@ -334,11 +273,11 @@ class DiskRows(Opaque):
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError: those that do not fill a page any more."""
         if length < self.paged_tokens:
-            pages = self.first_pages(length)
-            paged = num_tokens(pages)
-            if paged < length:
+            number, left = divmod(length, self.layout.step)
+            paged = number * self.layout.step
+            if left:
                 self._tail = _read_pages(self, paged, paged + self.layout.step)
-            self.pages, self.paged_tokens = pages, paged
+            self.pages, self.paged_tokens = self.pages[:number], paged
         self.length = length
 
     def read(self, start: int, stop: int) -> RowBytes:
@@ -360,34 +299,17 @@ class DiskRows(Opaque):
 
 def _read_pages(disk: DiskRows, start: int, stop: int) -> RowBytes:
     """Read tokens of pages."""
-    disk.flush()
+    disk.file.flush()
     capacity = stop - start
     buffer = memoryview(mmap.mmap(-1, max(disk.layout.slot_bytes(capacity), 1)))
     if stop > start:
-        reads = segments(disk.pages, disk.layout, start, stop, capacity, start)
+        reads = segments(disk.file.path, disk.pages, disk.layout, start, stop, capacity, start)
         disk.file.reader.submit(reads, buffer, urgent=True).wait()
     everything = np.frombuffer(buffer, np.uint8)
     return [
         everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
         for at, c in zip(disk.layout.slot_offsets(capacity), disk.layout.components, strict=True)
     ]
-
-
-Stored = Callable[["KVFiles"], InFile | None]
-"""Opens rows of the prefix cache once they are written. Returns None if they are not stored, or cannot be opened."""
-
-
-class StoredFile:
-    """A file of the prefix cache that is open and locked while this object lives."""
-
-    def __init__(self, path: Path, reader: PageReader) -> None:
-        self.path = path
-        file = reader.open(path)
-        self.inode = file.identity.inode
-        finalize(self, reader.remove, file)
-
-    def flush(self) -> None:
-        """Do nothing: it is written."""
 
 
 def sessions_directory() -> Path:
@@ -403,7 +325,6 @@ class KVFiles:
         self._writer = WriteBehind(count=count_written)
         self._numbers = count()
         self._folder: PrivateFolder | None = None
-        self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
 
     @cached_property
     def _reader(self) -> PageReader:
@@ -423,44 +344,20 @@ class KVFiles:
         """Bytes of pages that were written, or are queued for it."""
         return self._writer.nbytes
 
-    def write(
-        self,
-        memory: MemoryRows,
-        new: Sequence[mx.array],  # arrays with the shapes of the first tokens, if there are no rows yet
-        stored: Sequence[Page[Stored]] = (),  # the first tokens in files of the prefix cache
-    ) -> DiskRows:
-        """Write the rows of a layer to disk, page by page, without those that files have. Raises: WriteError."""
+    def write(self, memory: MemoryRows, new: Sequence[mx.array]) -> DiskRows:
+        """Write the rows of a layer to disk, page by page. Raises: WriteError.
+
+        ``new`` are arrays with the shapes of the first tokens, if there are no rows yet.
+        """
         step = self._options.step
         disk = self._new_rows(memory.layout or RowLayout.of(new, step))
-        all(self.refer(disk, page) for page in stored)  # up to the first that is gone
         while disk.length < memory.length:
             part = [mx.contiguous(a) for a in memory.read(disk.length, min(disk.length + step, memory.length))]
             mx.eval(part)
             disk.append(row_bytes(part))
-            disk.flush()  # memory is short: nothing waits
+            disk.file.flush()  # memory is short: nothing waits
         disk.capacity = memory.had_capacity
         return disk
-
-    def refer(self, disk: DiskRows, page: Page[Stored]) -> bool:
-        """Add a page of the prefix cache to a layer on disk, without a copy, and return whether that was possible.
-
-        It is not behind tokens that are in no page, nor with other arrays, nor from a file that is gone.
-        """
-        if disk.length > disk.paged_tokens:
-            return False
-        rows = page.where(self)
-        if rows is None or rows.components != disk.layout.components:
-            return False
-        disk.refer(Page(rows, page.length))
-        return True
-
-    def open(self, path: Path, inode: int) -> StoredFile | None:
-        """Return a file of the prefix cache, which is kept open. None if it is gone, replaced, evicted, or too many."""
-        file = self._open.get(path)
-        if file is None and len(self._open) < MOST_FILES:
-            with suppress(OSError, CheckpointError):
-                file = self._open[path] = StoredFile(path, self._reader)
-        return file if file is not None and file.inode == inode else None
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._folder is None or not self._folder.path.is_dir():  # somebody may have removed the old one

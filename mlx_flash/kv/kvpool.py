@@ -23,11 +23,10 @@ import mlx.core as mx
 from mlx_flash import enginethread
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.disk import DiskRows, KVFiles, Stored
+from mlx_flash.kv.disk import DiskRows, KVFiles
 from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer, Way, no_room
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import Page, cut, num_tokens
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.arena import commits_lazily
@@ -82,19 +81,16 @@ class LayerRows:
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
         self.group = group  # the list of caches that the layer belongs to
         self.index = index  # its place in that list
-        # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
-        self.stored: tuple[Page[Stored], ...] = ()
         self.expected = 0  # as in DiskRows
         self.admitted = 0, 0  # number of an admission, and the tokens that have room since then
         self.may_stay = not self.options.always_on_disk  # in memory, with room
 
     def offload(self, new: Sequence[mx.array]) -> None:
-        """Go to disk, without the tokens that the prefix cache has there. The pool decides when. Raises: WriteError.
+        """Go to disk. The pool decides when. Raises: WriteError.
 
         The shapes of ``new`` tokens, which are about to be added, count if there are no others yet.
         """
-        self.replace(self.pool.files.write(self.memory, new, self.stored))
-        self.stored = ()
+        self.replace(self.pool.files.write(self.memory, new))
         self.pool.stats.num_offloaded += 1
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
@@ -124,10 +120,9 @@ class LayerRows:
         """Number of tokens."""
         return self.store.length
 
-    def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
+    def append(self, new: Sequence[mx.array]) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all.
 
-        ``stored`` is their place in a file of the prefix cache: on disk they stay there, and nothing is returned.
         Raises: BudgetError: they do not fit even with every layer on disk; WriteError, ReadError.
         """
         with self.pool.lock:
@@ -135,18 +130,9 @@ class LayerRows:
             store = self.store
             if isinstance(store, DiskRows):
                 store.capacity = self.options.capacity_after(store.length, store.capacity, new[0].shape[2])
-                is_referred = stored is not None and self.pool.files.refer(store, stored)
-                return [] if is_referred else self.pool.ring.append(store, new)
-            length = store.length
+                return self.pool.ring.append(store, new)
             store.append(new)
-            if stored is not None:
-                self.note_stored(length, stored)
             return store.fetch()
-
-    def note_stored(self, start: int, page: Page[Stored]) -> None:
-        """Note that tokens in memory are in a page of the prefix cache, if those before them are in such pages."""
-        if self.disk is None and num_tokens(self.stored) == start:
-            self.stored += (page,)
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens. Raises: ReadError."""
@@ -163,7 +149,6 @@ class LayerRows:
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:
-            self.stored = cut(self.stored, length)
             if (disk := self.disk) is not None:
                 self.pool.ring.forget(disk, length)
             self.store.truncate(length)
@@ -171,7 +156,6 @@ class LayerRows:
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
-            self.stored = ()
             self.replace(MemoryRows(self.options, arrays, length))
             self.pool.make_room(self, ())
 
@@ -360,7 +344,6 @@ class KVPool(Opaque):
                 # this may send the layer to disk
                 self._make_fit(partial(_with_copy, self, rows), rows, ())
                 other.replace(rows.store.fork())
-                other.stored = rows.stored
             return copies
 
     def use(self, groups: Iterable[CacheGroup]) -> None:

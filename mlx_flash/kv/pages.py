@@ -1,7 +1,7 @@
 """Pages: immutable rows of consecutive tokens of one layer, and their places in files and in slots.
 
-Sequences on disk share pages. Tokens that are in no page follow them: see :mod:`mlx_flash.kv.disk`. Python's reference
-counts free pages, and close files that nobody refers to.
+Copies on disk share pages. Tokens that are in no page follow them: see :mod:`mlx_flash.kv.disk`. Python's reference
+counts free pages, and remove files that nobody refers to.
 
 In a slot the tokens of each head are contiguous, with room for more behind them. The file of a layer has chunks of many
 pages. In a chunk the tokens of each head are contiguous too, so that reads are large.
@@ -10,10 +10,11 @@ pages. In a chunk the tokens of each head are contiguous too, so that reads are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,8 +23,6 @@ from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.options import READ_SIZE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment
-
-W = TypeVar("W")
 
 CHUNK_TOKENS = 8192
 """Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""
@@ -142,111 +141,51 @@ def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
     return found
 
 
-class File(Protocol):
-    """An open file with rows. A page that refers to it keeps it open."""
+class FilePage:
+    """A page of a layer's file, which is free again when nothing refers to it."""
 
-    @property
-    def path(self) -> Path:
-        """The path that it was opened at."""
-
-    def flush(self) -> None:
-        """Wait until the pages can be read. Raises: WriteError."""
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
-@dataclass(frozen=True)  # without slots: its file refers to it weakly
-class InFile:
-    """Rows in a file, in which the tokens of a head follow one another."""
-
-    file: File
-    components: tuple[Component, ...]
-    offsets: tuple[int, ...]  # bytes from the beginning of the file to each array's first head
-    strides: tuple[int, ...]  # bytes from a head of each array to the next one
-
-    @classmethod
-    def packed(cls, file: File, components: Sequence[Component], offsets: Sequence[int], length: int) -> InFile:
-        """Return rows of so many tokens whose heads follow one another."""
-        strides = tuple([length * component.width_bytes for component in components])
-        return cls(file, tuple(components), tuple(offsets), strides)
-
-    def is_followed_by(self, length: int, other: InFile) -> bool:
-        """Return whether other rows lie behind so many tokens of these, for every head."""
-        if self.file is not other.file or self.strides != other.strides:
-            return False
-        ends = zip(self.offsets, self.components, strict=True)
-        return other.offsets == tuple([offset + length * component.width_bytes for offset, component in ends])
-
-
-@dataclass(frozen=True, slots=True)
-class Page(Generic[W]):
-    """The first tokens of some rows."""
-
-    where: W  # :class:`InFile`, or what finds it
-    length: int
-
-
-FilePages = tuple[Page[InFile], ...]
-"""Pages of a sequence, from its beginning on."""
-
-
-def num_tokens(pages: Iterable[Page[W]]) -> int:
-    """Return the number of tokens of some pages."""
-    return sum([page.length for page in pages])
-
-
-def cut(pages: Iterable[Page[W]], length: int) -> tuple[Page[W], ...]:
-    """Return the first tokens of some pages."""
-    kept: list[Page[W]] = []
-    for page in pages:
-        if length <= 0:
-            break
-        kept.append(page if page.length <= length else replace(page, length=length))
-        length -= page.length
-    return tuple(kept)
-
-
-def joined(pages: Iterable[Page[InFile]]) -> Iterator[Page[InFile]]:
-    """Yield pages, those that follow one another in their file as one."""
-    run: Page[InFile] | None = None
-    for page in pages:
-        if run is None:
-            run = page
-        elif run.where.is_followed_by(run.length, page.where):
-            run = Page(run.where, run.length + page.length)
-        else:
-            yield run
-            run = page
-    if run is not None:
-        yield run
+def runs(pages: Iterable[FilePage], layout: RowLayout) -> Iterator[tuple[int, int, int]]:
+    """Yield the pages that follow one another in a chunk: the index of the first, its number, and how many they are."""
+    numbers = enumerate(page.number for page in pages)
+    for _, group in groupby(numbers, lambda each: (each[1] - each[0], each[1] // layout.chunk_pages)):
+        (index, first), *others = group
+        yield index, first, 1 + len(others)
 
 
 def segments(
-    pages: Iterable[Page[InFile]], layout: RowLayout, start: int, stop: int, capacity: int, base: int = 0
+    path: Path, pages: Sequence[FilePage], layout: RowLayout, start: int, stop: int, capacity: int, base: int = 0
 ) -> list[Segment]:
     """Return the reads that put the tokens ``[start, stop)`` of a sequence in a slot, which begins with ``base``."""
-    targets, begin, found = layout.slot_offsets(capacity), 0, list[Segment]()
-    for run in joined(pages):
-        first, last = max(start, begin), min(stop, begin + run.length)
+    found, step = list[Segment](), layout.step
+    for index, page, number in runs(pages, layout):
+        first, last = max(start, index * step), min(stop, (index + number) * step)
         if first < last:
-            found += _segments(run.where, first - begin, last - first, targets, capacity, first - base)
-        begin += run.length
+            found += _segments(path, layout, page, first - index * step, last - first, capacity, first - base)
     return found
 
 
 def _segments(
-    rows: InFile, skipped: int, length: int, targets: Sequence[int], capacity: int, token: int
+    path: Path, layout: RowLayout, page: int, skipped: int, length: int, capacity: int, token: int
 ) -> Iterator[Segment]:
     """Yield the reads of some tokens, to the place of ``token``. Heads that follow one another share a read."""
     name, group = f"KV cache, tokens from {token} on", list[Piece]()
-    for component, offset, stride, target in zip(rows.components, rows.offsets, rows.strides, targets, strict=True):
+    places = zip(
+        layout.components, layout.file_offsets(page), layout.strides, layout.slot_offsets(capacity), strict=True
+    )
+    for component, offset, stride, target in places:
         width = component.width_bytes
         for head in range(component.heads):
             source, place = offset + head * stride + skipped * width, target + (head * capacity + token) * width
             piece = Piece(name, source, length * width, place)
             if group and (source - group[-1].end >= DIRECT_ALIGNMENT or piece.end - group[0].offset > READ_SIZE):
-                yield _segment(rows.file.path, group)
+                yield _segment(path, group)
                 group = []
             group.append(piece)
-    yield _segment(rows.file.path, group)
+    yield _segment(path, group)
 
 
 def _segment(path: Path, pieces: Sequence[Piece]) -> Segment:

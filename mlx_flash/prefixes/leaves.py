@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,14 +21,13 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, shortened_window
-from mlx_flash.kv.disk import KVFiles, Stored
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
-from mlx_flash.kv.pages import Component, InFile, Page, dtype_name
+from mlx_flash.kv.pages import dtype_name
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.prefixes.store import Blob, Place
+from mlx_flash.prefixes.store import Blob
 
 _OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
@@ -129,10 +128,10 @@ class RowLeaf(Leaf):
         arrays = [array[..., start:stop, :] for array in self._arrays()] if own is None else own.read(start, stop)
         return {str(i): to_blob(array) for i, array in enumerate(arrays)}
 
-    def append(self, arrays: Sequence[mx.array], stored: Page[Stored] | None = None) -> None:
-        """Add rows as :meth:`read` returned them, and evaluate them. On disk they stay where they are ``stored``."""
+    def append(self, arrays: Sequence[mx.array]) -> None:
+        """Add rows as :meth:`read` returned them, and evaluate them."""
         if (own := self.own) is not None:
-            own.append(arrays, stored)
+            own.append(arrays)
             mx.eval(own.memory.arrays)
             return
         entry, count, length = self.entry, arrays[0].shape[2], self.length or 0
@@ -147,11 +146,6 @@ class RowLeaf(Leaf):
         entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
         count_tokens(entry, count)
         mx.eval(longer, entry.offset)
-
-    def note_stored(self, start: int, page: Page[Stored]) -> None:
-        """Note that tokens in memory are in a page: when the layer goes to disk, they are not written again."""
-        if self.own is not None:
-            self.own.note_stored(start, page)
 
     def trim(self, length: int) -> None:
         """Remove the newest tokens."""
@@ -196,19 +190,6 @@ def to_blob(array: mx.array) -> Blob:
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
     return Blob(memory_of(flat), dtype_name(array.dtype), tuple(array.shape))
-
-
-def rows_in(find: Callable[[], Place | None], leaf: int, files: KVFiles) -> InFile | None:
-    """Open the rows of a leaf in a page file that is known when it is needed; None if that is gone, or has states."""
-    if (place := find()) is None:
-        return None
-    blobs = [blob for name, blob in place.blobs.items() if name.partition(".")[0] == str(leaf)]
-    if not blobs or not all(len(blob.shape) == 4 for blob in blobs):
-        return None
-    if (file := files.open(place.path, place.inode)) is None:
-        return None
-    components = [Component((b.shape[0], b.shape[1]), b.shape[3], getattr(mx, b.dtype)) for b in blobs]
-    return InFile.packed(file, components, [blob.offset for blob in blobs], blobs[0].shape[2])
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache as cached
-from functools import partial
-from itertools import accumulate, count, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,7 @@ import numpy as np
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.disk import Stored
 from mlx_flash.kv.history import History, make_labels
-from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.leaves import (
     Leaf,
@@ -37,9 +33,8 @@ from mlx_flash.prefixes.leaves import (
     has_state,
     leaves_of,
     new_array,
-    rows_in,
 )
-from mlx_flash.prefixes.store import Blob, Place, Prefix, PrefixStore, full_pages
+from mlx_flash.prefixes.store import Blob, BlobInfo, Prefix, PrefixStore, full_pages
 
 
 @dataclass(slots=True)
@@ -238,17 +233,12 @@ class PrefixCache:
                 for leaf in call.rows:
                     leaf.trim(call.history.length)
                 return start
-            for (i, leaf), rows in zip(enumerate(call.rows), self._stored(page), strict=False):
+            for i, leaf in enumerate(call.rows):
                 leaf.trim(start)
-                leaf.append([*found[f"{i}"].values()], Page(rows, end - start))
+                leaf.append([*found[f"{i}"].values()])
             for i, holder in enumerate(states):
                 holder.set_state(found[f"{STATE}{i}"])
         return prefix.num_tokens
-
-    def _stored(self, page: str) -> Iterator[Stored]:
-        """Yield for each leaf what opens its rows in a page that is cached, or about to be."""
-        place = cached(partial(self.store.place, page))
-        return (partial(rows_in, place, leaf) for leaf in count())
 
     def _read(self, page: str, num_rows: int, num_states: int) -> dict[str, dict[str, mx.array]] | None:
         """Return the arrays of some leaves in a page, by leaf and name; None if it is damaged, or has no states."""
@@ -256,8 +246,8 @@ class PrefixCache:
         arrays: dict[str, dict[str, mx.array]] = {leaf: {} for leaf in leaves}
         views: dict[str, memoryview] = {}
 
-        def allocate(place: Place) -> dict[str, memoryview]:
-            for name, blob in place.blobs.items():
+        def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
+            for name, blob in blobs.items():
                 leaf, _, key = name.partition(".")
                 if leaf in arrays:
                     arrays[leaf][key], views[name] = new_array(blob.dtype, blob.shape)
@@ -278,11 +268,7 @@ class PrefixCache:
         found = {f"{i}": leaf.read(start, end) for i, leaf in enumerate(call.rows)}
         found |= {f"{STATE}{i}": state for i, state in call.take_states(end).items()}
         blobs = {f"{leaf}.{name}": blob for leaf, arrays in found.items() for name, blob in arrays.items()}
-        name = self.store.put(call.after.labels, number, blobs, ends=call.after.ends)
-        if name and self.store.writes(name):
-            for leaf, rows in zip(call.rows, self._stored(name), strict=False):
-                leaf.note_stored(start, Page(rows, end - start))
-        return bool(name)
+        return bool(self.store.put(call.after.labels, number, blobs, ends=call.after.ends))
 
 
 def _history(leaves: Sequence[Leaf]) -> History | None:

@@ -3,7 +3,7 @@
 A page is cached when its file exists, so every process sees at once what others store and remove. Files are added and
 removed under one lock. Where there is no room for another page, those used longest ago go first. The time of a file is
 its last use, a little earlier for each page that follows: so the end of a prefix goes before its beginning. A page
-without those before it is not found, and goes when its time has come. Layers on disk lock the files that they read.
+without those before it is not found, and goes when its time has come.
 
 A page's name covers all that decides its bytes, so sessions share pages without knowing of each other. A fault of the
 disk costs a page, or the storing of new ones, and a warning; never a run.
@@ -78,14 +78,6 @@ class BlobInfo(NamedTuple):
     nbytes: int
     checksum: int  # CRC-32
     offset: int
-
-
-class Place(NamedTuple):
-    """A page file, and the blobs in it."""
-
-    path: Path
-    inode: int
-    blobs: Mapping[str, BlobInfo]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +182,6 @@ class PageFile:
             done += count
         if zlib.crc32(view) != blob.checksum:
             raise self._damaged(f"the checksum of {name!r} is wrong")
-
-    @property
-    def place(self) -> Place:
-        """The place of the blobs."""
-        return Place(Path(self._path), os.fstat(self._fd).st_ino, self.blobs)
 
     @cached_property
     def blobs(self) -> dict[str, BlobInfo]:
@@ -309,14 +296,6 @@ class PageFolder:
             with suppress(OSError):
                 os.utime(path_of(self.path, page), ns=(now - number, now - number))
 
-    def place(self, page: str) -> Place | None:
-        """Return the place of a page; None if it is gone."""
-        try:
-            with PageFile(self.path, page) as file:
-                return file.place
-        except (OSError, ReadError):
-            return None
-
     def files(self) -> list[tuple[int, int, Path]]:
         """Return time of the last use, size and path of all files, the one used longest ago first."""
         found = []
@@ -374,23 +353,23 @@ def make_room(folder: PageFolder, nbytes: int, spared: Sequence[str]) -> bool:
     if excess > sum(size for size, _ in pages):
         return False  # evicting all would not be enough
     for size, path in pages:
-        if excess > 0 and remove_unheld(path):
+        if excess > 0:
+            path.unlink(missing_ok=True)
             excess -= size
-    return excess <= 0 and nbytes <= _spare_bytes(folder)
+    return nbytes <= _spare_bytes(folder)
 
 
-def clear_prefixes(directory: Path) -> list[StoredModel]:
-    """Remove the pages of all models that nobody uses. Return what is left. Raises: WriteError."""
+def clear_prefixes(directory: Path) -> None:
+    """Remove the pages of all models. Raises: WriteError."""
     folder = PageFolder(directory)
     if not folder.path.is_dir():
-        return []
+        return
     try:
         folder.open()
         with folder.locked():
             for _, _, path in folder.files():
                 if path.suffix == SUFFIX:
-                    remove_unheld(path)
-        return list_prefixes(directory)
+                    path.unlink(missing_ok=True)
     except OSError as error:
         raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error
 
@@ -404,7 +383,7 @@ REASONS = ("stopped", "parent", "room", "wear")
 the cap of daily writes is reached."""
 
 _WARNINGS = {
-    "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
+    "room": "the disk, or the cache's share of it, is full.",
     "wear": "the cap of today's disk writes is reached. Hint: it is ssd_write_gb_per_day.",
 }
 """Texts for reasons that users can change."""
@@ -492,7 +471,7 @@ class PrefixStore:
         if self._folder.is_writable:
             self._folder.touch(prefix.pages)
 
-    def read(self, page: str, allocate: Callable[[Place], Mapping[str, memoryview]]) -> bool:
+    def read(self, page: str, allocate: Callable[[Mapping[str, BlobInfo]], Mapping[str, memoryview]]) -> bool:
         """Read a page into the caller's memory, and check it.
 
         ``allocate`` returns writable memory for every blob that is wanted, by name. Return False if the page is not
@@ -500,7 +479,7 @@ class PrefixStore:
         """
         try:
             with PageFile(self._folder.path, page) as file:
-                for name, view in allocate(file.place).items():
+                for name, view in allocate(file.blobs).items():
                     file.read_into(name, view)
                 return True
         except FileNotFoundError:
@@ -546,16 +525,6 @@ class PrefixStore:
         if is_large:
             self.flush()
         return key.page
-
-    def writes(self, page: str) -> bool:
-        """Return whether the page that was put last was queued, and not found. Files of others are not checked."""
-        return page in self._queued
-
-    def place(self, page: str) -> Place | None:
-        """Return the place of a page that is cached, or queued; None if it is gone."""
-        if self._is_queued(page):
-            self.flush()
-        return self._folder.place(page)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""

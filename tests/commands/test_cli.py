@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ import children
 from children import ROOT
 from mlx_flash import __version__, cli
 from mlx_flash.commands import dispatch
-from mlx_flash.commands import models as modellist
 from mlx_flash.commands.arguments import COMMANDS, DEFAULT_MODEL, DEFAULT_PROMPT, SETTINGS, make_parser, parse_arguments
 from mlx_flash.commands.common import prompt_text
 from mlx_flash.commands.report import render_plan
@@ -38,7 +36,6 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.words import duration
-from mlx_flash.prefixes.store import StoredModel
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from models import make_random_model
 
@@ -272,19 +269,6 @@ def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:
     text = " ".join(done.stdout.decode().split())
     expected = ("Cold: the cached pages", "Loading: ", "First token: after ", "Generation: ", "planned: ", "budget of ")
     assert all(words in text for words in expected)
-
-
-def test_cache_clear_lists_prefixes_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    used, unused = (StoredModel(name, name, 1, 256, 303_000, time.time()) for name in ("used", "unused"))
-    monkeypatch.setattr(modellist, "list_prefixes", lambda _: [used, unused])
-    monkeypatch.setattr(modellist, "clear_prefixes", lambda _: [used])
-    assert cli.main(["cache", "clear"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^used +303 kB +used today +256 cached tokens, kept: in use$", shown, re.MULTILINE)
-    assert "unused" not in shown and "256 tokens in the prefix cache of 303 kB" in shown
 
 
 def table_of(*arguments: object) -> str:

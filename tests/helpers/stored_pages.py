@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.store import Blob, Place, Prefix, PrefixStore, list_prefixes, path_of
+from mlx_flash.prefixes.store import Blob, BlobInfo, Prefix, PrefixStore, list_prefixes, path_of
 from mlx_flash.prefixes.store import clear_prefixes as clear_prefixes
 
 STEP = 4
@@ -61,8 +61,8 @@ def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
     """Return all blobs of a page; None if it is not cached any more."""
     memory: dict[str, bytearray] = {}
 
-    def allocate(place: Place) -> dict[str, memoryview]:
-        memory.update({name: bytearray(blob.nbytes) for name, blob in place.blobs.items()})
+    def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
+        memory.update({name: bytearray(blob.nbytes) for name, blob in blobs.items()})
         return {name: memoryview(data) for name, data in memory.items()}
 
     return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None

@@ -24,11 +24,8 @@ from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.call import Row
 from mlx_flash.generation import RowGenerator
-from mlx_flash.kv import disk as kv_disk
-from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from mlx_flash.prefixes.store import clear_prefixes, list_prefixes
 from models import save, stock
 from served import serving, stock_serving
 from streamed import streamed_whole
@@ -282,11 +279,6 @@ def branches(directory: Path, prefixes: Path, branches_of_once: Path) -> Path:
     return prefixes
 
 
-def num_stored(disk: DiskRows) -> int:
-    """Return how many pages are in files of the prefix cache."""
-    return sum(page.where.file is not disk.file for page in disk.pages)
-
-
 def with_prefixes(directory: Path, **changes: Any) -> FlashLLM:
     """Return a model that has no room for keys and values in memory."""
     options = {"kv_prefixes": "exact", "kv_step": 16, "context_length": 420, "times": 1.2, **changes}
@@ -298,73 +290,18 @@ def check_branches(directory: Path, got: list[Any]) -> None:
         check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
 
 
-def test_active_conversations_refer_to_the_prefix_cache(directory: Path, branches: Path, tmp_path: Path) -> None:
-    """Nothing of the prefix is written again, and all files of a call are accounted for."""
+def test_conversations_on_disk_begin_with_cached_prompts(directory: Path, branches: Path, tmp_path: Path) -> None:
+    """All files of a call are accounted for, and go with it."""
     base = tmp_path / "kv"
     with with_prefixes(directory, context_length=5 * STEP, kv_directory=base) as model:
         got, most_disk, _ = run(model, BRANCHES)
         assert model.kv is not None and model.prefixes is not None
-        usage, token_bytes = model.kv.note(), sum(model.plan.kv.rows)
+        usage = model.kv.note()
         assert model.prefixes.counters.num_restored >= 4 * len(SHARED)
         assert model.kv.stats.num_offloaded > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
-        assert most_disk <= usage.written_bytes <= 4 * 2 * 16 * token_bytes  # what follows the prefix, at most
+        assert 0 < most_disk <= usage.written_bytes
     assert not list(base.iterdir())
     check_branches(directory, got)
-
-
-def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, branches: Path) -> None:
-    with with_prefixes(directory) as model:
-        assert model.prefixes is not None and model.kv is not None
-        cache = make_prompt_cache(model)
-        advance(model, model.row(mx.array([SHARED]), cache, STEP, wants_logits=False))
-        assert any(entry.rows.disk is not None and num_stored(entry.rows.disk) for entry in cache)
-        nbytes = sum(each.nbytes for each in list_prefixes(branches))
-        clear_prefixes(branches)
-        assert list_prefixes(branches)[0].tokens == len(SHARED) and nbytes  # in use
-        for path in (branches / "pages").iterdir():
-            path.unlink()
-        row = model.row(mx.array([BRANCHES[0][len(SHARED) :]]), cache, STEP)
-        other = copy.deepcopy(cache)
-        for entry in other:
-            entry.trim(100)
-        shorter = model.row(mx.array([[5]]), other, STEP)
-        advance(model, row)
-        advance(model, shorter)
-        reference: Any = make_prompt_cache(model)
-        for start in range(0, len(SHARED), STEP):
-            mx.eval(model(mx.array([SHARED[start : start + STEP]]), cache=reference))
-        for entry in reference:
-            entry.trim(100)
-        assert mx.array_equal(shorter.outputs[0], model(mx.array([[5]]), cache=reference))
-    first = alone(directory, BRANCHES[0], 1, prefill_step_size=STEP)
-    assert row.error is None and len(first) == 1
-
-
-def test_pages_are_let_go_with_the_last_conversation(directory: Path, branches: Path) -> None:
-    with with_prefixes(directory) as model:
-        run(model, BRANCHES)
-    descriptors = len(list(Path("/dev/fd").iterdir()))
-    with with_prefixes(directory) as model:
-        check_branches(directory, run(model, BRANCHES)[0])
-        gc.collect()
-        assert model.kv is not None
-        model.kv.ring.release()  # which may have begun to read ahead
-        assert not model.kv.files._open
-        clear_prefixes(branches)
-        assert not list_prefixes(branches)
-    assert len(list(Path("/dev/fd").iterdir())) <= descriptors
-
-
-@pytest.mark.parametrize("most", [0, 1, 2])
-def test_what_cannot_be_referred_to_is_written(
-    directory: Path, branches: Path, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_disk, "MOST_FILES", most)
-    with with_prefixes(directory) as model:
-        check_branches(directory, run(model, BRANCHES)[0])
-        assert model.kv is not None and model.prefixes is not None
-        assert model.prefixes.counters.num_restored >= 4 * len(SHARED)
-        assert model.kv.note().written_bytes >= (4 - most) * STEP * sum(model.plan.kv.rows)
 
 
 def test_a_damaged_page_is_computed_again(directory: Path, branches: Path) -> None:

@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,10 @@ from mlx_lm.models.cache import KVCache
 from children import HELPERS
 from kv_on_disk import feed, on_disk
 from mlx_flash.errors import TruncatedFileError, WriteError
-from mlx_flash.files import HeldLock
-from mlx_flash.forks import wait_for_finalizers
-from mlx_flash.kv.disk import DiskRows, KVFiles, LayerFile, PageReader, Stored, WriteBehind
+from mlx_flash.kv.disk import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.pages import CHUNK_TOKENS, Component, InFile, Page, RowBytes, RowLayout, segments
+from mlx_flash.kv.pages import CHUNK_TOKENS, Component, RowLayout, segments
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -55,20 +51,15 @@ def random_rows(layout: RowLayout, num_tokens: int, seed: int = 0) -> list[np.nd
     return [random.integers(0, 256, (c.heads, num_tokens, c.width_bytes), np.uint8) for c in layout.components]
 
 
-def files_read_by(reader: PageReader) -> KVFiles:
-    """Return the files of a pool that opens those of the prefix cache in a reader."""
-    files = KVFiles(KVOptions(), lambda _: None)
-    vars(files)["_reader"] = reader
-    return files
-
-
 def read(rows: DiskRows, capacity: int | None = None) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     """All rows, as a slot would have them; what is not theirs must still be as it was."""
     capacity = capacity or max(rows.length, 1)
     arena = Arena(max(rows.layout.slot_bytes(capacity), 1))
     arena.fill(0xEE)
     rows.file.flush()
-    rows.file.reader.submit(segments(rows.pages, rows.layout, 0, rows.paged_tokens, capacity), arena.memory).wait()
+    rows.file.reader.submit(
+        segments(rows.file.path, rows.pages, rows.layout, 0, rows.paged_tokens, capacity), arena.memory
+    ).wait()
     everything = np.frombuffer(arena.memory, np.uint8)
     found = []
     for component, at, tail in zip(rows.layout.components, rows.layout.slot_offsets(capacity), rows.tail, strict=True):
@@ -86,19 +77,17 @@ def equal(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("layout", [WIDE, NARROW], ids=["in place", "bounced"])
 @settings(max_examples=25, deadline=None)
 @given(
-    stored=st.lists(st.integers(1, 90), max_size=3),
-    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "fork", "refer"]), st.integers(1, 300))),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "fork"]), st.integers(1, 300))),
 )
 def test_rows_equal_what_was_appended(
-    layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
+    layout: RowLayout, steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whether or not some of them are in files of the prefix cache."""
     reader, writer = PageReader(), WriteBehind()
     path = tmp_path_factory.mktemp("pages") / "layer.kv"
     rows = DiskRows(LayerFile(path, layout, reader, writer))
-    expected, files = random_rows(layout, 0), files_read_by(reader)
+    expected = random_rows(layout, 0)
     forks: list[tuple[DiskRows, Any]] = []
-    for seed, (what, number) in enumerate([*(("refer", length) for length in stored), *steps]):
+    for seed, (what, number) in enumerate(steps):
         if what == "append":
             new = random_rows(layout, number, seed)
             rows.append(new)
@@ -108,11 +97,6 @@ def test_rows_equal_what_was_appended(
         elif what == "truncate":
             rows.truncate(rows.length * number // 300)
             expected = [old[:, : rows.length] for old in expected]
-        elif what == "refer" and rows.length == rows.paged_tokens:
-            new = random_rows(layout, number, seed)
-            refer(rows, write_stored(path.with_name(f"{seed}.page"), layout, new), files)
-            path.with_name(f"{seed}.page").unlink()  # the open file keeps its bytes
-            expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
         elif what == "fork":
             forks.append((rows.fork(), expected))
         assert equal(read(rows, rows.length // layout.step * layout.step + 3 * layout.step), expected)
@@ -120,76 +104,6 @@ def test_rows_equal_what_was_appended(
         assert equal(rows.read(some.start, some.stop), [old[:, some] for old in expected])
     assert all(equal(read(other), old) for other, old in forks)
     writer.close()
-    reader.close()
-
-
-def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> Page[Stored]:
-    """Write rows as a page of the prefix cache has them."""
-    offsets, data = [], b"description"
-    for part in rows:
-        data += b"\xdd" * (-len(data) % 4096)
-        offsets.append(len(data))
-        data += part.tobytes()
-    path.write_bytes(data)
-    inode, length = path.stat().st_ino, rows[0].shape[1]
-
-    def opened(files: KVFiles, inode: int = inode) -> InFile | None:
-        file = files.open(path, inode)
-        return None if file is None else InFile.packed(file, layout.components, offsets, length)
-
-    return Page(opened, length)
-
-
-def refer(rows: DiskRows, page: Page[Stored], files: KVFiles) -> None:
-    assert files.refer(rows, page)
-
-
-def replaced(page: Page[Stored]) -> Page[Stored]:
-    """Return a page in a file of the same name."""
-    return replace(page, where=partial(page.where, inode=-1))
-
-
-@pytest.mark.parametrize("fault", ["none", "short", "error"])
-def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 128)
-    files = files_read_by(rows.file.reader)
-    for start in (0, 64):
-        page = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
-        refer(rows, page, files)
-    assert all(segment.is_scattered for segment in segments(rows.pages, WIDE, 0, 128, 256))
-    preadv, counts = os.preadv, list[int]()
-
-    def counted(fd: int, buffers: Any, offset: int) -> int:
-        counts.append(len(buffers))
-        if len(buffers) > 1 and fault == "error":
-            raise OSError(errno.EIO, "failed")
-        return preadv(fd, buffers[:2] if fault == "short" else buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counted)
-    assert equal(read(rows, 256), expected)
-    assert sorted(counts) == [1] * (2 if fault == "none" else 10) + [4, 4]  # reads have 64 KiB at most, and a head 16
-
-
-def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_path: Path) -> None:
-    reader = PageReader()
-    path = tmp_path / "a.page"
-    page = write_stored(path, WIDE, random_rows(WIDE, 10))
-    files = files_read_by(reader)
-    with HeldLock(path):
-        assert page.where(files) is None
-    assert replaced(page).where(files) is None
-    kept = page.where(files)
-    assert kept is not None and page.where(files) == kept
-    with pytest.raises(BlockingIOError):
-        HeldLock(path, wait=False).release()
-    assert replaced(page).where(files) is None
-    del kept
-    wait_for_finalizers()
-    HeldLock(path, wait=False).release()
-    path.unlink()
-    assert page.where(files) is None
     reader.close()
 
 
@@ -208,7 +122,7 @@ def test_pages_are_written_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
 def test_reads_are_large_and_in_place(make: Make) -> None:
     file = make(RowLayout((Component((1, 2), 128, mx.float16),), 256))
     pages = file.allocate(2 * CHUNK_TOKENS // 256)
-    found = segments(pages, file.layout, 0, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+    found = segments(file.path, pages, file.layout, 0, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS)
     assert [segment.nbytes for segment in found] == [CHUNK_TOKENS * 256] * 4
     assert all(segment.buffer_offset is not None for segment in found)
 
@@ -223,8 +137,7 @@ def test_free_pages_are_reused(make: Make) -> None:
     del other
     gc.collect()
     rows.append(random_rows(WIDE, 512, 1))
-    offsets = [page.where.offsets for page in rows.pages]
-    assert offsets == [WIDE.file_offsets(number) for number in range(10)]
+    assert [page.number for page in rows.pages] == [*range(10)]
     file.flush()
     assert file.path.stat().st_size <= WIDE.chunk_bytes
 

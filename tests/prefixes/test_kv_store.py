@@ -245,19 +245,6 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
     assert disk - others - len(opened.files()) * PAGE_BYTES >= disk / 10 and found(by_default, [4] * STEP) == 1
 
 
-def test_files_that_layers_read_are_not_evicted(opened: Opener) -> None:
-    store, other = opened(limit_bytes=4 * PAGE_BYTES), opened(limit_bytes=4 * PAGE_BYTES)
-    put(store, TOKENS[: 2 * STEP])
-    locks = [HeldLock(opened.path(page), shared=True) for page in store.find(TOKENS).pages]
-    for n in range(4):
-        put(other, [n] * STEP)
-    assert found(store, TOKENS) == 2
-    for lock in locks:
-        lock.release()
-    put(other, [7] * 4 * STEP)
-    assert store.find(TOKENS).num_tokens == 0
-
-
 def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     write, queued = EncodedPage.write, []
     monkeypatch.setattr(EncodedPage, "write", lambda *args: (queued.append(stats(store)["queued_bytes"]), write(*args)))
@@ -287,7 +274,8 @@ def test_unexpected_error_of_the_writer_blocks_nobody(
 
 def test_listing_and_clearing(opened: Opener) -> None:
     directory = opened.directory
-    assert list_prefixes(directory) == clear_prefixes(directory) == [] and not directory.exists()
+    clear_prefixes(directory)
+    assert list_prefixes(directory) == [] and not directory.exists()
     one, two = opened(title="org/one"), opened(model="n", title="org/two", tenant="t")
     put(one, TOKENS)
     put(two, TOKENS[: 2 * STEP])
@@ -297,10 +285,8 @@ def test_listing_and_clearing(opened: Opener) -> None:
         ("m", "org/one", 6, 6 * PAGE_BYTES),
     ]
     assert all(0 <= time.time() - model.last_used < 60 for model in listed)
-    with HeldLock(opened.path(one.find(TOKENS).pages[0]), shared=True):
-        assert [(m.model, m.pages) for m in clear_prefixes(directory)] == [("m", 1)]
-    assert found(one, TOKENS) == 1 and found(two, TOKENS) == 0
-    assert clear_prefixes(directory) == [] and opened.files() == []
+    clear_prefixes(directory)
+    assert found(one, TOKENS) == 0 == found(two, TOKENS) and list_prefixes(directory) == opened.files() == []
     put(one, TOKENS)
     assert found(one, TOKENS) == 6, "a store that was cleared goes on"
 

@@ -1,11 +1,9 @@
-"""Pages that layers on disk and the prefix cache share: written once, right, and whole whatever ends the process."""
+"""Prompts of layers on disk in the prefix cache: right, and whole whatever ends the process."""
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,12 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 import children
-from mlx_flash.kv import disk as kv_disk
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
-from mlx_flash.prefixes import store as pagewriter
 from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.prefixes.store import PrefixStore, clear_prefixes, list_prefixes
+from mlx_flash.prefixes.store import PrefixStore, list_prefixes
 
 PAGE, HEADS, WIDTH, LAYERS = 32, 2, 16, 2
 """Tokens of a page, in which an array of a layer takes 4096 bytes."""
@@ -104,48 +100,6 @@ class Machine:
     def close(self) -> None:
         self.prefixes.close()
         self.pool.close()
-
-
-def test_a_prompt_that_is_offloaded_later_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not its pages still wait to be written when a layer goes to disk."""
-
-    def slow(*args: Any) -> str:
-        time.sleep(0.3)
-        return add(*args)
-
-    add = pagewriter.add_page
-    machine = Machine(tmp_path, always_on_disk=False)
-    talk = machine.talk().feed(LONG[:96])
-    with monkeypatch.context() as patch:
-        patch.setattr(pagewriter, "add_page", slow)
-        talk.feed(LONG[96:160])
-        for entry in talk.cache:
-            entry.rows.offload(())
-    assert 160 * TOKEN_BYTES <= machine.written() <= 160 * TOKEN_BYTES + 5 * HEAD_BYTES
-    assert machine.pool.note().disk_bytes == 0, "all pages are the prefix cache's"
-    talk.feed(LONG[160:])
-    machine.written()
-    assert machine.pool.note().disk_bytes == (len(LONG) - 160) * TOKEN_BYTES, "the layers' own"
-    num_pages = len(LONG) // PAGE
-    assert machine.prefixes.store.telemetry()["stored"] == list_prefixes(tmp_path / "prefixes")[0].pages == num_pages
-    assert clear_prefixes(tmp_path / "prefixes")[0].pages == 5, "they are in use"
-    written = machine.written()
-    other = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
-    assert machine.prefixes.counters.num_restored == 160 and machine.written() == written
-    talk.cache[0].trim(3)
-    del talk, other
-    machine.close()
-    again = Machine(tmp_path)
-    again.talk().feed(LONG[:96]).feed(LONG[96:160])
-    assert again.prefixes.counters.num_restored == 160 and again.written() == written, "layers on disk refer to them"
-    again.close()
-    gc.collect()
-    assert clear_prefixes(tmp_path / "prefixes") == [] and not list((tmp_path / "prefixes" / "pages").iterdir())
-
-
-@pytest.mark.parametrize(("limit", "count"), [(-1, 2048), (64, 16), (256, 64), (1024, 448), (1 << 20, 2048)])
-def test_most_files_follow_the_limit_of_descriptors(limit: int, count: int) -> None:
-    assert kv_disk.most_files(limit) == count
 
 
 KILLED = """

@@ -29,7 +29,6 @@ from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions, queued_bytes
 from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, row_bytes, runs, segments
 from mlx_flash.layout.reachable import Opaque
-from mlx_flash.memory.pagecache import round_up
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Arrival, SourceFile
@@ -235,11 +234,6 @@ class DiskRows(Opaque):
         components, step = self.layout.components, self.layout.step
         # room for a page; rows behind the last token mean nothing
         self._tail: RowBytes = [np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components]
-
-    def takes_more(self, num_new: int) -> bool:
-        """Return whether so many new tokens may take more memory: they begin another page."""
-        step = self.layout.step
-        return round_up(self.length, step) != round_up(self.length + num_new, step)
 
     @property
     def tail_bytes(self) -> int:

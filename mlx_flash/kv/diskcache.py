@@ -20,8 +20,8 @@ from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import CheckpointError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import merged, pass_on
-from mlx_flash.kv.kvpool import CacheGroup, KVPool, LayerRows, is_admitted
-from mlx_flash.kv.memory import MemoryRows, append_within
+from mlx_flash.kv.kvpool import CacheGroup, KVPool, LayerRows
+from mlx_flash.kv.memory import MemoryRows, append_pair
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.safetensors import read_shard
@@ -240,15 +240,11 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         """Add tokens, ``(batch, heads, new tokens, width)``. Return all. Raises: as its rows do."""
         rows = self.rows
         with rows.pool.lock:
-            store, found = rows.store, None
-            if rows.may_stay and isinstance(store, MemoryRows):
-                if store.layout is None and is_admitted(rows, keys.shape[2]):
-                    store.grow([keys, values])
-                found = append_within(store, keys, values)
-            if found is None:
-                all_keys, all_values = rows.append([keys, values])
-                found = all_keys, all_values
-            return found
+            store = rows.store
+            if isinstance(store, MemoryRows) and not rows.goes_to_disk:
+                return append_pair(store, keys, values)
+            all_keys, all_values = rows.append([keys, values])
+            return all_keys, all_values
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
         """Return a cache of quantized keys and values in the same pool. This one must not be used afterwards."""

@@ -131,7 +131,8 @@ class KVLedger:
 
     def _on_disk(self, *, more: bool) -> int:
         """Return the memory of layers on disk, with or without more tokens: slots for the largest, all last tokens."""
-        tails = sum([kind.number * kind.layer.token_bytes for kind in self.kinds if kind.layer.is_on_disk])
+        kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
+        tails = sum([kind.number * (kind.after[0] if more else kind.layer.token_bytes) for kind in kinds])
         copy = self._copy(self._sizes_on_disk(more=more))
         return max(self.slots_needed(more=more), self.slots_held) + copy + self.options.step * tails
 
@@ -142,7 +143,7 @@ class KVLedger:
     def _sizes_on_disk(self, *, more: bool) -> set[tuple[int, int]]:
         """Return the bytes of a token, and the number of tokens, of layers on disk."""
         kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
-        return {(kind.layer.token_bytes, kind.layer.length + (kind.longer if more else 0)) for kind in kinds}
+        return {kind.after if more else (kind.layer.token_bytes, kind.layer.length) for kind in kinds}
 
     def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
         """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""

@@ -1,7 +1,7 @@
 """All KV caches of one model: the rows of each layer, in memory and on disk, and the budget.
 
-Beyond the budget layers are offloaded to disk one by one: first those of the sequence used longest ago, spread over the
-layers. Copies of a layer in memory have buffers of their own, those of a layer on disk share its pages.
+Beyond the budget layers go to disk one by one, between two calls: first those of the sequence used longest ago, spread
+over the layers. Copies of a layer in memory have buffers of their own, those of a layer on disk share its pages.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -82,22 +82,21 @@ class LayerRows:
         self.group = group  # the list of caches that the layer belongs to
         self.index = index  # its place in that list
         self.expected = 0  # as in DiskRows
-        self.admitted = 0, 0  # number of an admission, and the tokens that have room since then
-        self.may_stay = not self.options.always_on_disk  # in memory, with room
+        self.goes_to_disk = self.options.always_on_disk  # with the next tokens, if it is not there
 
-    def offload(self, new: Sequence[mx.array]) -> None:
-        """Go to disk. The pool decides when. Raises: WriteError.
-
-        The shapes of ``new`` tokens, which are about to be added, count if there are no others yet.
-        """
-        self.replace(self.pool.files.write(self.memory, new))
-        self.pool.stats.num_offloaded += 1
+    def offload(self, new: Sequence[mx.array] = ()) -> None:
+        """Go to disk: at once, or with the first tokens if there are none. Raises: WriteError."""
+        if new or self.memory.layout is not None:
+            self.replace(self.pool.files.write(self.memory, new))
+            self.pool.stats.num_offloaded += 1
+        self.goes_to_disk = True
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
         """Hold other rows from now on."""
         if isinstance(store, DiskRows):
             store.expected = self.expected
         self.store = store
+        self.goes_to_disk = isinstance(store, DiskRows) or self.options.always_on_disk
 
     def expect(self, length: int) -> None:
         """Note the tokens after a pass that parts of a prompt share; 0 for another pass."""
@@ -123,10 +122,12 @@ class LayerRows:
     def append(self, new: Sequence[mx.array]) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all.
 
-        Raises: BudgetError: they do not fit even with every layer on disk; WriteError, ReadError.
+        Raises: WriteError, ReadError.
         """
         with self.pool.lock:
-            self.pool.make_room(self, new)
+            self.pool.use([self.group])
+            if self.goes_to_disk and self.disk is None:
+                self.offload(new)
             store = self.store
             if isinstance(store, DiskRows):
                 store.capacity = self.options.capacity_after(store.length, store.capacity, new[0].shape[2])
@@ -156,13 +157,11 @@ class LayerRows:
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
+            self.pool.use([self.group])
             self.replace(MemoryRows(self.options, arrays, length))
-            self.pool.make_room(self, ())
-
-
-def is_admitted(rows: LayerRows, length: int) -> bool:
-    """Return whether the call under way was checked with so many tokens in a layer."""
-    return (rows.pool.admission, length) <= rows.admitted
+            if self.options.always_on_disk:
+                self.offload()
+            self.pool.fit(lambda: self.pool.memory_bytes, length)
 
 
 def _spread(index: int) -> int:
@@ -197,8 +196,6 @@ class KVPool(Opaque):
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._passes = passes or nullcontext()
         self._numbers = count()  # of layers
-        # number of the last admission. Its layers have room: a sum over all, for each of them, takes milliseconds
-        self.admission = 0
         self._clock = count(1)
         self.is_closed = False
         if options.always_on_disk:  # nobody closes these pools
@@ -239,7 +236,7 @@ class KVPool(Opaque):
                 continue
             store = rows.store
             token_bytes = 0 if store.layout is None else store.layout.token_bytes
-            is_on_disk = isinstance(store, DiskRows)
+            is_on_disk = isinstance(store, DiskRows) or (rows.goes_to_disk and not store.capacity)
             capacity = 0 if is_on_disk else store.capacity
             alike[token_bytes, store.length, capacity, is_on_disk, tokens_of(rows)] += 1
         for (*numbers, new), number in alike.items():
@@ -267,7 +264,7 @@ class KVPool(Opaque):
         return self.usage
 
     def admit(self, adding: Adding, limit: int, way: Way | None = None) -> int:
-        """Prepare a call, or several in lockstep: offload layers before it takes memory, and set what it may take.
+        """Prepare a call, or several in lockstep: decide which layers are on disk while it runs.
 
         ``limit`` is the most memory of all caches together, reads and writes in flight included; ``way`` is how they
         stay within it, if that is known. Return the bytes that are missing: 0 when the call can begin.
@@ -282,18 +279,13 @@ class KVPool(Opaque):
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
         in_parts = max([num_new for num_new, _, _ in adding.tokens.values()], default=0) > adding.step
-        lengths = {rows: length for rows, (_, length, _) in adding.tokens.items()}
+        for rows, (_, length, _) in adding.tokens.items():
+            rows.expect(length if in_parts else 0)
         if way.num_slots:
-            for rows, length in lengths.items():
-                rows.expect(length if in_parts else 0)
             self.ring.resize(way.num_slots)
             self.files.limit_queue(way.num_slots)
             with self.lock:
-                self.free(lambda: self.ledger(adding).peak)
-        self.admission += 1
-        if not way.num_slots:
-            for rows, length in lengths.items():
-                rows.expected, rows.admitted = length if in_parts else 0, (self.admission, length)
+                self._offload(lambda: self.ledger(adding).peak, adding.tokens)
         return 0
 
     def way(self, ledger: KVLedger, limit: int) -> Way:
@@ -301,25 +293,6 @@ class KVPool(Opaque):
         way = ledger.way(limit)
         self.files.check_room(way.disk_bytes)
         return way
-
-    def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        """Offload layers to disk until the memory, with new tokens of one layer, fits the budget.
-
-        Raises: BudgetError: it does not fit even with every layer on disk; WriteError.
-        """
-        self.use([rows.group])
-        if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
-            rows.offload(new)
-        if self.budget_bytes is None:
-            return
-        if not new:
-            self._make_fit(lambda: self.memory_bytes, rows, new)
-            return
-        num_new, store = new[0].shape[2], rows.store
-        length = store.length + num_new
-        if store.takes_more(num_new) and not is_admitted(rows, length):
-            adding = Adding({rows: (num_new, length, sum(array.nbytes for array in new) // num_new)}, num_new)
-            self._make_fit(lambda: self.ledger(adding).peak, rows, new)
 
     def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
         """Return copies: of a layer, and unless it ``is_alone`` of all others of its list. Those on disk share pages.
@@ -332,7 +305,7 @@ class KVPool(Opaque):
             is_alone: no other layer of its list is copied with it.
 
         Raises:
-            BudgetError, WriteError: as :meth:`make_room`.
+            BudgetError, WriteError: as :meth:`fit`.
         """
         with self._passes, self.lock:
             if self.is_closed:
@@ -341,8 +314,7 @@ class KVPool(Opaque):
             copies = dict[LayerRows, LayerRows]()
             for rows in [layer] if is_alone else [rows for rows in self.layers if rows.group is layer.group]:
                 copies[rows] = other = self.new_rows(group, rows.index)
-                # this may send the layer to disk
-                self._make_fit(partial(_with_copy, self, rows), rows, ())
+                self.fit(partial(_with_copy, self, rows), rows.length)  # this may send the layer to disk
                 other.replace(rows.store.fork())
             return copies
 
@@ -353,54 +325,40 @@ class KVPool(Opaque):
         for group in groups:
             group.used_at = next(self._clock)
 
-    def _make_fit(self, needed: Callable[[], int], rows: LayerRows, new: Sequence[mx.array]) -> None:
-        """Free memory until a need fits. Raises: BudgetError, WriteError."""
-        self.admission += 1  # that no layer is part of
-        if needed() <= self.limit:
-            return
-        self.free(needed, rows, new)
-        num_new = new[0].shape[2] if new else 0
-        slots_needed = self.ledger(Adding({rows: (num_new, rows.length + num_new, 0)}, num_new)).slots_needed(more=True)
-        if needed() > self.limit and self.ring.held > slots_needed:
-            self.ring.release()  # it was larger for a longer context
-        if needed() > self.limit:
-            self.ring.resize(1)
-        if (nbytes := needed()) > self.limit:
-            raise no_room(nbytes, rows.length + num_new, self.limit)
+    def fit(self, needed: Callable[[], int], tokens: int) -> None:
+        """Offload layers until a need of so many tokens is within the limit. Raises: BudgetError, WriteError."""
+        if (over := self._offload(needed)) > 0:
+            raise no_room(int(self.limit) + over, tokens, self.limit)
 
-    def free(
-        self,
-        needed: Callable[[], int],
-        asking: LayerRows | None = None,
-        new: Sequence[mx.array] = (),
-    ) -> None:
-        """Free memory until a need fits, or nothing is left that can go to disk. Raises: WriteError.
+    def _offload(self, needed: Callable[[], int], coming: Container[LayerRows] = ()) -> int:
+        """Offload layers until a need is within the limit. Return the bytes that are missing then. Raises: WriteError.
 
-        ``asking`` is the layer that new tokens come to; None before a call.
+        The order is that of the last use of their sequences, and far from each other in the model. Layers without
+        tokens go if some are ``coming``.
         """
-        while needed() > self.limit:
+        while (over := needed() - self.limit) > 0:
+            layers = [
+                rows for rows in self.layers if not rows.goes_to_disk and (rows.memory.capacity or rows in coming)
+            ]
             if self.ring.held and not self.on_disk:
                 self.ring.release()
-            elif (victim := self._next_to_offload(asking)) is not None:
-                victim.offload(new if victim is asking else ())
+            elif layers:
+                min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index)).offload()
                 release_freed_memory()
+            elif self.ring.held:
+                self.ring.release()  # it was larger for a longer context
+            elif len(self.ring.slots) > 1:
+                self.ring.resize(1)
             else:
-                return
-
-    def _next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:
-        """Return the layer to offload next: of the sequence used longest ago, and far from those that were offloaded.
-
-        ``asking`` is the layer that new tokens come to; None before a call.
-        """
-        layers = [rows for rows in self.layers if rows.disk is None and (rows.memory.length or rows is asking)]
-        return min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index), default=None)
+                return int(over)
+        return 0
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
         with self.lock:
             self.is_closed = True
             for rows in self.layers:
-                rows.may_stay = False  # so that each use asks for room, and is refused
+                rows.goes_to_disk = True  # so that each use is refused
             self.ring.release()
             self.files.close()
 

@@ -41,15 +41,11 @@ class MemoryRows:
         """Bytes of the buffers."""
         return sum([array.nbytes for array in self.arrays])
 
-    def takes_more(self, num_new: int) -> bool:
-        """Return whether so many new tokens take more memory. Called for each token."""
-        return not self.capacity or self.length + num_new > self.capacity
-
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
-        if self.takes_more(new[0].shape[2]):
-            self.grow(new)
         end = self.length + new[0].shape[2]
+        if end > self.capacity:
+            self.grow(new)
         place = ..., slice(self.length, end), slice(None)
         for array, rows in zip(self.arrays, new, strict=True):
             array[place] = rows
@@ -96,15 +92,16 @@ class MemoryRows:
         self.length = length
 
 
-def append_within(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
-    """Add keys and values to a layer whose buffers have room for them, and return all; None where they have no room.
+def append_pair(store: MemoryRows, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Add keys and values to a layer, and return all.
 
     Called for nearly every token and layer: loops over two arrays would take a tenth of its time.
     """
-    start, capacity = store.length, store.capacity
+    start = store.length
     end = start + keys.shape[2]
-    if end > capacity:
-        return None
+    if end > store.capacity:
+        store.grow([keys, values])
+    capacity = store.capacity
     all_keys, all_values = store.arrays
     place = ..., slice(start, end), slice(None)
     all_keys[place] = keys

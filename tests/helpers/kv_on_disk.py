@@ -16,7 +16,7 @@ def on_disk(tmp_path: Path, num_tokens: int = 100, layers: int = 3) -> tuple[KVP
     caches = make_caches([KVCache() for _ in range(layers)], pool.options, pool)
     feed(caches, num_tokens)
     for cache in caches:
-        cache.rows.offload(())
+        cache.rows.offload()
     return pool, caches
 
 

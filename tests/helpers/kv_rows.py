@@ -14,7 +14,7 @@ def offload_all(pool: KVPool) -> None:
     """Sends every layer that has tokens to disk, as a budget would."""
     for rows in list(pool.layers):
         if rows not in pool.on_disk and rows.memory.length:
-            rows.offload(())
+            rows.offload()
 
 
 def rows_of(seed: int, num_tokens: int, dtype: mx.Dtype, heads: int = 2, width: int = 32) -> mx.array:

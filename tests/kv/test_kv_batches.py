@@ -124,7 +124,7 @@ def offloaded(model: FlashLLM) -> list[Any]:
     for number, cache in enumerate(caches):
         fill(cache, number)
         for entry in cache:
-            entry.rows.offload(())
+            entry.rows.offload()
     return caches
 
 
@@ -234,7 +234,7 @@ def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> Non
         advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
         for entry in cache:
             if not entry.is_on_disk:
-                entry.rows.offload(())
+                entry.rows.offload()
         written = model.kv.note().written_bytes
         caches = [copy.deepcopy(cache) for _ in range(4)]
         rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]

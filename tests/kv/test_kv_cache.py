@@ -21,15 +21,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from kv_rows import address, bits, equal, offload_all, rows_of, same
+from kv_rows import adding, address, bits, equal, offload_all, rows_of, same
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
-from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import KVPool, LayerRows
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.options import NUM_SLOTS, KVOptions
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.ranges import RangeReader
@@ -113,7 +112,7 @@ class Against(RuleBasedStateMachine):
             else:
                 assert equal(found, expected)
             if index in self.disk and not mine.is_on_disk:
-                mine.rows.offload(())
+                mine.rows.offload()
 
     @rule(num_tokens=st.integers(1, 700))
     def trim(self, num_tokens: int) -> None:
@@ -259,14 +258,6 @@ def test_generation_is_equal(llama: nn.Module, stock: Any, form: str, options: C
     assert same(generated(llama, cache, offloads="disk" in form), stock())
     assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
     assert bool(cache[0].pool.note().read_bytes) == ("disk" in form)
-
-
-def test_generation_within_a_budget_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    budget = 1_500_000
-    cache = make_caches(make_prompt_cache(llama), options(step=16, max_context_length=512, budget_bytes=budget))
-    assert same(generated(llama, cache, 150), generated(llama, make_prompt_cache(llama), 150))
-    assert 0 < sum(entry.is_on_disk for entry in cache)
-    assert cache[0].pool.memory_bytes <= budget < sum(entry.nbytes for entry in cache) + cache[0].pool.note().disk_bytes
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -439,19 +430,14 @@ def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Calla
 
 
 def test_the_budget_is_kept(options: Callable[..., KVOptions]) -> None:
-    budget = 700_000
-    mine, theirs = filled(options(step=16, max_context_length=768, budget_bytes=budget), (64,), 6)
-    for seed in range(1, 12):
+    """Layers go to disk between calls, those without tokens with their first ones."""
+    mine, theirs = filled(options(step=16, max_context_length=768, budget_bytes=0), (), 6)
+    pool, layers = mine[0].pool, [entry.rows for entry in mine]
+    for seed in range(12):
+        assert not pool.admit(adding(layers, 64, 64, 2 * 2 * 32 * 2), 700_000)
         feed(mine, theirs, seed, 64)
-        assert mine[0].pool.memory_bytes <= budget
-    assert 0 < sum(entry.is_on_disk for entry in mine)
-
-
-def test_a_budget_without_room_for_slots_names_the_needed_memory(options: Callable[..., KVOptions]) -> None:
-    mine, theirs = filled(options(step=16, budget_bytes=60_000), (16,), 2)
-    with pytest.raises(BudgetError, match="slots") as error:
-        feed(mine, theirs, 1, 2000)
-    assert error.value.minimum_bytes > 60_000
+        assert pool.memory_bytes <= 700_000
+    assert 0 < len(pool.on_disk) < len(layers)
 
 
 def test_a_refusal_names_a_smaller_budget_than_the_need(options: Callable[..., KVOptions]) -> None:
@@ -468,12 +454,10 @@ def test_layers_used_longest_ago_are_offloaded_first_and_spread(options: Callabl
     old, new = (make_caches([KVCache() for _ in range(8)], pool.options, pool) for _ in range(2))
     for seed, caches in enumerate((old, new)):
         feed(caches, [KVCache() for _ in range(8)], seed, 64)
-    victims = []
-    for _ in old:
-        victim = pool._next_to_offload(new[0].rows)
-        assert victim is not None
-        victim.offload(())
-        victims.append(victim)
+    pool.budget_bytes, victims = 0, list[LayerRows]()
+    for number in range(1, 9):
+        pool.fit(lambda number=number: len(pool.on_disk) < number, 0)
+        victims += pool.on_disk.keys() - {*victims}
     assert victims == [old[i].rows for i in (0, 4, 2, 6, 1, 5, 3, 7)]
 
 
@@ -511,17 +495,6 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
     mine[0].pool.close()
     with pytest.raises(ClosedError, match="make new ones"):
         feed(mine, theirs, 1, 1)
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
-def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callable[..., KVOptions]) -> None:
-    for length in (16, 300, 700):
-        layers = Kind(Layer(), Coming(2 * 2 * 32 * 2, length, length), 6)
-        least = KVLedger(options(step=16, **settings), [layers], commits_lazily=False).least(NUM_SLOTS)
-        mine, theirs = filled(options(step=16, budget_bytes=least, **settings), (length - 2,), 6)
-        feed(mine, theirs, 1, 1)
-        feed(mine, theirs, 2, 1)
-        assert mine[0].pool.memory_bytes <= least
 
 
 def test_a_cache_that_is_copied_alone_copies_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_waiting_parts_share_a_slot(directories: Callable[[str], Path], cut: int
         model.advance([model.row(PROMPT[None, : 4 * STEP], cache, STEP, wants_logits=False)])
         for entry in cache:
             if entry.rows.disk is None:
-                entry.rows.offload(())
+                entry.rows.offload()
         row = model.row(PROMPT[None, 4 * STEP :], cache, STEP, wants_logits=False)
         num_parts = len(row.left)
         counted = (
@@ -102,7 +102,7 @@ def test_slots_of_short_sequences_are_as_short(directories: Callable[[str], Path
             model.advance([model.row(PROMPT[None, :length], cache, STEP, wants_logits=False)])
             for entry in cache:
                 if entry.rows.disk is None:
-                    entry.rows.offload(())
+                    entry.rows.offload()
         long = model.row(PROMPT[None, 2 * STEP :], caches[0], STEP, wants_logits=False)
         rows = [long, *(model.row(PROMPT[None, :1], cache, STEP) for cache in caches[1:])]
         lanes = [row.lane(len(row.left)) for row in rows]

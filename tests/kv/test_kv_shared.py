@@ -43,6 +43,8 @@ class Conversation:
         self.mine: list[Any] = mine or make_caches(self.theirs, pool.options, pool)
 
     def feed(self, seed: int, length: int) -> None:
+        if (limit := self.pool.budget_bytes) is not None:
+            assert not self.pool.admit(adding([entry.rows for entry in self.mine], length, length, TOKEN_BYTES), limit)
         for index, caches in enumerate(zip(self.mine, self.theirs, strict=True)):
             rows = rows_of(100 * seed + index, length, mx.float16), rows_of(100 * seed + index + 50, length, mx.float16)
             found = [cache.update_and_fetch(*rows) for cache in caches]
@@ -136,7 +138,7 @@ def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: C
         if goes_to_disk:
             for entry in (entry for conversation in conversations[::2] for entry in conversation.mine[::2]):
                 if not entry.is_on_disk:
-                    entry.rows.offload(())
+                    entry.rows.offload()
         for conversation in conversations:
             conversation.check()
 

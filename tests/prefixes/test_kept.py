@@ -135,7 +135,7 @@ def test_another_process_finds_the_prefix_of_the_next_turn(model: str, expected:
 
 @pytest.fixture
 def pool() -> KVPool:
-    return KVPool(KVOptions(step=16, budget_bytes=0))
+    return KVPool(KVOptions(step=16))
 
 
 def test_a_new_sequence_is_not_mistaken_for_a_former_one(pool: KVPool) -> None:
@@ -151,7 +151,6 @@ def test_a_new_sequence_is_not_mistaken_for_a_former_one(pool: KVPool) -> None:
     def history_of(entry: Any) -> History | None:
         return RowLeaf(entry).history
 
-    pool.budget_bytes = None
     history = History()
     alone = batch(1, history)
     assert history_of(alone) is history_of(alone.extract(0)) is history

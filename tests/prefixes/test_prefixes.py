@@ -467,7 +467,7 @@ def test_a_limit_is_kept(llama: Path) -> None:
 
 def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
     governor = WriteGovernor(tmp_path, gb_per_day=0.0001)
-    pool = KVPool(KVOptions(step=64, budget_bytes=3_000_000, direct=False), governor.count)
+    pool = KVPool(KVOptions(step=64, always_on_disk=True, direct=False), governor.count)
     caches = make_caches([KVCache() for _ in range(8)], pool.options, pool)
     for cache in caches:
         cache.update_and_fetch(mx.ones((1, 2, 640, 64)), mx.ones((1, 2, 640, 64)))

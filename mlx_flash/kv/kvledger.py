@@ -143,7 +143,8 @@ class KVLedger:
     def _sizes_on_disk(self, *, more: bool) -> set[tuple[int, int]]:
         """Return the bytes of a token, and the number of tokens, of layers on disk."""
         kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
-        return {kind.after if more else (kind.layer.token_bytes, kind.layer.length) for kind in kinds}
+        sizes = {kind.after if more else (kind.layer.token_bytes, kind.layer.length) for kind in kinds}
+        return {size for size in sizes if size[0]}  # others have no slot before their first tokens
 
     def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
         """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""

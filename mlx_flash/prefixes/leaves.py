@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -175,10 +176,11 @@ class StateLeaf(Leaf):
         others = json.dumps([[path, leaf] for path, leaf in flat if path not in blobs]).encode()
         return {_OTHERS: Blob(others, "uint8", (len(others),)), **blobs}
 
-    def set_state(self, found: Mapping[str, mx.array]) -> None:
+    def set_state(self, found: Mapping[str, Blob]) -> None:
         """Replace the state by one that :meth:`read_state` returned."""
-        others = json.loads(bytes(memory_of(found[_OTHERS])))
-        self.entry.state = tree_unflatten([*((path, found[path]) for path in found if path != _OTHERS), *others])
+        others = json.loads(bytes(found[_OTHERS].data))
+        arrays = [(path, to_array(blob)) for path, blob in found.items() if path != _OTHERS]
+        self.entry.state = tree_unflatten([*arrays, *others])
 
 
 def _is_zero(padding: mx.array | None) -> bool:
@@ -192,12 +194,11 @@ def to_blob(array: mx.array) -> Blob:
     return Blob(memory_of(flat), dtype_name(array.dtype), tuple(array.shape))
 
 
-def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:
-    """Return an array to be filled, and its memory."""
-    kind: mx.Dtype = getattr(mx, dtype)
-    array = mx.zeros(tuple(shape), kind)
-    mx.eval(array)
-    return array, memory_of(array)
+def to_array(blob: Blob) -> mx.array:
+    """Return a copy of an array's bytes as that."""
+    kind: mx.Dtype = getattr(mx, blob.dtype)
+    flat = mx.array(np.frombuffer(blob.data, np.uint8)) if blob.data else mx.zeros(0, mx.uint8)
+    return flat.view(kind).reshape(blob.shape)
 
 
 def form_of(leaves: Sequence[Leaf]) -> int:

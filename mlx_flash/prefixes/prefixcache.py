@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
@@ -32,9 +32,9 @@ from mlx_flash.prefixes.leaves import (
     form_of,
     has_state,
     leaves_of,
-    new_array,
+    to_array,
 )
-from mlx_flash.prefixes.store import Blob, BlobInfo, Prefix, PrefixStore, full_pages
+from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore, full_pages
 
 
 @dataclass(slots=True)
@@ -228,35 +228,27 @@ class PrefixCache:
             states = call.states if end == prefix.num_tokens else []
             if end <= call.history.length or not (call.rows or states):
                 continue
-            found = self._read(page, len(call.rows), len(states))
+            found = self._read(page, *map(str, range(len(call.rows))), *(f"{STATE}{i}" for i in range(len(states))))
             if found is None:
                 for leaf in call.rows:
                     leaf.trim(call.history.length)
                 return start
             for i, leaf in enumerate(call.rows):
                 leaf.trim(start)
-                leaf.append([*found[f"{i}"].values()])
+                leaf.append([to_array(blob) for blob in found[f"{i}"].values()])
             for i, holder in enumerate(states):
                 holder.set_state(found[f"{STATE}{i}"])
         return prefix.num_tokens
 
-    def _read(self, page: str, num_rows: int, num_states: int) -> dict[str, dict[str, mx.array]] | None:
-        """Return the arrays of some leaves in a page, by leaf and name; None if it is damaged, or has no states."""
-        leaves = [*(f"{i}" for i in range(num_rows)), *(f"{STATE}{i}" for i in range(num_states))]
-        arrays: dict[str, dict[str, mx.array]] = {leaf: {} for leaf in leaves}
-        views: dict[str, memoryview] = {}
-
-        def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
-            for name, blob in blobs.items():
-                leaf, _, key = name.partition(".")
-                if leaf in arrays:
-                    arrays[leaf][key], views[name] = new_array(blob.dtype, blob.shape)
-            return views
-
-        if not self.store.read(page, allocate):
-            return None
-        self.counters.restored_bytes += sum(view.nbytes for view in views.values())
-        return arrays if all(arrays.values()) else None
+    def _read(self, page: str, *leaves: str) -> dict[str, dict[str, Blob]] | None:
+        """Return what a page has of some leaves, by leaf and name; None if it is damaged, or has not all of them."""
+        found: dict[str, dict[str, Blob]] = {leaf: {} for leaf in leaves}
+        for name, blob in (self.store.read(page) or {}).items():
+            leaf, _, key = name.partition(".")
+            if leaf in found:
+                found[leaf][key] = blob
+                self.counters.restored_bytes += len(blob.data)
+        return found if all(found.values()) else None
 
     def _store(self, call: KnownCall) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
@@ -268,7 +260,7 @@ class PrefixCache:
         found = {f"{i}": leaf.read(start, end) for i, leaf in enumerate(call.rows)}
         found |= {f"{STATE}{i}": state for i, state in call.take_states(end).items()}
         blobs = {f"{leaf}.{name}": blob for leaf, arrays in found.items() for name, blob in arrays.items()}
-        return bool(self.store.put(call.after.labels, number, blobs, ends=call.after.ends))
+        return self.store.put(call.after.labels, number, blobs, ends=call.after.ends)
 
 
 def _history(leaves: Sequence[Leaf]) -> History | None:

@@ -24,7 +24,7 @@ from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.prefixes.store import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page, list_prefixes
+from mlx_flash.prefixes.store import _HEAD, MAGIC, Blob, encode_page, list_prefixes, read_page
 from mlx_flash.storage.safetensors import absent_shards, read_checkpoint, read_shard
 from models import LLAMA, save
 
@@ -191,37 +191,26 @@ def page(folder: Path) -> Iterator[Case]:
     """A page of the prefix cache."""
     name = "ab" * 32
     (folder / "pages").mkdir()
-    key = PageKey(name, "", 0, 16, "m", "title")
-    encoded = encode_page(key, {"k": Blob(bytes(100), "uint8", (100,)), "v": Blob(b"", "uint8", (0,))})
-    path = folder / "pages" / f"{name}.page"
-    with path.open("w+b") as file:
-        file.truncate(encoded.nbytes)
-        encoded.write(file.fileno())
-    valid = path.read_bytes()
-    line, _, table = valid[_HEAD.size : 4096].rstrip(b"\0").partition(b"\n")
-    seeds = json.loads(line), json.loads(table)
+    key = {"page": name, "tokens": 16, "model": "m", "title": "title"}
+    head, text, *arrays = encode_page(key, {"k": Blob(bytes(100), "uint8", (100,)), "v": Blob(b"", "uint8", (0,))})
+    valid, seed, path = b"".join([head, text, *arrays]), json.loads(bytes(text)), folder / "pages" / f"{name}.page"
 
     def case(dice: random.Random) -> None:
-        data = _with_description(*(damaged_json(seed, dice) for seed in seeds), valid[4096:])
+        data = _with_description(damaged_json(seed, dice), b"".join(arrays))
         path.write_bytes(data if dice.random() < 0.8 else damaged(valid, dice))
-        with suppress(ReadError), PageFile(path.parent, name) as opened:
-            for blob, info in opened.blobs.items():
-                read = bytearray(info.nbytes)
-                opened.read_into(blob, memoryview(read))
-                assert not any(read), "another content has the right checksum"
+        with suppress(ReadError):
+            for blob in read_page(path.parent, name).values():
+                assert not any(blob.data), "another content has the right checksum"
         if dice.random() < 0.01:
             list_prefixes(folder)
 
     yield case
 
 
-def _with_description(line: bytes, table: bytes, rest: bytes) -> bytes:
+def _with_description(text: bytes, arrays: bytes) -> bytes:
     """Return a page with checksums that are right: someone made it."""
-    text = line + b"\n" + table
-    start = -(-(_HEAD.size + len(text)) // 4096) * 4096
-    nbytes = start + len(rest)
-    head = _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(_LENGTHS.pack(nbytes, len(text)) + text))
-    return (head + text).ljust(start, b"\0") + rest
+    nbytes = _HEAD.size + len(text) + len(arrays)
+    return _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(text), zlib.crc32(arrays)) + text + arrays
 
 
 @contextmanager

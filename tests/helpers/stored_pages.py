@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.store import Blob, BlobInfo, Prefix, PrefixStore, list_prefixes, path_of
+from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore, encode_page, list_prefixes, path_of
 from mlx_flash.prefixes.store import clear_prefixes as clear_prefixes
 
 STEP = 4
 """Tokens of a page."""
-
-PAGE_BYTES = 3 * 4096
-"""Of the file of a page of :func:`blobs`: its description and two blobs."""
 
 TOKENS = list(range(100, 100 + 6 * STEP))
 
@@ -34,6 +31,15 @@ def blobs(tokens: Sequence[int], nbytes: int = 1000) -> dict[str, Blob]:
     return {
         name: Blob(content(tokens, name, nbytes), "bfloat16", (1, STEP, nbytes // 2 // STEP)) for name in ("k0", "v0")
     }
+
+
+def page_of(page: str, blobs: dict[str, Blob], title: str = "") -> bytes:
+    """Return the file of a page."""
+    return b"".join(encode_page({"page": page, "tokens": STEP, "model": "m", "title": title}, blobs))
+
+
+PAGE_BYTES = len(page_of("1" * 64, blobs(TOKENS[:STEP])))
+"""Of the file of a page of :func:`blobs`."""
 
 
 def put(
@@ -59,13 +65,8 @@ def read_all(store: PrefixStore, tokens: Sequence[int], prefix: Prefix, nbytes: 
 
 def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
     """Return all blobs of a page; None if it is not cached any more."""
-    memory: dict[str, bytearray] = {}
-
-    def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
-        memory.update({name: bytearray(blob.nbytes) for name, blob in blobs.items()})
-        return {name: memoryview(data) for name, data in memory.items()}
-
-    return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None
+    found = store.read(page)
+    return None if found is None else {name: bytes(blob.data) for name, blob in found.items()}
 
 
 def stats(store: PrefixStore) -> dict[str, Any]:

@@ -140,9 +140,9 @@ class Prefixes(Writer):
 
     def check(self) -> bool:
         with closing(self._store()) as store:
-            found, data = store.find(self._tokens(self.first)), bytearray(5000)
-            is_there = len(found.pages) == 2 and store.read(found.pages[1], lambda _: {"k": memoryview(data)})
-            return is_there and data == self._blob(self.first).data
+            found = store.find(self._tokens(self.first))
+            page = store.read(found.pages[1]) if len(found.pages) == 2 else None
+            return page is not None and page["k"].data == self._blob(self.first).data
 
     def _store(self) -> PrefixStore:
         governor = WriteGovernor(self.folder)

@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kv_rows import adding, address, equal, offload_all, rows_of
+from kv_settings import little_under_way
 from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
@@ -27,6 +28,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "step": {"step": 16},
     "preallocated": {"step": 16, "form": "preallocated", "max_context_length": 1536},
 }
+
+__all__ = ["little_under_way"]
 
 
 @pytest.fixture

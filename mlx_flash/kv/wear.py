@@ -100,13 +100,13 @@ class WriteGovernor:
 
     def _look(self) -> None:
         """Take over what other processes counted, unless this one knows more: a file may be missing or damaged."""
-        match read_json_object(self._path, _MOST_BYTES):
-            case {"day": str(day), "day_bytes": int(day_bytes), "total_bytes": int(total_bytes)}:
-                self._day, self._day_bytes = max((self._day, self._day_bytes), (day, day_bytes))
-                self._total_bytes = max(self._total_bytes, total_bytes)
         today = time.strftime("%Y-%m-%d", time.localtime(self._clock()))
         if self._day != today:
             self._day, self._day_bytes = today, 0
+        match read_json_object(self._path, _MOST_BYTES):
+            case {"day": str(day), "day_bytes": int(day_bytes), "total_bytes": int(total_bytes)}:
+                self._day_bytes = max(self._day_bytes, day_bytes if day == today else 0)
+                self._total_bytes = max(self._total_bytes, total_bytes)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

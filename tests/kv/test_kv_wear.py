@@ -104,12 +104,13 @@ def test_a_file_that_cannot_be_opened_costs_a_warning(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize("call", ["open", "pwrite"])
 def test_a_disk_that_fails_costs_a_warning(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room to write the count, or none that can be read: the process counts for itself."""
+    """No room to write the count, or none that can be read: the process counts for itself, not for another day."""
 
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     running = governor(tmp_path)
+    governor(tmp_path, now=2e9).count(1)
     monkeypatch.setattr(os, call, fail)
     assert running.claim(GB) and not running.claim(1)
     assert running.telemetry()["session_bytes"] == GB

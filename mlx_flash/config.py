@@ -141,7 +141,7 @@ GB = 1_000_000_000
 Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "auto", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
-KVMode = Literal["stock", "preallocated", "disk"]
+KVMode = Literal["stock", "disk"]
 Batching = Literal["auto", "stock"]
 PrefixMode = Literal["off", "exact"]
 
@@ -178,10 +178,9 @@ class FlashConfig:
             budget has left is refused.
         prefill_step_size: prompt tokens in one forward call. None is mlx-lm's 2048, or fewer where those would take
             more than a fifth of the budget.
-        kv_cache: storage of the KV cache. ``"stock"`` leaves it to mlx-lm. ``"preallocated"`` takes the memory of
-            ``context_length`` tokens at once, and never copies old tokens. ``"disk"`` keeps ``kv_ram_gb`` in memory and
-            the rest in files, so that the disk limits the context. None keeps it in memory as mlx-lm does, and offloads
-            it to disk where the plan or a call has no room for it.
+        kv_cache: storage of the KV cache. ``"stock"`` leaves it to mlx-lm, in memory. ``"disk"`` keeps ``kv_ram_gb`` in
+            memory and the rest in files, so that the disk limits the context. None keeps it in memory as mlx-lm does,
+            and offloads it to disk where the plan or a call has no room for it.
         kv_ram_gb: memory for keys and values, in GB; the rest is on disk. None lets the plan choose.
         kv_max_tokens: last tokens that a cache keeps, which changes the output: mlx-lm's ``RotatingKVCache``, in
             memory, whatever ``kv_cache`` is. None keeps every token.

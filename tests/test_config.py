@@ -86,7 +86,7 @@ BOUNDS: list[tuple[tuple[str, ...], list[Any], dict[str, list[Any]]]] = [
     (SHARES, [4], {"a finite number not below 0": [-1, -0.5, -5e-324, 1e300, *NO_NUMBERS]}),
     (("io",), ["auto", "direct", "buffered"], {IO: [None, "", "mmap", b"auto", 1, True, ["auto"], {}]}),
     (("io",), [], {f"{IO}. Did you mean 'direct'?": ["Direct"], f"{IO}. Did you mean 'buffered'?": ["bufered"]}),
-    (("kv_cache",), [None, "stock", "disk"], {"one of 'stock', 'preallocated', 'disk'": ["paged", "flat", "lazy"]}),
+    (("kv_cache",), [None, "stock", "disk"], {"one of 'stock', 'disk'": ["paged", "flat", "lazy"]}),
     (SWITCHES, [True, False], {"True or False": [None, 0, 1, "yes", "", [], math.nan]}),
     (("ram_budget_gb",), [None, *WORDS, 2, 1.5], {f"a number of GB, {OR_WORDS}": ["", "most", "2", "2GB", "nan"]}),
     (
@@ -153,7 +153,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "ram_budget_gb": (None, "min", "safe", 2.0, 0.75),
     "context_length": (None, 1, 4096),
     "prefill_step_size": (None, 64, 512),
-    "kv_cache": (None, "preallocated", "disk"),
+    "kv_cache": (None, "stock", "disk"),
     "kv_ram_gb": (None, 0.25, 1.0),
     "kv_max_tokens": (None, 1000, 20_000),
     "kv_keep": (0, 4),

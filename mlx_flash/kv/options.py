@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from mlx_flash.memory.arena import HUGE_PAGE
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 DEFAULT_STEP = 256  # tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk
-GROWTH = 4  # a buffer that was too small grows by this part of its size
 CONTEXT_ALIGNMENT = 256
 
 NUM_SLOTS = 2  # buffers for layers on disk
@@ -33,21 +31,13 @@ NUM_READERS = 2  # sets of read buffers: urgent reads have their own. With one s
 PAGE_TOKENS = 256  # tokens of a page of the prefix cache
 QUEUED_PAGES = 2  # pages of the prefix cache that may wait to be written; a call that adds more waits
 
-Form = Literal["step", "preallocated"]
-"""The form of keys and values in memory.
-
-``step`` grows by some tokens at a time and copies the old ones, as mlx-lm does. ``preallocated`` allocates memory for
-``max_context_length`` tokens at once and writes in place.
-"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOptions:
     """Settings of the KV caches of one model."""
 
-    form: Form = "step"
-    step: int = DEFAULT_STEP  # tokens of a page; caches of the form ``step`` grow by as many
-    max_context_length: int | None = None  # tokens to reserve room for; longer contexts still grow
+    step: int = DEFAULT_STEP  # tokens of a page, and by which caches in memory grow
+    max_context_length: int | None = None  # tokens that slots have room for; longer contexts still grow
     budget_bytes: int | None = None  # the most memory of all caches together; beyond it layers are offloaded to disk
     always_on_disk: bool = False  # whether layers go to disk with their first tokens, whatever the budget
     directory: Path | None = None  # in which a folder for files is created; None for the cache folder
@@ -57,27 +47,19 @@ class KVOptions:
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens to reserve room for; 0 when that is unset."""
+        """Tokens that slots have room for; 0 when that is unset."""
         return round_up(self.max_context_length or 0, CONTEXT_ALIGNMENT)
 
     def most_capacity(self, tokens: int) -> int:
         """Return the most tokens that the buffers of a cache in memory have room for while it holds so many at most."""
-        if self.form == "step":
-            return self.step if tokens <= self.step else tokens + self.step - 1
-        if tokens <= self.reserved_tokens:
-            return self.reserved_tokens
-        return round_up(tokens + tokens // GROWTH, self.step)
+        return self.step if tokens <= self.step else tokens + self.step - 1
 
     def capacity_after(self, length: int, capacity: int, num_new: int) -> int:
         """Return the capacity of buffers in memory, 0 if there are none, after new tokens came to ``length``."""
         end = length + num_new
         if capacity and end <= capacity:
             return capacity
-        if self.form == "step":
-            return length + round_up(num_new, self.step)
-        if end <= self.reserved_tokens:
-            return self.reserved_tokens
-        return round_up(max(end, capacity + capacity // GROWTH), self.step)
+        return length + round_up(num_new, self.step)
 
     def slot_tokens(self, tokens: int) -> int:
         """Return the capacity of a slot for so many tokens."""

@@ -264,10 +264,9 @@ def check_kv(config: FlashConfig) -> None:
     directory = None if config.kv_directory is None else Path(config.kv_directory).expanduser()
     if directory is not None:
         _check_directory(directory)
-    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "preallocated"):
+    if config.kv_ram_gb is not None and config.kv_cache == "stock":
         raise ConfigError(
-            f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
-            "Hint: kv_cache='disk'."
+            f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache='stock'. Hint: kv_cache='disk'."
         )
     if config.writes_nothing and (config.kv_cache == "disk" or config.kv_ram_gb is not None):
         raise ConfigError(
@@ -305,7 +304,6 @@ def ledger_of(
     options = None
     if sizes.cache.rows and config.kv_cache != "stock":
         options = KVOptions(
-            form="preallocated" if config.kv_cache == "preallocated" else "step",
             step=config.kv_step,
             max_context_length=context_length or None if config.kv_cache is not None else None,
             budget_bytes=0 if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
@@ -386,7 +384,7 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     where a setting limits the context or the KV cache, and where caches that grow cannot be on disk.
     """
     is_limited = config.context_length is not None or config.kv_ram_gb is not None or config.writes_nothing
-    if is_limited or config.kv_cache in ("stock", "preallocated") or sizes.cache.grows_in_memory:
+    if is_limited or config.kv_cache == "stock" or sizes.cache.grows_in_memory:
         return 0
     ledger, logits = ledger_of(sizes, config, 0), PROMISED_LOGITS * sizes.activations.returned_per_token
     long, short = (

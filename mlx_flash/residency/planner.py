@@ -938,7 +938,7 @@ def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
 def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> tuple[bool, ...]:
     """Return the places of the KV cache to plan with: False for memory, True for the disk."""
     check_kv(config)
-    if not sizes.cache.rows or config.kv_cache in ("stock", "preallocated") or config.writes_nothing:
+    if not sizes.cache.rows or config.kv_cache == "stock" or config.writes_nothing:
         return (False,)
     needed = sum(sizes.cache.rows) * (config.context_length or 0)
     if config.kv_cache is None and config.kv_ram_gb is None:

@@ -117,7 +117,7 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         assert waiting < most or plan.activations.held.has_keys
 
 
-@pytest.mark.parametrize("kv_cache", [None, "preallocated", "stock"])
+@pytest.mark.parametrize("kv_cache", [None, "stock"])
 def test_calls_that_nothing_has_waited_for_are_counted(directory: Path, kv_cache: KVMode | None) -> None:
     """MLX computes them later, together with those after them."""
     context, num_calls = 256, 12

@@ -31,7 +31,6 @@ SMALL = LLAMA | {
 
 FORMS: dict[str, dict[str, Any]] = {
     "open": {},
-    "preallocated": {"kv_cache": "preallocated"},
     "disk": {"kv_cache": "disk", "kv_step": 16},
     "disk, wide pages": {"kv_cache": "disk", "kv_step": 64},
 }

@@ -21,7 +21,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from kv_rows import adding, address, bits, equal, offload_all, rows_of, same
+from kv_rows import adding, bits, equal, offload_all, rows_of, same
 from kv_settings import little_under_way
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import options as kv_options
@@ -66,12 +66,10 @@ class Against(RuleBasedStateMachine):
     FORMS: tuple[dict[str, Any], ...] = (
         {"step": 256},
         {"step": 16},
-        {"form": "preallocated", "max_context_length": 700, "step": 16},
-        {"form": "preallocated", "max_context_length": 4096, "step": 16},
         {"step": 16, "disk": (0, 1, 2)},
         {"step": 256, "disk": (0, 1, 2)},
         {"step": 64, "disk": (1,)},
-        {"step": 32, "disk": (0, 2), "form": "preallocated", "max_context_length": 4096, "direct": False},
+        {"step": 32, "disk": (0, 2), "max_context_length": 4096, "direct": False},
     )
     """``disk``: the layers that are on disk."""
 
@@ -228,9 +226,8 @@ PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 
 FORMS: dict[str, dict[str, Any]] = {
     "step": {},
-    "preallocated": {"form": "preallocated", "max_context_length": 350},
     "disk": {"step": 16},
-    "disk, preallocated": {"step": 32, "form": "preallocated", "max_context_length": 512},
+    "disk, large slots": {"step": 32, "max_context_length": 512},
 }
 """``disk``: all layers go there while tokens are generated."""
 
@@ -273,7 +270,7 @@ def test_generation_in_16_bits_is_equal(dtype: mx.Dtype, bits: int | None, optio
     assert cache[0].keys.dtype == dtype
 
 
-@pytest.mark.parametrize(("form", "bits"), [*((form, 4) for form in FORMS), ("preallocated", 8), ("disk", 8)])
+@pytest.mark.parametrize(("form", "bits"), [*((form, 4) for form in FORMS), ("disk", 8)])
 def test_quantized_generation_is_equal(
     llama: nn.Module, stock: Any, form: str, bits: int, options: Callable[..., KVOptions]
 ) -> None:
@@ -472,17 +469,6 @@ def test_layers_that_come_while_others_are_added_up(options: Callable[..., KVOpt
     for rows in pool.layers:
         caches.append([rows, *make_caches([KVCache(), KVCache()], pool.options, pool)])
     assert [rows.index for rows in pool.layers] == [0, 1] * len(caches) == [0, 1] * 3
-
-
-def test_preallocated_writes_in_place(options: Callable[..., KVOptions]) -> None:
-    mine, theirs = filled(options(form="preallocated", max_context_length=1000), (10,), 2)
-    assert mine[0].keys.shape[2] == 1024
-    addresses = [address(entry.keys) for entry in mine]
-    for seed in range(1, 20):
-        feed(mine, theirs, seed, 50)
-    assert [address(entry.keys) for entry in mine] == addresses
-    feed(mine, theirs, 20, 100)  # past the reserve
-    assert mine[0].keys.shape[2] >= 1060
 
 
 def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:

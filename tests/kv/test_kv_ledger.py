@@ -37,7 +37,6 @@ def rows_of(count: int, layer: int) -> mx.array:
 OPTIONS = st.fixed_dictionaries(
     {
         "step": st.sampled_from([4, 16, 256]),
-        "form": st.sampled_from(["step", "preallocated"]),
         "max_context_length": st.sampled_from([16, 300, 1000]),
         "budget_bytes": st.sampled_from([None, 60_000, 200_000, 1 << 30]),
     }

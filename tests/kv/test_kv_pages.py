@@ -268,7 +268,7 @@ def test_offloaded_layers_leave_the_counted_memory(heap: str, tmp_path: Path) ->
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")
     top = make_holes() if heap == "with holes" else []
-    caches = make_caches([KVCache() for _ in range(8)], KVOptions(form="step", directory=tmp_path))
+    caches = make_caches([KVCache() for _ in range(8)], KVOptions(directory=tmp_path))
     pool = caches[0].pool
     for cache in caches:
         mx.eval(cache.update_and_fetch(mx.ones((1, 4, 8192, 64)), mx.zeros((1, 4, 8192, 64))))

@@ -14,8 +14,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kv_rows import adding, address, equal, offload_all, rows_of
-from kv_settings import little_under_way
+from kv_rows import adding, equal, offload_all, rows_of
 from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
@@ -23,13 +22,6 @@ from mlx_flash.kv.options import KVOptions
 LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2
 """Bytes of a token in a layer: keys and values of two heads of 32 numbers of 16 bits."""
-
-FORMS: dict[str, dict[str, Any]] = {
-    "step": {"step": 16},
-    "preallocated": {"step": 16, "form": "preallocated", "max_context_length": 1536},
-}
-
-__all__ = ["little_under_way"]
 
 
 @pytest.fixture
@@ -68,9 +60,8 @@ class Conversation:
             assert equal(mine.keys_and_values(), theirs.keys_and_values())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_counted_memory_is_what_mlx_has_allocated(form: str, options: Callable[..., KVOptions]) -> None:
-    pool = KVPool(options(**FORMS[form]))
+def test_counted_memory_is_what_mlx_has_allocated(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
     gc.collect()  # what other tests left is not to go meanwhile
     mx.clear_cache()  # nor are its larger buffers to be used again
     before = mx.get_active_memory()
@@ -92,23 +83,8 @@ def test_counted_memory_is_what_mlx_has_allocated(form: str, options: Callable[.
             assert pool.memory_bytes <= pool.note().reserved_bytes
 
 
-def test_a_single_conversation_is_written_in_place(options: Callable[..., KVOptions]) -> None:
-    """Copies are kept of it; that does not slow it down."""
-    first = Conversation(KVPool(options(form="preallocated", max_context_length=1000)))
-    first.feed(0, 500)
-    addresses = [address(entry.keys) for entry in first.mine]
-    copies = [first.copy() for _ in range(3)]
-    for seed in range(1, 5):
-        first.feed(seed, 50)
-        copies.append(first.copy())
-    assert [address(entry.keys) for entry in first.mine] == addresses
-    for other in copies:
-        other.check()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_copies_of_layers_on_disk_share_pages(form: str, options: Callable[..., KVOptions]) -> None:
-    pool = KVPool(options(**FORMS[form]))
+def test_copies_of_layers_on_disk_share_pages(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
     first = Conversation(pool)
     first.feed(0, 1000)
     offload_all(pool)
@@ -127,10 +103,9 @@ def test_copies_of_layers_on_disk_share_pages(form: str, options: Callable[..., 
 
 
 @pytest.mark.parametrize("goes_to_disk", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
+def test_changed_tokens_are_not_shared(goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
     """Copies that were cut, or had tokens taken out, and went on: only what they still begin with is the same."""
-    pool = KVPool(options(**FORMS[form]))
+    pool = KVPool(options(step=16))
     conversations = [Conversation(pool)]
     conversations[0].feed(0, 200)
     conversations += [conversations[0].copy() for _ in range(3)]
@@ -156,14 +131,10 @@ def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: C
     take_turns(4)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("times", [1.0, 1.6, 6.0])
-def test_the_budget_holds_while_conversations_take_turns(
-    form: str, times: float, options: Callable[..., KVOptions]
-) -> None:
-    settings = FORMS[form] | ({"max_context_length": 1024} if form != "step" else {})
+def test_the_budget_holds_while_conversations_take_turns(times: float, options: Callable[..., KVOptions]) -> None:
     budget = int(times * 900 * TOKEN_BYTES * LAYERS) + 200_000
-    pool = KVPool(options(**settings, budget_bytes=budget))
+    pool = KVPool(options(step=16, budget_bytes=budget))
     first = Conversation(pool)
     first.feed(0, 600)
     conversations = [first]
@@ -178,9 +149,8 @@ def test_the_budget_holds_while_conversations_take_turns(
     assert bool(pool.stats.num_offloaded) == (times < 6.0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_admit_predicts_the_memory_of_a_call(form: str, options: Callable[..., KVOptions]) -> None:
-    pool = KVPool(options(**FORMS[form]))
+def test_admit_predicts_the_memory_of_a_call(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
     first = Conversation(pool)
     first.feed(0, 600)
     second = first.copy()

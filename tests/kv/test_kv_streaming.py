@@ -102,11 +102,10 @@ def test_output_is_stock(directories: Callable[[str], Path], stock_output: Any, 
         assert went_to_disk(model) == ("disk" in form)
 
 
-@pytest.mark.parametrize("form", ["preallocated", "disk"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_output_is_stock(directories: Callable[[str], Path], bits: int, form: str) -> None:
+def test_quantized_output_is_stock(directories: Callable[[str], Path], bits: int) -> None:
     directory, quantized = directories("llama"), {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 100}
-    with load_model(directory, settings(directory, form, kv_cache=form))[0] as model:
+    with load_model(directory, settings(directory))[0] as model:
         cache = make_prompt_cache(model)
         mine = generated(model, prompt_cache=cache, **quantized)
         assert same(mine, generated(stock(directory), **quantized))

@@ -62,9 +62,8 @@ def lengths(served: Served) -> list[int]:
     return sorted(cache[0].offset for cache in served.kept)
 
 
-@pytest.mark.parametrize("form", [None, "preallocated"])
-def test_kept_conversations_are_shortened_and_continued(model: str, expected: list[Answer], form: str | None) -> None:
-    settings = {"ram_budget_gb": "min", "kv_cache": form, "context_length": 16384, "kv_prefixes": "off"}
+def test_kept_conversations_are_shortened_and_continued(model: str, expected: list[Answer]) -> None:
+    settings = {"ram_budget_gb": "min", "context_length": 16384, "kv_prefixes": "off"}
     with serving(model, **settings) as mine:  # mlx-lm's batches keep mlx-lm's caches
         answers = [mine.ask(*turn(text)) for text in QUESTIONS]
         assert len(lengths(mine)) == 3 and {type(entry) for cache in mine.kept for entry in cache} == {DiskKVCache}

@@ -218,14 +218,6 @@ def test_a_request_alone_takes_what_it_was_admitted_for(model: FlashLLM, plan: R
     assert needed / 1.5 < mx.get_peak_memory() - before <= needed
 
 
-def test_buffers_that_grow_by_steps_reserve_no_context(plan: ResidencyPlan) -> None:
-    context: dict[str, Any] = {"max_context_length": 8000}
-    forms = KVOptions(), KVOptions(**context), KVOptions(form="preallocated", **context)
-    plans = [replace(plan, kv=replace(plan.kv, options=options)) for options in forms]
-    short, steps, whole = (together_bytes(each, [120], "exact") for each in plans)
-    assert steps == short < whole - 7000 * plan.cache.token_bytes
-
-
 def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPlan) -> None:
     smallest, prompt = replace(plan, budget_bytes=plan.peak_bytes), plan.context_length - 20
     assert decide(smallest, prompt, 20, [], may_batch=False, batching="auto") == "alone"

@@ -82,7 +82,7 @@ def test_caches_stay_within_their_share(
     pool.close()
 
 
-@pytest.mark.parametrize("form", ["stock", "preallocated", None])
+@pytest.mark.parametrize("form", ["stock", None])
 def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None:
     share = in_memory(ledger_of(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP), CONTEXT)
     caches: list[Any] = [KVCache() for _ in sizes.cache.rows]
@@ -105,7 +105,7 @@ def test_a_share_below_the_minimum_is_refused(sizes: ModelSizes) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_cache": "preallocated", "kv_ram_gb": 1}, "nothing goes to disk"),
+        ({"kv_cache": "stock", "kv_ram_gb": 1}, "nothing goes to disk"),
         ({"kv_cache": "disk", "ssd_write_gb_per_day": 0}, "no keys and values can go to disk"),
         ({"kv_cache": "disk", "kv_max_tokens": 1000, "kv_ram_gb": 1}, "nothing goes to disk"),
     ],

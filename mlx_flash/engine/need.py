@@ -179,14 +179,14 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
 
 def _adding(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Adding:
     """Return the tokens that calls add to caches of the pool."""
-    step, tokens = 0, dict[LayerRows, tuple[int, int, int]]()
+    step, tokens = 0, dict[LayerRows, tuple[int, int]]()
     for lane in lanes:
         if lane.own:
             rows, new = plan.kv.rows, lane.tokens
             step, num_new = max(step, new.num_at_once // new.batch_size), new.num_tokens // new.batch_size
             known = rows if len(rows) == len(lane.own) else [max(rows, default=0)] * len(lane.own)
-            for entry, length, nbytes in zip(lane.own, lane.lengths, known, strict=True):
-                tokens[entry.rows] = num_new, length + num_new, new.batch_size * nbytes
+            for entry, nbytes in zip(lane.own, known, strict=True):
+                tokens[entry.rows] = num_new, new.batch_size * nbytes
     return Adding(tokens, step)
 
 

@@ -14,49 +14,30 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 
 
-class Layer(NamedTuple):
-    """One layer of one prompt cache."""
+class Layers(NamedTuple):
+    """Layers of prompt caches that are alike, and the tokens that a call adds to each."""
 
-    token_bytes: int = 0  # 0 before the first token
+    token_bytes: int
     length: int = 0  # number of tokens
-    capacity: int = 0  # tokens that its buffers have room for; 0 while it has none
-    is_on_disk: bool = False  # all but its last tokens
+    capacity: int = 0  # tokens that buffers in memory have room for: on disk of the last ones; 0 while there are none
+    is_on_disk: bool = False  # all but the last tokens
+    num_new: int = 0  # tokens that come
+    number: int = 1  # of layers
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers."""
+        """Bytes of the buffers of one."""
         return self.capacity * self.token_bytes
 
-    def takes_more(self, num_new: int) -> bool:
-        """Return whether so many new tokens take more memory."""
-        return not self.capacity or self.length + num_new > self.capacity
-
-
-class Coming(NamedTuple):
-    """Tokens that a call adds to a layer."""
-
-    token_bytes: int
-    num_new: int
-    length: int  # number of tokens afterwards
-
-
-class Kind(NamedTuple):
-    """Layers that are alike, and get the same tokens."""
-
-    layer: Layer
-    coming: Coming | None = None
-    number: int = 1
+    @property
+    def end(self) -> int:
+        """Number of tokens after those that come."""
+        return self.length + self.num_new
 
     @property
-    def longer(self) -> int:
-        """Tokens by which each layer gets longer."""
-        return 0 if self.coming is None else max(0, self.coming.length - self.layer.length)
-
-    @property
-    def after(self) -> tuple[int, int]:
-        """The bytes of a token in each layer, and its number of tokens, after those that come."""
-        layer, coming = self.layer, self.coming
-        return (layer.token_bytes, layer.length) if coming is None else (coming.token_bytes, coming.length)
+    def grows(self) -> bool:
+        """True if its buffers have no room for the tokens that come."""
+        return bool(self.num_new) and not self.is_on_disk and self.end > self.capacity
 
 
 class Way(NamedTuple):
@@ -73,7 +54,7 @@ class KVLedger:
     """The layers of all caches of a model, and the tokens that a call adds to some."""
 
     options: KVOptions
-    kinds: Sequence[Kind]  # the layers of all caches, and what a call, or several in lockstep, add to them
+    layers: Sequence[Layers]  # of all caches, and what a call, or several in lockstep, add to them
     step: int = 1  # how many of them go through the model at a time
     slots_held: int = 0  # bytes of the slots of layers on disk
     num_slots: int = NUM_SLOTS
@@ -88,26 +69,26 @@ class KVLedger:
     @cached_property
     def arrays(self) -> int:
         """Bytes of caches that MLX counts as active: without slots, and without layers on disk."""
-        return sum([number * layer.capacity * layer.token_bytes for layer, _, number in self.kinds])
+        return sum([each.number * each.nbytes for each in self.layers if not each.is_on_disk])
 
     @cached_property
     def peak(self) -> int:
         """The most bytes while the tokens come to one layer after another, with layers where they are."""
-        nbytes, moved = 0, 0
-        for kind in self.kinds:
-            layer, coming, number = kind
-            if coming is None or layer.is_on_disk:
-                nbytes += number * layer.nbytes
-            else:
-                capacity = self.options.capacity_after(layer.length, layer.capacity, kind.longer)
-                if self._grows_several_times(kind):  # by which it may get more room, and is copied when it is long
-                    capacity = max(capacity, self.options.most_capacity(coming.length))
-                    moved = max(moved, coming.token_bytes * coming.length)
-                nbytes += number * coming.token_bytes * capacity
-            if self._grows(kind):
-                moved = max(moved, layer.nbytes)  # its old buffers are there besides
-        nbytes += moved
-        nbytes += self._on_disk(more=True) if self.is_on_disk else self.slots_held
+        nbytes, moved, options = 0, 0, self.options
+        for each in self.layers:
+            if each.is_on_disk:
+                continue
+            capacity = each.capacity
+            if each.grows:
+                moved = max(moved, each.nbytes)  # the old buffers are there besides
+                capacity = options.capacity_after(each.length, capacity, each.num_new)
+                first = options.capacity_after(each.length, each.capacity, self.step)
+                if each.num_new > self.step and first < each.end:
+                    # it grows several times, by which it may get more room, and is copied when it is long
+                    capacity = max(capacity, options.most_capacity(each.end))
+                    moved = max(moved, each.token_bytes * each.end)
+            nbytes += each.number * each.token_bytes * capacity
+        nbytes += moved + (self._on_disk(more=True) if self.is_on_disk else self.slots_held)
         return max(nbytes, self.now)
 
     @property
@@ -118,33 +99,19 @@ class KVLedger:
     @cached_property
     def is_on_disk(self) -> bool:
         """True if a layer is on disk."""
-        return True in [layer.is_on_disk for layer, _, _ in self.kinds]
+        return True in [each.is_on_disk for each in self.layers]
 
     @cached_property
     def replaced(self) -> int:
         """The most bytes of buffers of a layer in memory that have no room for its tokens."""
-        growing = [kind.layer.nbytes for kind in self.kinds if self._grows(kind)]
-        return max(growing, default=0)
-
-    def _grows(self, kind: Kind) -> bool:
-        return kind.coming is not None and not kind.layer.is_on_disk and kind.layer.takes_more(kind.longer)
+        return max([each.nbytes for each in self.layers if each.grows], default=0)
 
     def _on_disk(self, *, more: bool) -> int:
         """Return the memory of layers on disk, with or without more tokens: slots for the largest, all last tokens."""
-        kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
-        tails = sum([kind.number * (kind.after[0] if more else kind.layer.token_bytes) for kind in kinds])
-        copy = self._copy(self._sizes_on_disk(more=more))
-        return max(self.slots_needed(more=more), self.slots_held) + copy + self.options.step * tails
-
-    def slots_needed(self, *, more: bool) -> int:
-        """Return the bytes of all slots, for the largest layer on disk, with or without the tokens that come."""
-        return self._slots(self._sizes_on_disk(more=more), self.num_slots)
-
-    def _sizes_on_disk(self, *, more: bool) -> set[tuple[int, int]]:
-        """Return the bytes of a token, and the number of tokens, of layers on disk."""
-        kinds = [kind for kind in self.kinds if kind.layer.is_on_disk]
-        sizes = {kind.after if more else (kind.layer.token_bytes, kind.layer.length) for kind in kinds}
-        return {size for size in sizes if size[0]}  # others have no slot before their first tokens
+        layers = [each for each in self.layers if each.is_on_disk and (each.capacity or (more and each.num_new))]
+        sizes = {(each.token_bytes, each.end if more else each.length) for each in layers}
+        slots = max(self._slots(sizes, self.num_slots), self.slots_held)
+        return slots + self._copy(sizes) + self.options.step * sum([each.number * each.token_bytes for each in layers])
 
     def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
         """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""
@@ -167,35 +134,24 @@ class KVLedger:
             least = self.least_with(num_slots)
             under_way = least - self.least(num_slots)
             if least <= limit:
-                on_disk = [kind for kind in self.kinds if kind.coming is not None and kind.layer.is_on_disk]
-                fresh = sum([number * coming.num_new * coming.token_bytes for _, coming, number in on_disk if coming])
+                fresh = sum([each.number * each.num_new * each.token_bytes for each in self.layers if each.is_on_disk])
                 return Way(0, under_way, num_slots, fresh + max(0, peak + under_way - limit))
         return Way(max(0, min(least, peak + under_way * self.is_on_disk) - limit))  # nothing can be offloaded
 
     def least_with(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came, and what is under way then."""
-        tokens = max([coming.length for _, coming, _ in self.kinds if coming is not None], default=0)
+        tokens = max([each.end for each in self.layers if each.num_new], default=0)
         return self.least(num_slots) + self.options.under_way_bytes(self._new_sizes, tokens, self.step, num_slots)
 
     @cached_property
     def _new_sizes(self) -> list[int]:
         """Bytes of a token in each layer that gets some."""
-        return [
-            size for _, coming, number in self.kinds if coming is not None for size in [coming.token_bytes] * number
-        ]
-
-    def _grows_several_times(self, kind: Kind) -> bool:
-        """Return whether the tokens come in parts that do not all fit into the buffers of the first one."""
-        layer, coming = kind.layer, kind.coming
-        if coming is None or coming.num_new <= self.step:
-            return False
-        return self.options.capacity_after(layer.length, layer.capacity, self.step) < layer.length + coming.num_new
+        return [size for each in self.layers if each.num_new for size in [each.token_bytes] * each.number]
 
     def least(self, num_slots: int) -> int:
         """Return the memory with every layer on disk, after the tokens came."""
-        kinds = [kind for kind in self.kinds if kind.after[0]]
-        tails = sum([kind.number * kind.after[0] for kind in kinds])
-        sizes = {(0, 0), *(kind.after for kind in kinds)}
+        tails = sum([each.number * each.token_bytes for each in self.layers])
+        sizes = {(0, 0), *((each.token_bytes, each.end) for each in self.layers if each.token_bytes)}
         return self._slots(sizes, num_slots) + self._copy(sizes) + self.options.step * tails
 
 

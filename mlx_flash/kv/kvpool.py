@@ -24,7 +24,7 @@ from mlx_flash import enginethread
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import DiskRows, KVFiles
-from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer, Way, no_room
+from mlx_flash.kv.kvledger import KVLedger, Layers, Way, no_room
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
@@ -50,12 +50,11 @@ class Adding(NamedTuple):
     """Tokens that a call, or several in lockstep, add to layers of caches.
 
     Attributes:
-        tokens: how many each sequence gets in a layer, how many it has then, and the bytes of one of all sequences;
-            these are not used where there are tokens already.
+        tokens: how many each sequence gets in a layer, and the bytes of one of all sequences, if the layer has none.
         step: how many of them go through the model at a time.
     """
 
-    tokens: Mapping[LayerRows, tuple[int, int, int]]
+    tokens: Mapping[LayerRows, tuple[int, int]]
     step: int = 1
 
 
@@ -229,24 +228,19 @@ class KVPool(Opaque):
 
     def ledger(self, adding: Adding = NOTHING) -> KVLedger:
         """Return the layers of all caches in numbers, and the tokens that a call adds to some."""
-        alike, kinds = Counter[Any](), list[Kind]()
-        tokens_of = adding.tokens.get
+        alike, tokens_of, none = Counter[Any](), adding.tokens.get, (0, 0)
         for reference in self._by_number.valuerefs():  # for each pass: no function is called for a layer
             if (rows := reference()) is None:
                 continue
-            store = rows.store
-            token_bytes = 0 if store.layout is None else store.layout.token_bytes
-            is_on_disk = isinstance(store, DiskRows) or (rows.goes_to_disk and not store.capacity)
-            capacity = 0 if is_on_disk else store.capacity
-            alike[token_bytes, store.length, capacity, is_on_disk, tokens_of(rows)] += 1
-        for (*numbers, new), number in alike.items():
-            coming = None
-            if new is not None:
-                num_new, length, nbytes = new
-                coming = Coming(numbers[0] or nbytes, num_new, length)
-            kinds.append(Kind(Layer(*numbers), coming, number))
+            store, (num_new, token_bytes) = rows.store, tokens_of(rows, none)
+            if store.layout is not None:
+                token_bytes = store.layout.token_bytes
+            is_on_disk = isinstance(store, DiskRows)
+            capacity = self.options.step if is_on_disk else store.capacity
+            alike[token_bytes, store.length, capacity, is_on_disk or (rows.goes_to_disk and not capacity), num_new] += 1
+        layers = [Layers(*each)._replace(number=number) for each, number in alike.items()]
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
-        return KVLedger(self.options, kinds, adding.step, *slots)
+        return KVLedger(self.options, layers, adding.step, *slots)
 
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
@@ -278,9 +272,9 @@ class KVPool(Opaque):
         if way.missing or options.budget_bytes is None:
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
-        in_parts = max([num_new for num_new, _, _ in adding.tokens.values()], default=0) > adding.step
-        for rows, (_, length, _) in adding.tokens.items():
-            rows.expect(length if in_parts else 0)
+        in_parts = max([num_new for num_new, _ in adding.tokens.values()], default=0) > adding.step
+        for rows, (num_new, _) in adding.tokens.items():
+            rows.expect(rows.length + num_new if in_parts else 0)
         if way.num_slots:
             self.ring.resize(way.num_slots)
             self.files.limit_queue(way.num_slots)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
+from mlx_flash.kv.kvledger import KVLedger, Layers
 from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, KVOptions
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
@@ -88,8 +88,8 @@ class Ledger:
     def on_disk(self, lengths: Sequence[int], num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the memory of keys and values of sequences with every layer on disk, if so many come in a call."""
         rows, options = Counter(self.cache.rows).items(), self.options or KVOptions()
-        kinds = [Kind(Layer(), Coming(row, n, n), number) for n in lengths for row, number in rows]
-        return KVLedger(options, kinds, num_new, commits_lazily=False).least_with(num_slots)
+        layers = [Layers(row, num_new=n, number=number) for n in lengths for row, number in rows]
+        return KVLedger(options, layers, num_new, commits_lazily=False).least_with(num_slots)
 
     def rows_in_memory(self, tokens: int) -> int:
         """Return the most memory of keys and values that may go to disk, while they are in memory."""

@@ -50,4 +50,4 @@ def adding(layers: Iterable[LayerRows], num_new: int, step: int, nbytes: Sequenc
     """Return so many tokens for each layer; ``nbytes`` are of a token, of all layers or of each."""
     layers = list(layers)
     sizes = [nbytes] * len(layers) if isinstance(nbytes, int) else nbytes
-    return Adding({r: (num_new, r.length + num_new, size) for r, size in zip(layers, sizes, strict=True)}, step)
+    return Adding({rows: (num_new, size) for rows, size in zip(layers, sizes, strict=True)}, step)

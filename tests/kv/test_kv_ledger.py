@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from kv_rows import adding
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
+from mlx_flash.kv.kvledger import KVLedger, Layers
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import SLOT_PADDING, KVOptions
 
@@ -107,10 +107,10 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
 def test_now_is_a_sum_over_layers() -> None:
     """Of a layer on disk the slots count, and the tokens of a page."""
     options = KVOptions(step=16)
-    layers = [Kind(Layer(200, 10, 16), number=2)]
+    layers = [Layers(200, 10, 16, number=2)]
     assert KVLedger(options, layers).now == 2 * 16 * 200
     assert KVLedger(options, layers, slots_held=7).now == 2 * 16 * 200 + 7
-    on_disk = [*layers, Kind(Layer(200, 40, is_on_disk=True))]
+    on_disk = [*layers, Layers(200, 40, 16, is_on_disk=True)]
     assert KVLedger(options, on_disk).now == 2 * 16 * 200 + 16 * 200 + 2 * (48 * 200 + SLOT_PADDING)
 
 
@@ -146,23 +146,21 @@ def test_peak_counts_the_copy_that_attention_gets_on_cuda(
 
 
 def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
-    options, new = KVOptions(step=16), Coming(200, 8, 18)
-    layer = Layer(200, 10, 16)
-    grown = 200 * (10 + 16)
-    assert KVLedger(options, [Kind(layer, new), Kind(layer)], 8).peak == 200 * 16 + grown + 200 * 16
-    assert KVLedger(options, [Kind(layer, new, 2)], 8).peak == 2 * grown + 200 * 16
-    assert KVLedger(options, [Kind(layer, Coming(200, 6, 16)), Kind(layer)], 8).peak == 2 * 200 * 16
+    options, layer = KVOptions(step=16), Layers(200, 10, 16)
+    grown, growing = 200 * (10 + 16), layer._replace(num_new=8)
+    assert KVLedger(options, [growing, layer], 8).peak == 200 * 16 + grown + 200 * 16
+    assert KVLedger(options, [growing._replace(number=2)], 8).peak == 2 * grown + 200 * 16
+    assert KVLedger(options, [layer._replace(num_new=6), layer], 8).peak == 2 * 200 * 16
 
 
 def test_a_layer_that_grows_several_times_is_copied_when_it_is_long() -> None:
     """And its steps begin at any token."""
-    once = KVLedger(KVOptions(step=16), [Kind(Layer(), Coming(200, 64, 64), 3)], 64)
-    in_parts = KVLedger(KVOptions(step=16), [Kind(Layer(), Coming(200, 64, 64), 3)], 8)
+    layers = [Layers(200, num_new=64, number=3)]
+    once, in_parts = (KVLedger(KVOptions(step=16), layers, step) for step in (64, 8))
     assert (once.peak, in_parts.peak) == (3 * 200 * 64, 3 * 200 * (64 + 15) + 200 * 64)
 
 
 def test_slots_count_with_the_tokens_to_come() -> None:
-    kind = Kind(Layer(4096, 16, is_on_disk=True), Coming(4096, 1, 17))
-    ledger = KVLedger(KVOptions(step=16), [kind])
+    ledger = KVLedger(KVOptions(step=16), [Layers(4096, 16, 16, is_on_disk=True, num_new=1)])
     slots = [2 * (4096 * tokens + SLOT_PADDING) for tokens in (16, 32)]
     assert [ledger.now, ledger.peak] == [4096 * 16 + nbytes for nbytes in slots]

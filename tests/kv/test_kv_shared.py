@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kv_rows import adding, equal, offload_all, rows_of
+from kv_settings import little_under_way
 from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
@@ -22,6 +23,9 @@ from mlx_flash.kv.options import KVOptions
 LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2
 """Bytes of a token in a layer: keys and values of two heads of 32 numbers of 16 bits."""
+
+
+__all__ = ["little_under_way"]
 
 
 @pytest.fixture

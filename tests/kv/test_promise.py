@@ -16,7 +16,7 @@ from mlx_flash.engine.call import Lane
 from mlx_flash.engine.need import check_least
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvledger import Coming, Kind, KVLedger, Layer
+from mlx_flash.kv.kvledger import KVLedger, Layers
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.ledger import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save
@@ -72,7 +72,7 @@ def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
     options = KVOptions(step=16, budget_bytes=0, directory=tmp_path, max_context_length=512)
     caches = make_caches([KVCache() for _ in range(4)], options)
     pool, sizes = caches[0].pool, [2 * 2 * 32 * 4] * 4
-    layers = [Kind(Layer(), Coming(size, 512, 512)) for size in sizes]
+    layers = [Layers(size, num_new=512) for size in sizes]
     one, two = (KVLedger(options, layers, 64, commits_lazily=False).least_with(slots) for slots in (1, 2))
     assert one < two
     seen: list[mx.array] = []

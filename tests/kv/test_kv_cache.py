@@ -252,35 +252,6 @@ def stock(llama: nn.Module) -> Callable[..., list[tuple[int, mx.array]]]:
     return functools.cache(lambda **kwargs: generated(llama, make_prompt_cache(llama), **kwargs))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_generation_is_equal(llama: nn.Module, stock: Any, form: str, options: Callable[..., KVOptions]) -> None:
-    cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
-    assert same(generated(llama, cache, offloads="disk" in form), stock())
-    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
-    assert bool(cache[0].pool.note().read_bytes) == ("disk" in form)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_generation_in_16_bits_is_equal(dtype: mx.Dtype, bits: int | None, options: Callable[..., KVOptions]) -> None:
-    """The cache has the precision that the model works in: that of the scales where weights are packed numbers."""
-    model = build(LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}, dtype, bits)
-    cache = make_caches(make_prompt_cache(model), options(step=16))
-    assert same(generated(model, cache, 20, offloads=True), generated(model, make_prompt_cache(model), 20))
-    assert cache[0].keys.dtype == dtype
-
-
-@pytest.mark.parametrize(("form", "bits"), [*((form, 4) for form in FORMS), ("disk", 8)])
-def test_quantized_generation_is_equal(
-    llama: nn.Module, stock: Any, form: str, bits: int, options: Callable[..., KVOptions]
-) -> None:
-    quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 200}
-    cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
-    assert same(generated(llama, cache, offloads="disk" in form, **quantized), stock(**quantized))
-    assert all(isinstance(entry, DiskQuantizedKVCache) for entry in cache)
-    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
-
-
 def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     quantized = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 320}
     cache = make_caches(make_prompt_cache(llama), options(step=16))
@@ -402,19 +373,6 @@ def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions
     for seed in range(2, 40):
         feed(mine, theirs, seed, 1)
     assert pool.note().read_bytes == before
-
-
-def test_layers_of_different_shapes(options: Callable[..., KVOptions]) -> None:
-    shapes = [(1, 64, mx.float16), (8, 16, mx.bfloat16), (3, 24, mx.float32), (2, 1, mx.float16)]
-    theirs: list[Any] = [KVCache() for _ in shapes]
-    mine = make_caches(theirs, options(step=32))
-    for seed, length in enumerate((90, 1, 1, 33, 1)):
-        for (heads, width, dtype), *caches in zip(shapes, mine, theirs, strict=True):
-            rows = rows_of(seed, length, dtype, heads, width), rows_of(seed + 9, length, dtype, heads, width)
-            found = [cache.update_and_fetch(*rows) for cache in caches]
-            assert equal(found[0], found[1])
-        offload_all(mine[0].pool)
-    assert all(entry.is_on_disk for entry in mine)
 
 
 def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Callable[..., KVOptions]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,35 +105,6 @@ def test_copies_of_layers_on_disk_share_pages(options: Callable[..., KVOptions])
     conversations[0].check()
 
 
-@pytest.mark.parametrize("goes_to_disk", [False, True])
-def test_changed_tokens_are_not_shared(goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
-    """Copies that were cut, or had tokens taken out, and went on: only what they still begin with is the same."""
-    pool = KVPool(options(step=16))
-    conversations = [Conversation(pool)]
-    conversations[0].feed(0, 200)
-    conversations += [conversations[0].copy() for _ in range(3)]
-
-    def take_turns(seed: int) -> None:
-        for conversation in conversations:
-            conversation.feed(seed, 1)
-        if goes_to_disk:
-            for entry in (entry for conversation in conversations[::2] for entry in conversation.mine[::2]):
-                if not entry.is_on_disk:
-                    entry.rows.offload()
-        for conversation in conversations:
-            conversation.check()
-
-    for length, conversation in zip((150, 100, 50), conversations, strict=False):
-        for entry in (*conversation.mine, *conversation.theirs):
-            entry.trim(200 - length)
-        conversation.feed(length, 200 - length)
-    take_turns(1)
-    conversations.append(conversations[1].copy(120))
-    take_turns(2)
-    conversations[0].feed(3, 40)
-    take_turns(4)
-
-
 @pytest.mark.parametrize("times", [1.0, 1.6, 6.0])
 def test_the_budget_holds_while_conversations_take_turns(times: float, options: Callable[..., KVOptions]) -> None:
     budget = int(times * 900 * TOKEN_BYTES * LAYERS) + 200_000
@@ -189,32 +159,3 @@ def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: C
         offload_all(pool)
     for caches, expected in zip(copies, (doubled, doubled, before, before), strict=True):
         assert equal(caches[0].keys_and_values(), expected)
-
-
-@pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
-def test_a_cache_trimmed_to_nothing_keeps_its_shapes(entry: Any, options: Callable[..., KVOptions]) -> None:
-    """As with mlx-lm's own, whose arrays stay when all is taken back."""
-    rows = rows_of(0, 100, mx.float16)
-    caches: list[Any] = make_caches([entry()], options(step=16))
-    caches[0].update_and_fetch(rows, rows)
-    for other in (copy.deepcopy(caches), copy.deepcopy(copy.deepcopy(caches))):
-        assert other[0].trim(200) == 100
-        assert not other[0].empty() and other[0].keys is not None
-        again = copy.deepcopy(other)
-        assert not again[0].empty()
-        for cache in (*other, *again):
-            assert equal(cache.update_and_fetch(rows, rows), caches[0].keys_and_values())
-
-
-def test_pool_forgets_lists_of_caches_without_layers(options: Callable[..., KVOptions]) -> None:
-    pool = KVPool(options())
-    kept = Conversation(pool)
-    kept.feed(1, 4)
-    groups = []
-    for seed in range(5):
-        for conversation in (Conversation(pool), kept.copy()):
-            conversation.feed(seed, 4)
-            groups.append(weakref.ref(conversation.mine[0].rows.group))
-    del conversation
-    gc.collect()
-    assert sum(group() is not None for group in groups) <= 1, "the current one"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import random
@@ -291,16 +290,6 @@ def test_a_damaged_page_is_dropped(opened: Opener, caplog: pytest.LogCaptureFixt
     assert found(other, TOKENS) == 6, "it is computed and stored again"
 
 
-@pytest.mark.parametrize("length", [0, 7, 100, PAGE_BYTES - 1, PAGE_BYTES + 1])
-def test_a_page_of_another_length_is_dropped(opened: Opener, length: int) -> None:
-    store = opened()
-    put(store, TOKENS)
-    prefix = store.find(TOKENS)
-    os.truncate(opened.path(prefix.pages[3]), length)
-    assert read_all(store, TOKENS, prefix) == 3
-    assert found(store, TOKENS) == 3
-
-
 def test_a_page_in_the_place_of_another_is_not_taken_for_it(opened: Opener) -> None:
     store = opened()
     put(store, TOKENS)
@@ -311,18 +300,6 @@ def test_a_page_in_the_place_of_another_is_not_taken_for_it(opened: Opener) -> N
     data[-2000:-1000], data[-1000:] = data[-1000:], data[-2000:-1000]
     opened.path(pages[2]).write_bytes(data)
     assert read_all(store, TOKENS, store.find(TOKENS)) == 2, "nor a blob in the place of another"
-
-
-def test_a_file_that_is_gone_costs_its_page(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    store = opened()
-    put(store, TOKENS)
-    prefix = store.find(TOKENS)
-    opened.path(prefix.pages[4]).unlink()
-    with caplog.at_level(logging.WARNING):
-        assert read_all(store, TOKENS, prefix) == 4 and found(store, TOKENS) == 4
-        opened.path(prefix.pages[1]).unlink()
-        assert found(opened(), TOKENS) == 1
-    assert not caplog.records, "nothing is damaged"
 
 
 def described(text: bytes) -> bytes:
@@ -360,46 +337,6 @@ def test_garbage_in_the_folder_is_no_page(opened: Opener, caplog: pytest.LogCapt
     put(again, [5] * STEP)
     assert again.is_writable and found(opened(), [5] * STEP) == 1
     assert sorted({path.suffix for path in opened.files()}) == [".page", ".txt"] and len(opened.files()) == 9
-
-
-@pytest.mark.parametrize("arrays", ["[" * 100_000, 3, [1], [["k0", "bfloat16", [3], 4]], [["k0", "b", 1, 0]], None])
-def test_description_that_cannot_be_parsed_is_damage(
-    opened: Opener, caplog: pytest.LogCaptureFixture, arrays: Any
-) -> None:
-    store = opened()
-    put(store, TOKENS)
-    prefix = store.find(TOKENS)
-    page = prefix.pages[2]
-    text = json.dumps({"page": page, "tokens": STEP, "model": "m", "title": "", "arrays": arrays})
-    opened.path(page).write_bytes(described(text.replace(f'"{arrays}"', f"{arrays}").encode()))
-    with caplog.at_level(logging.WARNING):
-        assert read_all(store, TOKENS, prefix) == 2
-    assert len(caplog.records) == 1 and "damaged" in caplog.text and len(opened.files()) == 5
-
-
-def test_lock_that_breaks_later_ends_storing_only(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    store = opened()
-    put(store, TOKENS)
-    lock = opened.directory / "lock"
-    lock.unlink()
-    lock.mkdir()
-    with caplog.at_level(logging.WARNING):
-        assert found(store, TOKENS) == 6
-        put(store, [1] * STEP)
-        assert not store.is_writable and put(store, [1] * STEP) == [False]
-        assert found(store, TOKENS) == 6
-    assert len(caplog.records) == 1 and "nothing more is stored" in caplog.text
-    assert stats(store)["refused_stopped"] == 2
-    lock.rmdir()
-    assert found(opened(), TOKENS) == 6 and opened().is_writable
-
-
-def test_looking_for_what_is_not_there_writes_nothing(opened: Opener) -> None:
-    store = opened()
-    put(store, TOKENS)
-    before = tree(opened.directory)
-    assert store.find([1, 2, 3, 4, 5]) == Prefix() and found(store, TOKENS) == 6
-    assert tree(opened.directory) == before
 
 
 # --- disks that cannot be written ------------------------------------------------------------------------------------

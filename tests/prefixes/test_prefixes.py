@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -223,16 +222,6 @@ def test_states_larger_than_the_queue_are_stored(tmp_path: Path, monkeypatch: py
     assert same(runs[1], runs[0])
 
 
-def test_sessions_with_one_beginning_store_it_once(llama: Path) -> None:
-    with loaded(llama) as model:
-        generated(model, PROMPT)
-        assert model.prefixes is not None and model.prefixes.store.flush()
-        pages = list_prefixes(prefix_directory())[0].pages
-        generated(model, [*PROMPT[: 2 * STEP], *range(187)])
-        assert model.prefixes.store.flush()
-        assert pages == 3 and list_prefixes(prefix_directory())[0].pages == pages + 1
-
-
 def test_caches_that_are_copied_and_trimmed(llama: Path) -> None:
     """As mlx-lm's server does with the prompts of earlier requests."""
     with loaded(llama) as model, loaded(llama, "off") as plain:
@@ -391,21 +380,6 @@ def test_adapters_find_their_own_only(llama: Path) -> None:
 # --- damage, and disks that may not be written ------------------------------------------------------------------------
 
 
-def test_a_damaged_page_is_computed_again(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    expected = first_run(llama)
-    paths = sorted((prefix_directory() / "pages").iterdir())
-    for path in paths:
-        data = bytearray(path.read_bytes())
-        data[-5000] ^= 1
-        path.write_bytes(data)
-        with loaded(llama) as model, caplog.at_level(logging.WARNING):
-            assert same(generated(model), expected)
-            assert restored(model) < len(PROMPT) - 1 and "damaged" in caplog.text
-        with loaded(llama) as model:
-            assert same(generated(model), expected) and restored(model) >= 2 * STEP
-        caplog.clear()
-
-
 def test_a_fifo_in_place_of_a_page_is_not_waited_for(llama: Path) -> None:
     expected = first_run(llama)
     for path in (prefix_directory() / "pages").iterdir():
@@ -445,23 +419,6 @@ def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path) -> N
     with loaded(llama, **frugal) as model:
         assert same(generated(model), expected) and restored(model) == 0
     assert list_prefixes(prefix_directory()) == []
-
-
-def test_a_cap_that_is_reached_is_told_once(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with loaded(llama, ssd_write_gb_per_day=0.001) as model, caplog.at_level(logging.WARNING):
-        expected = generated(stock(llama))
-        assert same(generated(model), expected) and same(generated(model, PROMPT[::-1])[:0], [])
-        generated(model, PROMPT[::-1])
-        assert caplog.text.count("ssd_write_gb_per_day") == 1
-        told = model._life.governor.telemetry()
-        assert 0 < told["day_bytes"] <= told["day_limit_bytes"] == 1_000_000  # type: ignore[operator]
-
-
-def test_a_limit_is_kept(llama: Path) -> None:
-    with loaded(llama, kv_prefix_gb=0.002) as model:
-        for i in range(4):
-            generated(model, [i, *PROMPT])
-    assert 0 < sum(found.nbytes for found in list_prefixes(prefix_directory())) <= 2_000_000
 
 
 def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:

@@ -106,10 +106,3 @@ def is_right_padded(entry: BatchKVCache | BatchRotatingKVCache) -> bool:
 def refuses_single_tokens(entry: Any) -> bool:
     """Return whether an entry is a window of several prompts that are padded at their ends."""
     return isinstance(entry, BatchRotatingKVCache) and entry._lengths is not None
-
-
-def count_tokens(entry: Any, count: int) -> None:
-    """Add to the number of tokens of a cache whose arrays were replaced by longer ones."""
-    entry.offset = entry.offset + count
-    if isinstance(entry, BatchKVCache):
-        entry._idx += count

@@ -16,22 +16,20 @@ from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, length_of, shortened_window
+from mlx_flash.compat.caches import entries_of, is_right_padded, length_of, shortened_window
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.kv.pages import dtype_name
-from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.store import Blob
 
 _OTHERS = "others"
-_ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
+_ROWS = (KVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
 _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
 
 
@@ -135,36 +133,19 @@ class RowLeaf(Leaf):
             own.append(arrays)
             mx.eval(own.memory.arrays)
             return
-        entry, count, length = self.entry, arrays[0].shape[2], self.length or 0
-        room = round_up(count, entry.step) - count  # as much as mlx-lm's caches have when they grow
-        old = [array[..., :length, :] for array in self._arrays()]
-        longer = []
-        for i, array in enumerate(arrays):
-            zeros = mx.zeros((*array.shape[:2], room, array.shape[3]), array.dtype)
-            longer.append(mx.concatenate([*old[i : i + 1], array, zeros], axis=2))
-        half = len(longer) // 2
-        is_quantized = isinstance(entry, QuantizedKVCache)
-        entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
-        count_tokens(entry, count)
-        mx.eval(longer, entry.offset)
+        self.entry.update_and_fetch(*arrays)
+        mx.eval(self._arrays(), self.entry.offset)
 
     def trim(self, length: int) -> None:
         """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
 
     def _arrays(self) -> list[mx.array]:
-        entry = self.entry
-        if entry.keys is None:
-            return []
-        return [*entry.keys, *entry.values] if isinstance(entry, QuantizedKVCache) else [entry.keys, entry.values]
+        return [] if self.entry.keys is None else [self.entry.keys, self.entry.values]
 
 
 class StateLeaf(Leaf):
     """A window of tokens, or a recurrent state: its content at the end of a call decides everything after it."""
-
-    @property
-    def form(self) -> list[object]:
-        return [*super().form, "in pages"]  # earlier versions had files of their own for states, beside their pages
 
     def read_state(self) -> dict[str, Blob]:
         """Return the arrays of its state by their paths, and everything else in JSON.

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benchmark_modules import load_benchmark
 from kv_rows import adding
 from mlx_flash import BudgetError, FlashConfig, load_model
-from mlx_flash.engine.call import Lane
+from mlx_flash.engine.call import Lane, Row
 from mlx_flash.engine.need import check_least
-from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVLedger, Layers
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.ledger import PROMISED_CONTEXT
-from models import LLAMA, MAMBA2, QWEN3_MOE, save
+from models import LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from zoo import configuration
-
-promise = load_benchmark("promise")
 
 SMALL = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,24 +29,38 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": configuration("jamba"),
     "recurrent": MAMBA2,
 }
-LENGTH = 520
+LENGTH, NUM_TOKENS = 520, 4
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_beyond_the_plan_runs_at_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Tokens are those of mlx-lm with the parts that were used."""
-    monkeypatch.setattr("mlx_flash.residency.ledger.PROMISED_CONTEXT", LENGTH + promise.NUM_TOKENS)
+    """Logits are those of mlx-lm with the parts that were used."""
+    lengths, finish = list[int](), Row.finish
+
+    def watched(row: Row, calls: Any, outcome: Any) -> None:
+        lengths.extend([call.num_tokens for call in calls][: 1 if calls[0].checkpoints else None])
+        finish(row, calls, outcome)
+
+    monkeypatch.setattr("mlx_flash.residency.ledger.PROMISED_CONTEXT", LENGTH + NUM_TOKENS)
     monkeypatch.setattr(KVOptions, "under_way_bytes", lambda *_: 4096)  # the buffers are larger than tiny caches
-    directory = save(tmp_path, MODELS[name])
-    plan = prepare(directory, FlashConfig(ram_budget_gb="min")).plan
-    assert plan.context_length < LENGTH or not plan.cache.token_bytes + plan.activations.scores_per_pair
-    monkeypatch.setattr(promise.Row, "finish", promise.Row.finish)  # the benchmark replaces it
-    run = promise.answer(directory, "min", LENGTH)
-    assert run["status"] == "ok", run
-    expected = promise.repeat_calls(directory, LENGTH, run["calls"])
-    assert run["tokens"] == expected["tokens"] and run["digest"] == expected["digest"]
+    monkeypatch.setattr(Row, "finish", watched)
+    directory, config = save(tmp_path, MODELS[name]), FlashConfig(ram_budget_gb="min", speculation=False)
+    prompt = mx.random.randint(3, MODELS[name]["vocab_size"], (LENGTH,), key=mx.random.key(7))
+    with load_model(directory, config)[0] as model:
+        plan = model.plan
+        assert plan.context_length < LENGTH or not plan.cache.token_bytes + plan.activations.scores_per_pair
+        found = [(int(token), logprobs) for token, logprobs in generate_step(prompt, model, max_tokens=NUM_TOKENS)]
+    del lengths[len(lengths) - (sum(lengths) > LENGTH + NUM_TOKENS - 1) :]  # mlx-lm computes the last token, too
+    resident, tokens = stock(directory), [*prompt.tolist(), *[token for token, _ in found[:-1]]]
+    cache, ends = make_prompt_cache(resident), [*accumulate(lengths)]
+    logits = [
+        resident(mx.array([tokens[end - n : end]]), cache=cache)[0, -1] for n, end in zip(lengths, ends, strict=True)
+    ]
+    assert ends[-1] == len(tokens) and len(lengths) > NUM_TOKENS
+    for (token, logprobs), row in zip(found, logits[-NUM_TOKENS:], strict=True):
+        assert mx.array_equal(logprobs, row - mx.logsumexp(row)) and token == int(mx.argmax(row))
 
 
 @pytest.mark.parametrize("name", ["dense", "mixture"])

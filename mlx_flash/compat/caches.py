@@ -14,7 +14,7 @@ CACHE_STEP = 256
 
 require_that(KVCache.step == CACHE_STEP, f"KVCache.step is not {CACHE_STEP}")
 require(KVCache, "update_and_fetch", "keys", "values")
-for _method in ("state", "from_state", "make_mask", "to_quantized", "merge", "size", "empty", "trim"):
+for _method in ("state", "make_mask", "to_quantized", "merge", "size", "empty", "trim"):
     require(KVCache, _method)  # the contract that DiskKVCache keeps
 require(CacheList, "__init__", "caches")
 for _method in ("filter", "extract", "merge"):

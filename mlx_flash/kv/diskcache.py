@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.compat.callers import evaluates_only
-from mlx_flash.errors import CheckpointError, ConfigError, StreamedWeightsError
+from mlx_flash.errors import CheckpointError, ConfigError
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import CacheGroup, KVPool, LayerRows
 from mlx_flash.kv.memory import MemoryRows, append_pair
@@ -98,25 +98,10 @@ class PooledCache:
         """Keys with the room behind them, a triple if they are quantized. Those on disk are read."""
         return pair(buffers(self.rows))[0]
 
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        self._replace(keys, self.values)
-
     @property
     def values(self) -> Any:
         """Values with the room behind them, as the keys."""
         return pair(buffers(self.rows))[1]
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        self._replace(self.keys, values)
-
-    def _replace(self, keys: Any, values: Any) -> None:
-        if self.is_on_disk:
-            raise StreamedWeightsError(
-                "keys or values of a KV cache that is on disk cannot be replaced one at a time. Hint: set state."
-            )
-        self.rows.set(_flat(keys, values), self.offset)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -134,15 +119,6 @@ class PooledCache:
             setattr(self, name, value)
         if keys is not None:
             self.rows.set(_flat(keys, values), offset)
-
-    @classmethod
-    def from_state(cls: type[C], state: Sequence[Any]) -> C:
-        """Return a cache with these contents, in memory, in a pool of its own."""
-        cache = cls.__new__(cls)
-        pool = KVPool(KVOptions())
-        cache.rows = pool.new_rows(CacheGroup(), 0)
-        cache.state = state
-        return cache
 
     def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
         key, is_alone = (KVPool, id(self.pool)), not memo  # else the list that it is in was noted first

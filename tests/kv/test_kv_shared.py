@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kv_rows import adding, equal, offload_all, rows_of
 from kv_settings import little_under_way
-from mlx_flash.kv.diskcache import DiskKVCache, make_caches
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 
@@ -149,12 +149,8 @@ def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: C
     copies += [copy.deepcopy(copies[0]) for _ in range(3)]
     before = copies[0][0].keys_and_values()
     doubled = tree_map(lambda array: array + array, before)
-    if isinstance(copies[0][0], DiskKVCache):
-        copies[0][0].keys, copies[0][0].values = doubled  # that of a buffer
-        copies[1][0].keys, copies[1][0].values = doubled
-    else:
-        copies[0][0].state = (*doubled, *copies[0][0].state[2:])
-        copies[1][0].state = (*doubled, *copies[1][0].state[2:])
+    for caches in copies[:2]:
+        caches[0].state = (*doubled, *caches[0].state[2:])
     if goes_to_disk:
         offload_all(pool)
     for caches, expected in zip(copies, (doubled, doubled, before, before), strict=True):

@@ -255,30 +255,6 @@ SHARED = [(37 * i + 11) % 300 for i in range(4 * STEP)]
 BRANCHES = [[*SHARED, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(4)]
 
 
-@pytest.fixture
-def prefixes() -> Iterator[Path]:
-    yield prefix_directory()
-    shutil.rmtree(prefix_directory(), ignore_errors=True)
-    (prefix_directory().parent / FILE_NAME).unlink(missing_ok=True)
-
-
-@pytest.fixture(scope="module")
-def branches_of_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("branches") / "stored"
-
-
-@pytest.fixture
-def branches(directory: Path, prefixes: Path, branches_of_once: Path) -> Path:
-    """The prefix cache after a run of all branches, which is computed once."""
-    if not branches_of_once.exists():
-        with with_prefixes(directory) as model:
-            run(model, BRANCHES)
-        shutil.copytree(prefixes, branches_of_once)
-    elif not prefixes.exists():
-        shutil.copytree(branches_of_once, prefixes)
-    return prefixes
-
-
 def with_prefixes(directory: Path, **changes: Any) -> FlashLLM:
     """Return a model that has no room for keys and values in memory."""
     options = {"kv_prefixes": "exact", "kv_step": 16, "context_length": 420, "times": 1.2, **changes}
@@ -290,24 +266,28 @@ def check_branches(directory: Path, got: list[Any]) -> None:
         check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
 
 
-def test_conversations_on_disk_begin_with_cached_prompts(directory: Path, branches: Path, tmp_path: Path) -> None:
-    """All files of a call are accounted for, and go with it."""
+@pytest.fixture
+def pages() -> Iterator[Path]:
+    """The files of the prefix cache, which are removed in the end."""
+    yield prefix_directory() / "pages"
+    shutil.rmtree(prefix_directory(), ignore_errors=True)
+    (prefix_directory().parent / FILE_NAME).unlink(missing_ok=True)
+
+
+def test_conversations_on_disk_begin_with_cached_prompts(directory: Path, pages: Path, tmp_path: Path) -> None:
+    """All files of a call are accounted for, and go with it. Damaged pages are computed again."""
     base = tmp_path / "kv"
-    with with_prefixes(directory, context_length=5 * STEP, kv_directory=base) as model:
-        got, most_disk, _ = run(model, BRANCHES)
-        assert model.kv is not None and model.prefixes is not None
-        usage = model.kv.note()
-        assert model.prefixes.counters.num_restored >= 4 * len(SHARED)
-        assert model.kv.stats.num_offloaded > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
-        assert 0 < most_disk <= usage.written_bytes
-    assert not list(base.iterdir())
-    check_branches(directory, got)
-
-
-def test_a_damaged_page_is_computed_again(directory: Path, branches: Path) -> None:
-    for path in sorted((branches / "pages").iterdir())[:3]:
-        data = bytearray(path.read_bytes())
-        data[-5000] ^= 1
-        path.write_bytes(data)
-    with with_prefixes(directory) as model:
-        check_branches(directory, run(model, BRANCHES)[0])
+    for turn in range(3):
+        with with_prefixes(directory, context_length=5 * STEP, kv_directory=base) as model:
+            got, most_disk, _ = run(model, BRANCHES)
+            assert model.kv is not None and model.prefixes is not None
+            usage, num_restored = model.kv.note(), model.prefixes.counters.num_restored
+            assert turn == 2 or (num_restored >= 4 * len(SHARED)) == (turn == 1)
+            assert model.kv.stats.num_offloaded > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
+            assert 0 < most_disk <= usage.written_bytes
+        assert not list(base.iterdir())
+        check_branches(directory, got)
+        for path in sorted(pages.iterdir())[: 3 * turn]:
+            data = bytearray(path.read_bytes())
+            data[-5000] ^= 1
+            path.write_bytes(data)

@@ -88,18 +88,6 @@ def test_cache_nbytes_is_what_mlx_allocates(name: str) -> None:
     assert nbytes_in(entry) > 0
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_an_empty_cache_holds_next_to_nothing(name: str) -> None:
-    assert nbytes_in(CACHES[name][0]()) < 64
-
-
-def test_arrays_that_two_entries_hold_count_once() -> None:
-    first, second = KVCache(), KVCache()
-    update(first, 1, 10)
-    second.state = first.state
-    assert nbytes_in([first, second]) == nbytes_in(first)
-
-
 @pytest.mark.parametrize("name", WITH_TOKENS)
 @pytest.mark.parametrize("sizes", [(255, 1, 1, 1), (100, 200, 300, 1), (400, 1, 1, 300, 1), (1, 1, 255, 600, 1, 7)])
 def test_update_growth_is_what_an_update_adds(name: str, sizes: tuple[int, ...]) -> None:

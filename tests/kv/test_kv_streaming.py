@@ -19,7 +19,6 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import (
     KVCache,
-    LRUPromptCache,
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
@@ -178,29 +177,6 @@ def test_batches(directories: Callable[[str], Path]) -> None:
     with load_model(directory, settings(directory, prefill_step_size=150))[0] as model:
         assert texts(model) == texts(stock(directory))
         assert model.kv is not None and model.kv.stats.num_offloaded
-
-
-def answers(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], LRUPromptCache]:
-    """Return the answers to some prompts, and the caches of them that mlx-lm's server would keep."""
-    kept, found = LRUPromptCache(max_size=4), []
-    for prompt in prompts:
-        cache, rest = kept.fetch_nearest_cache("model", prompt)
-        rest = rest or prompt[-1:]
-        cache = cache or make_prompt_cache(model)
-        steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
-        found.append([int(token) for token, _ in steps])
-        kept.insert_cache("model", prompt + found[-1][:-1], cache)
-    return found, kept
-
-
-def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
-    """They are copied, and cut where the next prompt is another one."""
-    directory = directories("llama")
-    prompts = [list(range(150)), [*range(150), 7, 8], [*range(90), 5], list(range(150))]
-    with load_model(directory, settings(directory))[0] as model:
-        assert answers(model, prompts)[0] == answers(stock(directory), prompts)[0]
-        assert went_to_disk(model)
-        assert model.kv is not None and model.kv.memory_bytes <= (model.plan.kv.limit or 0)
 
 
 def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], tmp_path: Path) -> None:

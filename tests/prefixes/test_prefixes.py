@@ -121,7 +121,7 @@ def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path) -> Non
     ("name", "settings"),
     [
         *((name, {}) for name in ("llama", "hybrid", "mamba2", "moe")),
-        *((name, {"kv_cache": mode}) for name in ("llama", "hybrid") for mode in ("stock", None)),
+        *((name, {"kv_cache": "stock"}) for name in ("llama", "hybrid")),
         ("llama", {"kv_cache": "disk"}),
     ],
 )  # states are mlx-lm's own in any mode, and a mixture's keys and values are those of a dense model

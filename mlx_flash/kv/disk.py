@@ -27,7 +27,7 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions, queued_bytes
-from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, row_bytes, runs, segments
+from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, runs, segments
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
@@ -346,9 +346,7 @@ class KVFiles:
         step = self._options.step
         disk = self._new_rows(memory.layout or RowLayout.of(new, step))
         while disk.length < memory.length:
-            part = [mx.contiguous(a) for a in memory.read(disk.length, min(disk.length + step, memory.length))]
-            mx.eval(part)
-            disk.append(row_bytes(part))
+            disk.append(disk.layout.to_rows(memory.read(disk.length, min(disk.length + step, memory.length))))
             disk.file.flush()  # memory is short: nothing waits
         disk.capacity = memory.had_capacity
         return disk

@@ -118,10 +118,10 @@ class LayerRows:
         """Number of tokens."""
         return self.store.length
 
-    def append(self, new: Sequence[mx.array]) -> list[mx.array]:
+    def append(self, new: Sequence[mx.array], *, fetches: bool = True) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all.
 
-        Raises: WriteError, ReadError.
+        On disk they take a slot and are returned if it ``fetches``. Raises: WriteError, ReadError.
         """
         with self.pool.lock:
             self.pool.use([self.group])
@@ -130,7 +130,10 @@ class LayerRows:
             store = self.store
             if isinstance(store, DiskRows):
                 store.capacity = self.options.capacity_after(store.length, store.capacity, new[0].shape[2])
-                return self.pool.ring.append(store, new)
+                if fetches:
+                    return self.pool.ring.append(store, new)
+                store.append(store.layout.to_rows(new))
+                return []
             store.append(new)
             return store.fetch()
 

@@ -112,6 +112,15 @@ class RowLayout:
             at += component.heads * stride
         return tuple(found)
 
+    def to_rows(self, arrays: Sequence[mx.array]) -> RowBytes:
+        """Return the bytes of arrays ``(batch, heads, tokens, width)``, which are evaluated, with the heads of all."""
+        plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(arrays, self.components, strict=True)]
+        mx.eval(plain)
+        return [
+            np.frombuffer(memory_of(array), np.uint8).reshape(c.heads, array.shape[2], c.width_bytes)
+            for array, c in zip(plain, self.components, strict=True)
+        ]
+
     def to_arrays(self, rows: RowBytes) -> list[mx.array]:
         """Return rows as arrays ``(batch, heads, tokens, width)``, copied."""
         return [
@@ -129,16 +138,6 @@ def _layout(step: int, *components: tuple[tuple[int, int], int, mx.Dtype]) -> Ro
 def dtype_name(dtype: mx.Dtype) -> str:
     """Return the name of a type in files."""
     return str(dtype).removeprefix("mlx.core.")
-
-
-def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
-    """Return the bytes of evaluated, contiguous arrays as ``(heads, tokens, bytes)``, the heads of all sequences."""
-    found = []
-    for array in arrays:
-        batch, heads, length, width = array.shape
-        memory = memory_of(array)
-        found.append(np.frombuffer(memory, np.uint8).reshape(batch * heads, length, width * array.itemsize))
-    return found
 
 
 class FilePage:

@@ -25,7 +25,7 @@ from mlx_flash.compat.arrays import address_of
 from mlx_flash.errors import ReadError
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.options import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
-from mlx_flash.kv.pages import RowBytes, RowLayout, row_bytes, segments
+from mlx_flash.kv.pages import RowBytes, RowLayout, segments
 from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, use_huge_pages
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
@@ -193,9 +193,7 @@ class SlotRing:
 
         Return all tokens of the layer, in a slot. Raises: WriteError, ReadError.
         """
-        plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(new, disk.layout.components, strict=True)]
-        mx.eval(plain)
-        fresh = row_bytes(plain)
+        fresh = disk.layout.to_rows(new)
         end = disk.length + fresh[0].shape[1]
         slot = self._filled_slot(disk, end)
         slot.write(disk.layout, fresh, disk.length)

@@ -130,7 +130,7 @@ class RowLeaf(Leaf):
     def append(self, arrays: Sequence[mx.array]) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them."""
         if (own := self.own) is not None:
-            own.append(arrays)
+            own.append(arrays, fetches=False)
             mx.eval(own.memory.arrays)
             return
         self.entry.update_and_fetch(*arrays)

@@ -375,6 +375,20 @@ def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions
     assert pool.note().read_bytes == before
 
 
+def test_restored_rows_on_disk_are_read_when_they_are_used(options: Callable[..., KVOptions]) -> None:
+    """Page by page, each layer was read again for each of its pages."""
+    mine, theirs = filled(options(step=16), (40,), 3)
+    pool = mine[0].pool
+    offload_all(pool)
+    for seed in range(8):
+        for caches in zip(mine, theirs, strict=True):
+            rows = [rows_of(seed + i, 24, mx.float16) for i in range(2)]
+            caches[0].rows.append(rows, fetches=False)
+            caches[1].update_and_fetch(*rows)
+    assert pool.note().read_bytes == pool.stats.num_fetched == 0
+    feed(mine, theirs, 9, 1)
+
+
 def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     """After every part of the prompt mlx-lm evaluates ``state``: reading all layers for that would double the reads."""
     cache = make_caches(make_prompt_cache(llama), options(step=16))

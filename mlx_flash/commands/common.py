@@ -15,9 +15,8 @@ from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from mlx_flash.commands.arguments import DEFAULT_PROMPT, SETTINGS
 from mlx_flash.config import FlashConfig
@@ -26,8 +25,6 @@ from mlx_flash.modelfile.parse import Modelfile, check_text
 from mlx_flash.monitor.words import formatted, size
 from mlx_flash.telemetry import Json
 
-_SECONDS_BEFORE_CLOCK = 3
-
 
 class Status(Progress):
     """A line on stderr that is removed at the end. Nothing is drawn where stderr is no terminal."""
@@ -35,7 +32,7 @@ class Status(Progress):
     def __init__(self, words: str, is_shown: bool = True) -> None:
         self._words, is_drawn = words, is_shown and sys.stderr.isatty()
         console = Console(file=sys.stderr, highlight=False, quiet=not is_drawn)
-        columns = (SpinnerColumn("line", style=""), TextColumn("{task.description}", markup=False), _Clock())
+        columns = (SpinnerColumn("line", style=""), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         options = {"transient": True, "redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 8}
         super().__init__(*columns, console=console, disable=not is_drawn, **options)  # type: ignore[arg-type]
         self._task = self.add_task(words, total=None)
@@ -51,14 +48,6 @@ class Status(Progress):
             self.start()
         else:
             self.stop()
-
-
-class _Clock(ProgressColumn):
-    """The seconds that an activity takes, once it takes some."""
-
-    def render(self, task: Task) -> Text:
-        seconds = task.elapsed or 0
-        return Text(f"({seconds:.0f} s)" if seconds >= _SECONDS_BEFORE_CLOCK else "")
 
 
 LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -225,21 +224,18 @@ class History:
         """Return the rate between ends of calls, which is exact even when they are rare."""
         if self.is_idle():
             return 0.0
-        now = self._samples[-1]
-        earlier = (s for s in reversed(self._samples) if now.since(s, "passes.num_tokens_out") > 0 and s.last_ended > 0)
-        start = _earliest(earlier, now.last_ended)
-        if start is None:
+        if (calls := self._calls()) is None:
             return None
-        return ratio(now.since(start, "passes.num_tokens_out"), now.last_ended - start.last_ended)
+        start, end = calls
+        return ratio(end.since(start, "passes.num_tokens_out"), end.last_ended - start.last_ended)
 
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
         now = self._samples[-1]
         waited = ratio(now.since(before, "experts.wait_seconds"), now.clock - before.clock, 1)
-        ends = self._call_ends()
-        end, start, num_tokens = now, before, 0.0
-        if (last := next(ends, None)) is not None and (first := _earliest(ends, last.last_ended)) is not None:
-            end, start = last, first
+        start, end, num_tokens = before, now, 0.0
+        if (calls := self._calls()) is not None:
+            start, end = calls
             lasted, tokens = end.last_ended - start.last_ended, end.since(start, "passes.num_tokens_in")
             # The very first sample may lie anywhere within a call, so its counters grew for another time.
             if tokens >= 1 and lasted > SHORTEST_SECONDS:
@@ -257,22 +253,20 @@ class History:
             wait_share=waited,
         )
 
-    def _call_ends(self) -> Iterator[Sample]:
-        """Yield the first sample after each end of a call, the newest first."""
-        samples = list(self._samples)
-        for earlier, sample in reversed(list(zip([None, *samples[:-1]], samples, strict=True))):
-            if sample.last_ended > 0 and (earlier is None or sample.since(earlier, "passes.num_tokens_in")):
-                yield sample
+    def _calls(self) -> tuple[Sample, Sample] | None:
+        """Return the first samples after two ends of calls: the earliest in the window, or the last but one; the last.
 
-
-def _earliest(newest_first: Iterator[Sample], end: float) -> Sample | None:
-    """Return the sample of the earliest end of a call in the window before ``end``; at least the newest of them."""
-    start: Sample | None = None
-    for sample in newest_first:
-        if start is not None and end - sample.last_ended > WINDOW_SECONDS:
-            break
-        start = sample
-    return start
+        None until two calls have ended.
+        """
+        ends: list[Sample] = []
+        for sample in self._samples:
+            if sample.last_ended > (ends[-1].last_ended if ends else 0.0):
+                ends.append(sample)
+        if len(ends) < 2:
+            return None
+        *earlier, end = ends
+        within = (sample for sample in earlier if end.last_ended - sample.last_ended <= WINDOW_SECONDS)
+        return next(within, earlier[-1]), end
 
 
 def _shares(before: Sample, now: Sample) -> Shares:

@@ -42,7 +42,6 @@ QUICK = {
     "test_placement",
     "test_pool",
     "test_residency_kv",
-    "test_routing",
     "test_run",
     "test_slots",
     "test_stream",

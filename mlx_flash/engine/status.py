@@ -184,9 +184,10 @@ class Status:
 def _program() -> str:
     """Return the name of this program for people: of mlx-flash, with its command."""
     script, *words = sys.argv or [""]
-    if Path(script).name in ("mlx-flash", "__main__.py"):
+    path = Path(script).parent if script.endswith("/__main__.py") else Path(script)
+    if path.name in ("mlx-flash", "mlx_flash"):
         return " ".join(["mlx-flash", *words[:1]])
-    return "python" if script in ("", "-c") else Path(script).name
+    return "python" if script in ("", "-c") else path.name
 
 
 def _joint_state(states: Sequence[UnitState]) -> UnitState:

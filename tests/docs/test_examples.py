@@ -208,105 +208,44 @@ def test_every_example_has_a_test() -> None:
 
 # What LM Studio's engine does with a text model, in the order in which it does it: loads it lazily, to see whether the
 # caches of several sequences can be merged, and forgets it; loads it again; works prompts through in chunks by itself,
-# into a cache that it keeps copies of; lets mlx-lm generate. Or does all of that in a thread, for several sequences.
+# into a cache that it keeps copies of; lets mlx-lm generate.
 ENGINE = """
-import copy, json, os, sys, threading
+import copy, json, os, sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import mlx_lm.utils
-from mlx_lm import load as load_by_name
-from mlx_lm.generate import BatchGenerator, generation_stream, stream_generate
-from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
+from mlx_lm.generate import generation_stream, stream_generate
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
-path, CHUNK, TAIL = Path(sys.argv[1]), 8, 3
-
-
-def keep(cache):
-    kept = [copy.copy(entry) if type(entry) is KVCache else copy.deepcopy(entry) for entry in cache]
-    for entry, old in zip(kept, cache):
-        if type(old) is KVCache:
-            entry.keys = mx.array(old.keys[..., : old.offset, :])
-            entry.values = mx.array(old.values[..., : old.offset, :])
-    return kept
-
-
-class Wrapper:
-    def __init__(self, model):
-        self.model, self.history, self.tokens = model, LRUPromptCache(max_size=10), None
-        self.cache = make_prompt_cache(model, None)
-
-    def update(self, prompt):
-        if self.tokens is not None:
-            self.history.insert_cache("session", self.tokens[: self.cache[0].offset], keep(self.cache))
-        self.tokens = list(prompt)
-        cache, rest = self.history.fetch_nearest_cache("session", prompt)
-        self.cache = make_prompt_cache(self.model, None) if cache is None else cache
-        left = mx.array(rest[:-1])
-        with mx.stream(generation_stream):
-            while left.size:
-                size = min(CHUNK, left.size)
-                self.model(left[:size][None], cache=self.cache)
-                mx.eval([entry.state for entry in self.cache])
-                left = left[size:]
-                mx.clear_cache()
-        return mx.array(rest[-1:]), len(prompt) - len(rest)
-
-
-def sequential(model, tokenizer, turns):
-    wrapper, prompt, found = Wrapper(model), [], []
-    for turn in turns:
-        prompt = prompt + tokenizer.encode(turn)
-        rest, num_cached = wrapper.update(prompt)
-        tokens = []
-        for response in stream_generate(model, tokenizer, rest, max_tokens=10, prompt_cache=wrapper.cache):
-            tokens.append(response.token)
-            wrapper.tokens.append(response.token)
-        found.append([num_cached > 0, tokens])
-        prompt = prompt + tokens
-    return found
-
-
-def batched(model, tokenizer, prompts):
-    found = {}
-
-    def work():
-        kept = LRUPromptCache()
-        generator = BatchGenerator(
-            model,
-            completion_batch_size=4,
-            prefill_batch_size=1,
-            prefill_step_size=2048,
-            stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-        )
-        for prompt in prompts:
-            cache, rest = kept.fetch_nearest_cache("model", tokenizer.encode(prompt))
-            (uid,) = generator.insert([rest], [10], caches=[cache])
-            found[uid] = []
-        while any(len(tokens) < 10 for tokens in found.values()):
-            for response in generator.next()[1]:
-                found[response.uid].append(response.token)
-        generator.close()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return list(found.values())
-
-
-probed, _ = load_by_name(path, lazy=True)
-mergeable = all(hasattr(entry, "merge") for entry in make_prompt_cache(probed))
+path, CHUNK = Path(sys.argv[1]), 8
+probed, _ = mlx_lm.load(path, lazy=True)
+assert all(hasattr(entry, "merge") for entry in make_prompt_cache(probed))
 del probed
 model, tokenizer = mlx_lm.utils.load(path, lazy=False)
-mx.synchronize()
-assert mergeable
-one = sequential(model, tokenizer, ["Why is the sky blue?", " And the sea, what lives in it?"])
-several = batched(model, tokenizer, ["Why is the sky blue?", "And the sea?"])
+history, prompt, found = LRUPromptCache(max_size=10), [], []
+for turn in ["Why is the sky blue?", " And the sea, what lives in it?"]:
+    prompt += tokenizer.encode(turn)
+    cache, rest = history.fetch_nearest_cache("session", prompt)
+    is_cached = cache is not None
+    cache = cache or make_prompt_cache(model, None)
+    left = mx.array(rest[:-1])
+    with mx.stream(generation_stream):
+        while left.size:
+            model(left[:CHUNK][None], cache=cache)
+            mx.eval([entry.state for entry in cache])
+            left = left[CHUNK:]
+            mx.clear_cache()
+    responses = stream_generate(model, tokenizer, mx.array(rest[-1:]), max_tokens=10, prompt_cache=cache)
+    tokens = [response.token for response in responses]
+    found.append([is_cached, tokens])
+    prompt += tokens
+    history.insert_cache("session", prompt[: cache[0].offset], [copy.deepcopy(entry) for entry in cache])
 engine = getattr(model, "engine", None)
 streamed = None if engine is None else [engine.stream.stats.num_acquired, model.plan.streaming.read_bytes]
-print(json.dumps([type(model).__name__, streamed, one, several]), flush=True)
-os._exit(0)  # MLX may abort when Python ends after a thread in which it computed
+print(json.dumps([type(model).__name__, streamed, found]), flush=True)
+os._exit(0)  # MLX may abort when Python ends
 """
 
 

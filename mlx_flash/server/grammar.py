@@ -18,9 +18,9 @@ import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.server.calltemplates import headers_of
 from mlx_flash.server.prompts import Prompt, Reasoning, reasoning_of
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.text import headers_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -29,7 +29,6 @@ from mlx_flash.server.batch import (
     refusal_of,
     refused,
 )
-from mlx_flash.server.calltemplates import complete
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, ToolCall
 from mlx_flash.server.grammar import Grammars
@@ -38,7 +37,7 @@ from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.readings import details_of, echo_of, read_all, reading_for, with_likeliest
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.sampling import processors_of, sampler_of
-from mlx_flash.server.text import TextStream
+from mlx_flash.server.text import TextStream, complete
 
 if TYPE_CHECKING:  # an extra
     from mlx_flash.server.seeing import Sight

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from mlx_flash.server.calltemplates import complete
+from mlx_flash.server.text import complete
 
 FUNCTIONS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}

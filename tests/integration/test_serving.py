@@ -119,22 +119,6 @@ def test_metrics_count_tokens(streaming: Server) -> None:
     assert "mlx_flash_routed_experts_total" not in after and after["mlx_flash_requests"] == 0
 
 
-def test_a_server_that_sleeps(resident: Server, streaming: Server) -> None:
-    """It is stopped and continued while it answers, as the machine's sleep does to all processes."""
-    expected = chat(resident, "A long sleep", max_tokens=60)
-    num_sleeps = 0
-    with ThreadPoolExecutor(1) as pool:
-        while num_sleeps <= 2:  # other programs may keep this one from running while it answers
-            answer = pool.submit(chat, streaming, "A long sleep", max_tokens=60)
-            while not answer.done():
-                time.sleep(0.02)
-                os.kill(streaming.process.pid or 0, signal.SIGSTOP)
-                time.sleep(0.02)
-                os.kill(streaming.process.pid or 0, signal.SIGCONT)
-                num_sleeps += 1
-            assert answer.result() == expected
-
-
 def test_a_prompt_beyond_the_budget_fails_alone(model: str, resident: Server, tmp_path: Path) -> None:
     flags = ["--model", model, "--kv-cache", "stock"]  # nothing goes to disk
     plan = json.loads(run("mlx_flash", "plan", "--json", *flags, "--ram-budget-gb", "min").stdout)
@@ -270,13 +254,6 @@ def test_a_prompt_cache_that_was_saved_goes_on(model: str, tmp_path: Path) -> No
         texts.append(run(*prefix, "generate", *flags))
         assert texts[-1].returncode == 0, texts[-1].stderr
     assert texts[0].stdout == texts[1].stdout != ""
-
-
-def test_benchmark(model: str) -> None:
-    flags = ["--model", model, "-p", "32", "-g", "4", "-n", "1"]
-    done = run("mlx_flash", "exec", "--ram-budget-gb", "0.4", "--", "mlx_lm.benchmark", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "generation_tps" in done.stdout
 
 
 def test_exec_runs_a_file_with_its_arguments_and_status(model: str, tmp_path: Path) -> None:

@@ -235,34 +235,6 @@ def test_processors_see_each_token_once_when_prompts_have_no_room_together(
     assert prompts == [[10, 10], [9, 9], [10], [10], [9], [9]] and sorted(lengths) == [20, 20, 21, 21, 22, 22]
 
 
-def test_answers_keep_their_tokens_when_prompts_have_no_room(
-    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that run, while others come, which are computed one by one."""
-    early, late = [request(text, max_tokens=40) for text in ALIKE[:2]], [request(text) for text in ALIKE[2:]]
-    expected = alone(served, *early, *late)
-    prompts.clear()
-    compute = PromptProcessingBatch.prompt
-
-    async def collect() -> list[list[Event]]:
-        first, second = served.submit(*early)
-        head = []
-        async for event in events_of(first):
-            head.append(event)
-            if len(head) == 8:
-                break
-        monkeypatch.setattr(PromptProcessingBatch, "prompt", fails)
-        rest = await asyncio.gather(every(first), every(second), *map(every, served.submit(*late)))
-        return [head + rest[0], *rest[1:]]
-
-    def fails(self: Any, tokens: list[list[int]]) -> None:
-        if len(tokens) > 1:
-            raise BudgetError("no room", 0)
-        compute(self, tokens)
-
-    assert list(map(text_of, served.run(collect()))) == expected and {*map(len, prompts)} == {1, 2}
-
-
 def test_a_prompt_without_room_fails_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [request(text) for text in TEXTS]
     expected = expected_of(served, *asked)
@@ -430,12 +402,6 @@ def test_metals_wired_limit_is_put_back(model: str, monkeypatch: pytest.MonkeyPa
         assert limits[-1] == 1000
     gc.collect()
     assert limits[-1] == 0
-
-
-def test_streamed_weights_compute_sequences_apart(model: str, sizes: list[int]) -> None:
-    with serving(model, context_length=8192, ram_budget_gb="min") as running:
-        asked = [request(text) for text in TEXTS]
-        assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and not sizes
 
 
 def test_without_room_for_padding_requests_wait(model: str, sizes: list[int]) -> None:

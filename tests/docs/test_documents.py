@@ -33,7 +33,8 @@ FOREIGN_FLAGS = {
 FOREIGN_NAMES = {
     "api_key", "add_bos_token", "model_provider", "web_search", "wire_api", "env_key", "stream_idle_timeout_ms",
     "num_concurrent", "sw_vers", "wired_limit_mb", "auto_map", "mlx_flash_hook", "CLAUDE_CODE_ATTRIBUTION_HEADER",
-    "CLAUDE_STREAM_IDLE_TIMEOUT_MS", "ENGINE_PYTHON", "SITE_PACKAGES", "POSIX_FADV_WILLNEED",
+    "CLAUDE_STREAM_IDLE_TIMEOUT_MS", "ENGINE_PYTHON", "SITE_PACKAGES", "POSIX_FADV_WILLNEED", "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY", "model_providers",
 }  # fmt: skip
 """Names of clients, lm_eval, transformers and systems, and those that a guide makes."""
 

@@ -14,12 +14,12 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mlx_flash import __version__
 from mlx_flash.config import FLAGS, FlashConfig, did_you_mean, parse_setting, setting_kinds
-from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import DEFAULT_MAX_TOKENS
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.telemetry import INTERVAL_SECONDS
@@ -57,24 +57,16 @@ def one_of(*numbers: int) -> Type:
     return parse
 
 
-def setting(name: str) -> Type:
-    """Return the type of a field of ``FlashConfig``."""
+def checked(parse: Callable[[str], Any]) -> Type:
+    """Return a type whose ValueErrors are told as they are."""
 
-    def parse(text: str) -> Any:
+    def parse_checked(text: str) -> Any:
         try:
-            return parse_setting(name, text)
-        except ConfigError as error:
+            return parse(text)
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return parse
-
-
-def duration(text: str) -> float:
-    """Return a time in seconds, as Ollama takes it: ``300``, ``5m``; negative without end."""
-    try:
-        return seconds_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return parse_checked
 
 
 def max_tokens(text: str) -> int:
@@ -276,7 +268,7 @@ SERVE = (
     flag("--prompt-cache-size N", "most prompt caches that are kept", number(int, 0), default=10),
     flag("--prompt-cache-bytes SIZE", _CACHES, size),
     *QUANTIZED,
-    flag("--keepalive --keep-alive TIME", _UNLOADED, duration),
+    flag("--keepalive --keep-alive TIME", _UNLOADED, checked(seconds_of)),
     VISION,
     *DRAFT,
     *ACCESS,
@@ -398,26 +390,15 @@ _ALL_HELP = "--help-tuning"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand.
+    """A subcommand."""
 
-    Attributes:
-        help: one line about the command.
-        flags: its own flags.
-        model: the model in a usage line, in brackets if it may be left out, with ``...`` if there may be several; empty
-            for a command without one. It is the first argument, or ``--model``.
-        place: its module and function in this folder; both have the command's name if this is empty.
-        usage: the arguments after the model in a usage line.
-        streams: the command loads models, so it takes the flags of all settings.
-        defaults: arguments that have no flag, or another default than that of their flag.
-    """
-
-    help: str
-    flags: Sequence[Flag]
-    model: str = ""
-    place: str = ""
-    usage: str = "[flags]"
-    streams: bool = True
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    help: str  # one line
+    flags: Sequence[Flag]  # its own
+    model: str = ""  # in a usage line: in brackets if it may be left out, with ``...`` if there may be several
+    place: str = ""  # its module and function in this folder; both have the command's name if this is empty
+    usage: str = "[flags]"  # the arguments after the model
+    streams: bool = True  # it loads models, so it takes the flags of all settings
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of arguments without a flag, or other ones
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -533,7 +514,7 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
         options["choices"] = get_args(kind)
     else:
         metavar = {int: "N", Path: "DIR", str: "NAME"}.get(kind, "MB" if name.endswith("_mb") else "GB")
-        options |= {"metavar": metavar, "type": setting(name)}
+        options |= {"metavar": metavar, "type": checked(partial(parse_setting, name))}
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import select
 import sys
@@ -17,7 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from mlx_flash.commands.common import emit, labelled
+from mlx_flash.commands.common import emit, labelled, print_json
 from mlx_flash.monitor.frames import Canvas, frame, message
 from mlx_flash.monitor.rates import History, Watcher
 from mlx_flash.monitor.words import filled, model_name, printable
@@ -150,7 +149,8 @@ def print_looks(watcher: Watcher, args: argparse.Namespace, console: Console, ou
         if args.once and has_none:
             return EXIT_NONE
         if args.json and (number or not args.once):
-            print_json(watcher, out)
+            for state in watcher.to_json():
+                print_json(state, out)
         elif number:
             print_lines(console, draw(watcher, console, None))
         if args.once and number:
@@ -179,10 +179,3 @@ def draw(watcher: Watcher, console: Console, height: int | None) -> list[Text]:
     if not shown:
         return message("No engine is running; waiting.", HINT, canvas)
     return frame(shown, watcher.chosen, watcher.system, canvas)
-
-
-def print_json(watcher: Watcher, out: TextIO) -> None:
-    """Print one object on one line for each engine."""
-    for state in watcher.to_json():
-        print(json.dumps(state, allow_nan=False), file=out)
-    out.flush()

@@ -79,15 +79,11 @@ class Watcher:
 
 
 def _to_json(history: History, system: SystemMemory) -> Json:
-    published = history.latest
+    envelope = asdict(history.latest)
+    del envelope["path"]
     return {
-        "schema": published.schema,
-        "pid": published.pid,
-        "number": published.number,
-        "started": published.started,
-        "written": published.written,
-        "clock": published.clock,
-        **published.state,
+        **envelope.pop("state"),
+        **envelope,
         "idle": history.is_idle(),
         "rates": asdict(history.rates),
         "system": asdict(system),

@@ -59,7 +59,7 @@ def seconds_of(value: float | str) -> float:
     if re.fullmatch(r"[+-]?\d{1,15}(\.\d{0,9})?", text):
         return float(text)
     if not _DURATION.fullmatch(text):
-        raise ValueError("a duration is a number of seconds, or a text such as 5m or 1h30m")
+        raise ValueError(f"{text!r} is no duration: it must be a number of seconds, or a text such as 5m or 1h30m")
     seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
     return -seconds if text.startswith("-") else seconds
 

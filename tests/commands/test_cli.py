@@ -317,7 +317,7 @@ def test_plan_json(model: Path) -> None:
     assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"])
     assert plan["tokens_per_second"] == pytest.approx(1 / plan["seconds_per_token"])
     on_disk = run_json("plan", "--model", model, "--kv-cache", "disk")  # which needs no context length
-    assert on_disk["kv"]["options"]["form"] == "step"
+    assert on_disk["kv"]["options"]["step"] == 256
 
 
 def test_budget_too_small(model: Path) -> None:

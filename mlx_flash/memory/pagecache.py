@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -29,37 +29,24 @@ def open_direct(path: Path) -> int | None:
     Linux uses ``O_DIRECT`` and tries one read, since some file systems accept the flag and refuse the reads; macOS uses
     ``F_NOCACHE``.
     """
-    if sys.platform == "darwin":
-        import fcntl
-
-        fd = open_regular(path)
-        return _kept_if(fd, lambda: fcntl.fcntl(fd, fcntl.F_NOCACHE, 1))
-    if sys.platform != "linux":
-        return None
+    fd = None
     try:
-        fd = open_regular(path, os.O_DIRECT)
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return None
-        raise
-    return _kept_if(fd, lambda: _read_page(fd))
+        if sys.platform == "darwin":
+            import fcntl
 
-
-def _kept_if(fd: int, trial: Callable[[], object]) -> int | None:
-    """Return the descriptor. Close it and return None where the file system refuses the trial."""
-    try:
-        trial()
+            fd = open_regular(path)
+            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+        elif sys.platform == "linux":
+            fd = open_regular(path, os.O_DIRECT)
+            with mmap.mmap(-1, DIRECT_ALIGNMENT) as page:
+                os.preadv(fd, [page], 0)
     except OSError as error:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
         if error.errno in _UNSUPPORTED:
             return None
         raise
     return fd
-
-
-def _read_page(fd: int) -> None:
-    with mmap.mmap(-1, DIRECT_ALIGNMENT) as page:
-        os.preadv(fd, [page], 0)
 
 
 def open_buffered(path: Path) -> int:

@@ -331,14 +331,11 @@ def _compressed(directory: Path, names: list[str], own: list[str]) -> list[Path]
     stock = next((name for name in names if Path(name).match(STOCK_PATTERN)), None)
     if stock is not None:
         raise CheckpointError(f"{directory} has both {own[0]} and {stock}. Hint: remove one kind, or pack again.")
-    kinds: dict[tuple[str, int, str], set[int]] = {}
-    for kind, number, count, suffix in (match.groups() for match in map(_OWN.fullmatch, own) if match):
-        kinds.setdefault((kind, int(count), suffix), set()).add(int(number))
-    for (kind, count, suffix), numbers in kinds.items():
-        if missing := set(range(1, count + 1)) - numbers:
-            name = f"{kind}-{min(missing):05}-of-{count:05}{suffix}"
-            raise CheckpointNotFoundError(f"{directory} lacks {name}, a part of a compressed copy. {_HINT}")
-    if {"compressed", "uncompressed"} != {kind for kind, _, _ in kinds} or len(kinds) != 2:
+    kinds = {(match[1], match[4]): int(match[3]) for match in map(_OWN.fullmatch, own) if match}
+    wanted = {f"{k}-{i:05}-of-{count:05}{end}" for (k, end), count in kinds.items() for i in range(1, count + 1)}
+    if missing := wanted.difference(own):
+        raise CheckpointNotFoundError(f"{directory} lacks {min(missing)}, a part of a compressed copy. {_HINT}")
+    if sorted(kind for kind, _ in kinds) != ["compressed", "uncompressed"] or wanted != {*own}:
         raise CheckpointNotFoundError(
             f"{directory} holds {brief(own)}, which are not the files of one compressed copy. {_HINT}"
         )

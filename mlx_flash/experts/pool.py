@@ -47,7 +47,7 @@ class Uses:
     def __init__(self, sizes: Sequence[int], num_slots: int) -> None:
         self._sums = [np.full(size, -np.inf) for size in sizes]
         self._in_slots = np.full(num_slots, np.inf)
-        self._holders: list[Expert | None] = [None] * num_slots
+        self.holders: list[Expert | None] = [None] * num_slots  # by slot
         self._order: list[int] = []
         self._ordered_by = self._in_slots
         self._now = 0.0
@@ -69,11 +69,11 @@ class Uses:
         self._in_slots[slots[slots >= 0]] = found[slots >= 0]
 
     def enter(self, slot: int, key: Expert) -> None:
-        self._holders[slot] = key
+        self.holders[slot] = key
         self._in_slots[slot] = self._sums[key[0]][key[1]]
 
     def leave(self, slot: int) -> None:
-        self._holders[slot] = None
+        self.holders[slot] = None
         self._in_slots[slot] = np.inf
 
     def least(self, spared: Collection[int], number: int) -> list[Expert]:
@@ -97,7 +97,7 @@ class Uses:
                 found.append(slot)
                 seen.append(slot)  # it may stay
         self._order += reversed(seen)
-        return [key for slot in found if (key := self._holders[slot]) is not None]
+        return [key for slot in found if (key := self.holders[slot]) is not None]
 
     def reorder(self) -> None:
         """Have slots put in order again, by what was used and has entered up to now."""
@@ -213,7 +213,7 @@ class ExpertPool:
 
     @property
     def num_resident(self) -> int:
-        return sum(int(np.count_nonzero(table != ABSENT)) for table in self.slot_of)
+        return len(self._uses.holders) - self._uses.holders.count(None)
 
     @property
     def num_usable(self) -> int:
@@ -395,9 +395,9 @@ class ExpertPool:
     def clear_head(self, num_slots: int) -> None:
         """Take the first slots away from their experts, until :meth:`restore_head`."""
         self._held = []
-        for layer, table in enumerate(self.slot_of):
-            for expert in np.flatnonzero((table != ABSENT) & (table < num_slots)):
-                self.leave((layer, int(expert)))
+        for key in self._uses.holders[:num_slots]:
+            if key is not None:
+                self.leave(key)
         self._free = [slot for slot in self._free if slot >= num_slots]
         self._num_cleared = num_slots
 
@@ -431,13 +431,11 @@ class ExpertPool:
         """
         self._held = []
         if isinstance(self.slots, StackArena):
-            for layer, table in enumerate(self.slot_of):
-                for number in np.flatnonzero(table != ABSENT):
-                    self.leave((layer, int(number)))
+            self.clear_head(self.slots.num_slots)
             try:
                 self.slots.resize(num_slots)
             finally:
-                self._free = [*reversed(range(self.slots.num_slots))]
+                self._free, self._num_cleared = [*reversed(range(self.slots.num_slots))], 0
             return
         for layer, in_flight in enumerate(self._in_flight):
             for expert in [expert for expert in in_flight if self.slot_of[layer][expert] >= num_slots]:

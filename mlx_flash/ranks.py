@@ -107,8 +107,7 @@ class Peers:
         return cast(list[list[float]], found.tolist())
 
     def hand_on(self, arrays: Sequence[mx.array], source: int, to: int, what: str) -> list[mx.array]:
-        """Return the arrays of one rank, ``source``, on another one. All ranks call it; shapes and types are everywhere
-        the same.
+        """Return the arrays of one rank, ``source``, on another one. All ranks call it, with the same shapes and types.
 
         On others the result is not to be used. MLX's ring connects neighbours only: else the arrays go to all ranks.
         """

@@ -129,8 +129,8 @@ def replace_vlm_load_model(new: VlmLoadModel, old: VlmLoadModel) -> None:
 def load_processor(path: Path, model: nn.Module, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the processor of texts and pictures for a model, as ``mlx_vlm.load`` does.
 
-    If code of the folder is not trusted, none runs, also where mlx-vlm would trust it by itself. Raises: ValueError, if
-    it is needed.
+    Code of the folder that is not trusted does not run, also where mlx-vlm would trust it by itself. Raises:
+    ValueError.
     """
     options["trust_remote_code"] = trust_remote_code
     with nullcontext() if trust_remote_code else _without_folder_code():

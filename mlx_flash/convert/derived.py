@@ -160,8 +160,8 @@ def make_room(needed: int, source: str, fingerprint: str, limit: int | None, *, 
     """Remove other copies until there is room for more bytes of a copy; none when that would not be enough.
 
     Those of the same source, which are of no use any more, go first, then those used longest ago. The copy itself and
-    its beginning stay. ``limit`` is that of all copies together; None leaves a tenth of the disk free. Return whether
-    there is room, or would be.
+    its beginning stay. ``limit`` is that of all copies; None leaves a tenth of the disk free. Return whether there is
+    room.
     """
     copies, folder = list_copies(), derived_directory()
     room = free_bytes(folder) - (free_floor(folder) if limit is None else 0)
@@ -200,8 +200,7 @@ def adopt_derived(
     *,
     write: bool = True,
 ) -> None:
-    """Give derived parameters a place on disk to be read from: they become direct ones. Raises: FileChangedError,
-    WriteError.
+    """Give derived parameters a place on disk to be read from: they become direct ones. Raises: FlashError.
 
     Nothing is done when they are small all together, or the limit is 0. Where there is no room for a copy they stay as
     they are, and a warning says so. After an error the model is as it was. ``load`` loads the model once more: what a

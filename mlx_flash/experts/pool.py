@@ -54,8 +54,7 @@ class Uses:
         self._last = -1
 
     def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Numbers) -> None:
-        """Count a call of a layer: distinct experts, how many tokens each computes, and their slots; negative without
-        one.
+        """Count a call of a layer: distinct experts, how many tokens each computes, and their slots, if not negative.
 
         Tokens of one call count as if they were spread evenly over as many passes.
         """
@@ -232,8 +231,7 @@ class ExpertPool:
     def request(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Start to read the missing ones of distinct experts, in the order of their files. Raises: ClosedError.
 
-        All of them stay until the next request, or :meth:`clear_head`. Return those in flight, in the order of their
-        reads.
+        All of them stay until the next request, or :meth:`clear_head`. Return those in flight, in the order of reads.
         """
         self._held = []
         in_flight = self._in_flight[layer]
@@ -406,11 +404,9 @@ class ExpertPool:
         self._num_cleared = 0
 
     def adopt(self, layer: int, experts: Iterable[int], spared: set[int]) -> dict[int, int]:
-        """Give slots to experts that the caller will fill, the most important first. Return the slot of each that got
-        one.
+        """Give slots to experts that the caller will fill, the most important first. Return the slots by expert.
 
-        They are free ones, and those of experts that were used less. Spared slots keep theirs; the new ones become
-        spared.
+        They are free ones, and those of experts that were used less. Spared slots keep theirs; new ones become spared.
         """
         adopted: dict[int, int] = {}
         for expert in experts:

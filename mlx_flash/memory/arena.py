@@ -280,8 +280,7 @@ class SlotArena:
     """Slots of one size in one array, and views of them that have one row in each slot.
 
     One page of the ``pitch``, from one slot to the next, cannot be used: MLX's CPU allocator aligns to 16 bytes only.
-    Slots beyond ``num_slots`` take no memory until :meth:`resize`, where the system can do that; elsewhere they are
-    all.
+    Slots beyond ``num_slots`` take no memory until :meth:`resize`, if the system can do that; else there are none.
     """
 
     def __init__(self, num_slots: int, pitch: int, capacity: int = 0) -> None:

@@ -265,8 +265,7 @@ class BackgroundPrefetcher:
     ) -> Ticket:
         """Start to read. The caller must not touch the buffer until it has waited for the ticket or cancelled it.
 
-        The buffer's address is a multiple of ``DIRECT_ALIGNMENT``. Urgent reads do not queue behind reads ahead. At
-        most ``num_threads`` share the work; None for all. Raises: ClosedError.
+        Its address is a multiple of ``DIRECT_ALIGNMENT``. Urgent reads do not queue behind others. Raises: ClosedError.
         """
         if reads.buffer_end > len(buffer):
             name = max(reads.segments, key=lambda segment: segment.buffer_end).pieces[-1].name

@@ -134,8 +134,7 @@ class DiskProfile:
 def disk_profile(path: Path, direct: bool, may_buffer: bool = False) -> DiskProfile:
     """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
-    It is measured with the file; profiles of small files are not stored. ``may_buffer`` tries reads through the page
-    cache, too.
+    Profiles of small files are not stored. ``may_buffer`` tries reads through the page cache, too.
     """
     key = _key(path, direct, may_buffer)
     remembered = _remembered(key)

@@ -138,10 +138,9 @@ class FlashVLM(ModelFacade):
         life.plan = life.prepared.plan
 
     def picture_bytes(self, inputs: Mapping[str, Any]) -> int | None:
-        """Return the memory that making embeddings takes beside weights. Computes nothing.
+        """Return the memory that making embeddings takes beside weights, by a rehearsal that computes nothing.
 
-        ``inputs`` are those of :meth:`get_input_embeddings`, by name. None where the model decides by the numbers of a
-        picture what it computes.
+        None where the model decides by the numbers of a picture what it computes.
         """
         rehearsal, layout = TowerRehearsal(), self.layout
         absent = [parameter for unit in layout.towers for parameter in unit.large]

@@ -32,7 +32,6 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import place_rows
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads
-from mlx_flash.storage.ranges import RETRIES
 from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
 
@@ -348,22 +347,6 @@ def test_an_expert_that_stayed_gives_way_to_the_next_one(checkpoint: Checkpoint,
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
-
-
-def test_failed_reads_are_repeated_together(checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk) -> None:
-    """One failure, one error: not an error for each read that failed with it."""
-    pool = checkpoint.pool(6, reader)
-    disk.is_broken = True
-    named = rf"'layers\.0\.experts\.\d' \(\d+ bytes at offset \d+\) in {checkpoint.path}: Input/output error at offset"
-    for _ in range(2):
-        with pytest.raises(ReadError, match=named):
-            bring(pool, 0, 3, 1, 2, 0)
-    assert reader.stats.num_retries >= 2 * RETRIES
-    disk.is_broken = False
-    bring(pool, 0, 3, 1, 2, 0)
-    for expert in range(4):
-        assert checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert)
-    assert pool.num_resident == 4 and len(pool._free) == 2
 
 
 def test_failing_reads_fail_one_call_only(

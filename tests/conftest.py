@@ -50,11 +50,8 @@ QUICK = {
 """Files of which every test gets the marker ``quick``; in other files, single tests have it."""
 
 REST = {
-    "test_bench",
     "test_benchmark",
-    "test_loading_benchmark",
     "test_real_text",
-    "test_sequences_benchmark",
 }
 """Files that test the programs of `benchmarks/`. Their tests get the marker ``rest``, and so do all cases of a test but
 the first and the last one."""

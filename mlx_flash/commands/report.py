@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from mlx_flash.commands.common import labelled
 from mlx_flash.config import GB
 from mlx_flash.experts.pool import ExpertStats
 from mlx_flash.kv.kvpool import KVUsage
-from mlx_flash.layout.parts import ModelLayout, Unit
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import counted, duration, filled, limit, rate, size
@@ -282,8 +282,6 @@ PLAN = """
 Streamed layers: {streamed_layers}
 Experts: {pool.num_slots} of {pool.num_experts} in memory, \
 {pool.hit_rate:percent} of those a token needs expected there, {pool.read_bytes:size} read for each token
-Head: {heads}
-Embedding: {embeddings}
 Towers: {towers.num_units:unit}, {towers.bytes:size} read for each prompt with pictures or sound, \
 one after another in {towers.memory_bytes:size} of memory
 Own guesses: {own_guesses}
@@ -330,8 +328,6 @@ def _more_facts(layout: ModelLayout, plan: ResidencyPlan) -> Json:
     speeds = batch_speeds(plan) if plan.weights_seconds > 0 else {}
     return {
         "streamed_layers": _streamed_layers(layout, plan),
-        "heads": _residences(layout.heads, plan),
-        "embeddings": _residences(layout.embeddings, plan),
         "compression_in_words": plan.compression and compression_in_words(plan.compression),
         "likely_seconds": plan.seconds_range[1],
         "batch_speeds": ", ".join(f"{number}: {rate(speed)}" for number, speed in speeds.items()),
@@ -368,14 +364,3 @@ def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
     partly = sum(any(share) and not all(share) for share in shares)
     text += f", {partly} of them in part" if partly else ""
     return text + (f", cut into {counted(len(streaming.layers), 'unit')}" if streaming.cut else "")
-
-
-def _residences(units: Sequence[Unit], plan: ResidencyPlan) -> str:
-    """Return where heads or embeddings are."""
-    found = []
-    for unit in units:
-        rows = dict(plan.streaming.heads).get(unit.name)
-        places = ["rows read on demand"] if unit.name in plan.streaming.tables else []
-        places += [f"computed in tiles of {rows} rows"] if rows is not None else []
-        found.append(f"{unit.name} {', '.join(places) or 'in memory'}")
-    return "; ".join(found)

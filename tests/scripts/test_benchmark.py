@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmark_modules import ROOT, load_benchmark
-from models import LLAMA, save
+from models import LLAMA, make_random_model, save
 
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
 TOKENS = 3
@@ -170,3 +170,39 @@ def test_a_run_that_failed_or_was_killed_once_counts_as_such() -> None:
     for second, expected in ((slow, {**fast, "tokens_per_second": 3.0}), ({"killed": True}, {"killed": True})):
         rounds = [{"budget": 1.0, "limit_bytes": 1, "stock": stock, "llama_cpp": None} for stock in (fast, second)]
         assert streaming._limit_summary(rounds)["stock"] == expected
+
+
+# --- the other programs ----------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "bench": "--rounds 1 --folder FOLDER",
+    "context": "--model MODEL --tokens 600 --generate 2 --ram-budget-gb 0.6 --stock-budget-gb 1",
+    "loading": "MODEL --rounds 1 --tokens 3",
+    "prefixes": "--model MODEL --ram-budget-gb 0.6 --prompt-tokens 600 --prefill-step-size 256 --tokens 2 --repeats 1",
+    "sequences": "--model MODEL --budget 1 --sequences 1 2 --tokens 4 --rounds 1",
+    "server_clients": "MODEL --budget 1 --clients 1 --rounds 1 --words 4 --max-tokens 4",
+    "timeline": "MODEL --budget min --tokens 3",
+}
+"""Arguments by program. Each compares tokens with mlx-lm's, where there are some, and fails if they differ."""
+
+SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_and_describes_what_it_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_random_model(tmp_path / "model", *SHAPE.split(), "--dtype", "float32")
+    program, file = load_benchmark(name), tmp_path / "out.json"
+    monkeypatch.setattr(program, "take_memory", lambda: None, raising=False)  # gigabytes
+    monkeypatch.setattr(program, "SHAPES", {"dense": SHAPE}, raising=False)
+    if name == "bench":
+        rows = [
+            program.Row("decode", "dense", 0.6, tokens=3),
+            program.Row("first", "dense", 0.6, "first_token_seconds", 2),
+        ]
+        monkeypatch.setattr(program, "ROWS", rows)
+    words = PROGRAMS[name].replace("MODEL", str(model)).replace("FOLDER", str(tmp_path)).split()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--json", str(file)])
+    assert not program.main()
+    assert {"date", "command", "machine", "versions", "cold"} <= json.loads(file.read_text()).keys()

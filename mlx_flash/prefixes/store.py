@@ -19,8 +19,8 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import drop_cached
 
 MAGIC = b"MLXFKV\x00\x05"
-SUFFIX = ".page"
+FOLDER, SUFFIX = "pages", ".page"
 
 _HEAD = struct.Struct("<8sQIII")
 """Magic, length of the file, length of the description, CRC-32 of the description, CRC-32 of the arrays behind it."""
@@ -157,128 +157,27 @@ class StoredModel:
     last_used: float
 
 
-class PageFolder:
-    """The page files in a directory. Threads and processes may share the folder.
+def _locked(directory: Path) -> AbstractContextManager[int]:
+    """Hold the lock under which files are added and removed. Raises: BlockingIOError: another process has it."""
+    return HeldLock(directory / "lock", create=0o600, wait=LOCK_SECONDS)
 
-    The directory need not exist. ``limit`` is the most bytes of all pages; None for no limit. ``free_floor`` are bytes
-    of the disk that are left free; None for a tenth of it, which :meth:`open` finds out.
-    """
 
-    def __init__(self, directory: Path, limit: int | None = None, free_floor: int | None = None) -> None:
-        self.path = directory / "pages"
-        self.is_writable = False  # whether pages can be added and removed: from :meth:`open` until :meth:`stop`
-        self.directory = directory
-        self.limit = limit
-        self.free_floor = free_floor
-
-    def open(self) -> None:
-        """Make the folder writable, and remove what killed processes have left in it."""
-        make_private(self.path)
-        if self.free_floor is None:
-            self.free_floor = free_floor(self.path)
-        with self.locked():
-            for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
-                path.unlink(missing_ok=True)
-        self.is_writable = True
-
-    def stop(self, error: OSError) -> None:
-        """Add and remove nothing any more; pages are still read."""
-        self.is_writable = False
-        text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
-        log.warning(text, self.directory, str(error))  # without its traceback, which has pages
-
-    def locked(self) -> AbstractContextManager[int]:
-        """Hold the lock under which files are added and removed. Raises: BlockingIOError: another process has it."""
-        return HeldLock(self.directory / "lock", create=0o600, wait=LOCK_SECONDS)
-
-    def has(self, page: str) -> bool:
-        """Return whether a page is cached."""
-        return os.access(f"{self.path}/{page}{SUFFIX}", os.F_OK)  # a Path object would take ten times as long
-
-    def touch(self, pages: Sequence[str]) -> None:
-        """Note that pages that follow one another are used. Only the order of eviction depends on it."""
-        now = time.time_ns()
-        for number, page in enumerate(pages):
-            with suppress(OSError):
-                os.utime(path_of(self.path, page), ns=(now - number, now - number))
-
-    def files(self) -> list[tuple[int, int, Path]]:
-        """Return time of the last use, size and path of all files, the one used longest ago first."""
-        found = []
-        for entry in os.scandir(self.path) if self.path.is_dir() else ():
-            with suppress(FileNotFoundError):  # it was removed meanwhile
-                status = entry.stat()
-                found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
-        return sorted(found)
-
-    def drop(self, page: str) -> None:
-        """Remove a damaged page, also one in use."""
-        if self.is_writable:
-            try:
-                with self.locked():
-                    path_of(self.path, page).unlink(missing_ok=True)
-            except OSError as error:
-                self.stop(error)
-
-    def make_room(self, nbytes: int, spared: Sequence[str]) -> bool:
-        """Evict pages until another one has room. Return whether it does. The caller has the lock.
-
-        ``spared`` are the pages before it, which stay.
-        """
-        excess = nbytes - self._spare_bytes
-        if self.limit is None and excess <= 0:
-            return True
-        files = self.files()
-        if self.limit is not None:
-            excess = max(excess, sum(size for _, size, _ in files) + nbytes - self.limit)
-        kept = {f"{page}{SUFFIX}" for page in spared}
-        pages = [(size, path) for _, size, path in files if path.suffix == SUFFIX and path.name not in kept]
-        if excess > sum(size for size, _ in pages):
-            return False  # evicting all would not be enough
-        for size, path in pages:
-            if excess > 0:
-                path.unlink(missing_ok=True)
-                excess -= size
-        return nbytes <= self._spare_bytes
-
-    def add(self, names: Sequence[str], parts: Sequence[memoryview], claim: Callable[[int], bool]) -> str:
-        """Write the last of some pages that follow one another, unless it is cached. An error leaves nothing of it.
-
-        ``claim`` counts bytes that are about to be written, or returns False. Return the reason why it is not cached
-        now, of :data:`REASONS`; an empty text if it is.
-        """
-        nbytes = sum(map(len, parts))
-        with self.locked():
-            if self.has(names[-1]):
-                return ""
-            if names[:-1] and not self.has(names[-2]):
-                return "parent"
-            if not self.make_room(nbytes, names[:-1]):
-                return "room"
-            if not claim(nbytes):
-                return "wear"
-            # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
-            with atomic_file(path_of(self.path, names[-1])) as file:
-                for part in parts:
-                    file.write(part)
-                os.fsync(file.fd)
-                drop_cached(file.fd, 0, nbytes)  # weights need the memory
-            self.touch(names)
-        flush_folder(self.path)
-        return ""
-
-    @property
-    def _spare_bytes(self) -> int:
-        return free_bytes(self.path) - (self.free_floor or 0)
+def _files(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return time of the last use, size and path of all files, the one used longest ago first."""
+    found = []
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            status = entry.stat()
+            found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
+    return sorted(found)
 
 
 def list_prefixes(directory: Path) -> list[StoredModel]:
     """Return what a prefix cache holds of each model, the one used last first. The directory need not exist."""
-    folder = PageFolder(directory)
     groups: dict[str, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
-    for used, nbytes, path in folder.files():
+    for used, nbytes, path in _files(directory / FOLDER):
         if path.suffix == SUFFIX:
-            with suppress(OSError, *_FAULTS), _open(folder.path, path.stem) as file:
+            with suppress(OSError, *_FAULTS), _open(path.parent, path.stem) as file:
                 described = _describe(file, path.stem)[0]
                 groups[described["model"]].append((used, nbytes, described))
     models = [
@@ -297,14 +196,10 @@ def list_prefixes(directory: Path) -> list[StoredModel]:
 
 def clear_prefixes(directory: Path) -> None:
     """Remove the pages of all models. Raises: WriteError."""
-    folder = PageFolder(directory)
-    if not folder.path.is_dir():
-        return
     try:
-        folder.open()
-        with folder.locked():
-            for _, _, path in folder.files():
-                if path.suffix == SUFFIX:
+        with _locked(directory) if (directory / FOLDER).is_dir() else nullcontext():
+            for _, _, path in _files(directory / FOLDER):
+                if path.suffix in (SUFFIX, PARTIAL_SUFFIX):
                     path.unlink(missing_ok=True)
     except OSError as error:
         raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error
@@ -349,6 +244,10 @@ class PrefixStore:
 
     One thread uses a store, another one of its own writes pages in the background. Close the store; a process that ends
     without closing does no harm. A closed store stores nothing.
+
+    Attributes:
+        folder: the page files of all.
+        is_writable: False once nothing is stored any more; pages are still read.
     """
 
     def __init__(
@@ -369,21 +268,33 @@ class PrefixStore:
         self._root = root_name(model, settings, tenant, page_tokens)
         self._model, self._title = model, title
         self._governor = governor
-        self._folder = PageFolder(directory, limit_bytes, free_space_floor)
+        self._limit, self._free_floor = limit_bytes, free_space_floor or 0
+        self._directory, self.folder, self.is_writable = directory, directory / FOLDER, False
         if not governor.zero_write:
             try:
-                self._folder.open()
+                make_private(self.folder)
+                if free_space_floor is None:
+                    self._free_floor = free_floor(self.folder)
+                with _locked(directory):
+                    for path in self.folder.glob(f"*{PARTIAL_SUFFIX}"):  # killed processes have left it
+                        path.unlink(missing_ok=True)
+                self.is_writable = True
             except OSError as error:
-                self._folder.stop(error)
+                self._stop(error)
         self._writer = WriteBehind(queue_bytes, "prefixes")
         self._queued: dict[str, Write] = {}  # pages that wait to be written, by name
         self._lock = threading.Lock()  # of the counts
         self._counts: Counter[str] = Counter()
 
-    @property
-    def is_writable(self) -> bool:
-        """True while pages are still stored."""
-        return self._folder.is_writable
+    def _stop(self, error: OSError) -> None:
+        """Add and remove nothing any more; pages are still read."""
+        self.is_writable = False
+        text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
+        log.warning(text, self._directory, str(error))  # without its traceback, which has pages
+
+    def _has(self, page: str) -> bool:
+        """Return whether a page is cached."""
+        return os.access(f"{self.folder}/{page}{SUFFIX}", os.F_OK)  # a Path object would take ten times as long
 
     def find(self, tokens: Tokens, *, ends: Sequence[int] | None = None) -> Prefix:
         """Return the longest cached prefix of a prompt. Pages of it that wait to be written are waited for.
@@ -400,25 +311,27 @@ class PrefixStore:
 
     def _num_leading(self, names: Sequence[str]) -> int:
         """Return how many of the pages are cached, up to the first that is not."""
-        return next((i for i, page in enumerate(names) if not self._folder.has(page)), len(names))
+        return next((i for i, page in enumerate(names) if not self._has(page)), len(names))
 
     def touch(self, prefix: Prefix) -> None:
-        """Note that a prefix is used."""
-        if self._folder.is_writable:
-            self._folder.touch(prefix.pages)
+        """Note that a prefix is used. Only the order of eviction depends on it."""
+        now = time.time_ns()
+        for number, page in enumerate(prefix.pages if self.is_writable else ()):
+            with suppress(OSError):
+                os.utime(path_of(self.folder, page), ns=(now - number, now - number))
 
     def read(self, page: str) -> dict[str, Blob] | None:
         """Return the arrays of a page; None if it is not cached any more. A damaged page is removed."""
         try:
-            return read_page(self._folder.path, page)
+            return read_page(self.folder, page)
         except FileNotFoundError:
             pass  # another process removed it
         except ReadError as error:
-            self._folder.drop(page)
+            self._drop(page)
             self._count("damaged")
             log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
         except OSError as error:
-            log.warning("cannot read page %s in %s: %s", page, self._folder.path, error.strerror or error)
+            log.warning("cannot read page %s in %s: %s", page, self.folder, error.strerror or error)
         return None
 
     def put(
@@ -439,8 +352,8 @@ class PrefixStore:
         if self._is_known(page):
             return True
         has_parent = not before or self._is_known(before[-1])
-        if not (self._folder.is_writable and has_parent):
-            self._count("parent" if self._folder.is_writable else "stopped")
+        if not (self.is_writable and has_parent):
+            self._count("parent" if self.is_writable else "stopped")
             return False
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes
@@ -457,7 +370,16 @@ class PrefixStore:
 
     def _is_known(self, page: str) -> bool:
         """Return whether a page is cached, or queued."""
-        return (page in self._queued and not self._queued[page].is_done) or self._folder.has(page)
+        return (page in self._queued and not self._queued[page].is_done) or self._has(page)
+
+    def _drop(self, page: str) -> None:
+        """Remove a damaged page, also one in use."""
+        if self.is_writable:
+            try:
+                with _locked(self._directory):
+                    path_of(self.folder, page).unlink(missing_ok=True)
+            except OSError as error:
+                self._stop(error)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
@@ -466,7 +388,7 @@ class PrefixStore:
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
         self.flush()
-        self._folder.is_writable = False
+        self.is_writable = False
         self._writer.close()
 
     def telemetry(self) -> dict[str, int]:
@@ -482,18 +404,67 @@ class PrefixStore:
             self._counts[what] += 1
             is_first = self._counts[what] == 1
         if is_first and what in _WARNINGS:
-            log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[what])
+            log.warning("%s: pages are not stored for now: %s", self.folder, _WARNINGS[what])
 
     def _write(self, key: Mapping[str, Any], blobs: Mapping[str, Blob], names: Sequence[str]) -> None:
         """Write a page, in the store's own thread."""
         try:
-            if not self._folder.is_writable:
+            if not self.is_writable:
                 self._count("stopped")
                 return
-            self._count(self._folder.add(names, encode_page(key, blobs), self._governor.claim) or "stored")
+            self._count(self._add(names, encode_page(key, blobs)) or "stored")
         except OSError as error:
-            self._folder.stop(error)
+            self._stop(error)
             self._count("stopped")
         except BaseException:
-            log.exception("a page for %s was not stored", self._folder.path)
+            log.exception("a page for %s was not stored", self.folder)
             raise
+
+    def _add(self, names: Sequence[str], parts: Sequence[memoryview]) -> str:
+        """Write the last of some pages that follow one another, unless it is cached. An error leaves nothing of it.
+
+        Return the reason why it is not cached now, of :data:`REASONS`; an empty text if it is.
+        """
+        nbytes = sum(map(len, parts))
+        with _locked(self._directory):
+            if self._has(names[-1]):
+                return ""
+            if names[:-1] and not self._has(names[-2]):
+                return "parent"
+            if not self._make_room(nbytes, names[:-1]):
+                return "room"
+            if not self._governor.claim(nbytes):
+                return "wear"
+            # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
+            with atomic_file(path_of(self.folder, names[-1])) as file:
+                for part in parts:
+                    file.write(part)
+                os.fsync(file.fd)
+                drop_cached(file.fd, 0, nbytes)  # weights need the memory
+            self.touch(Prefix(pages=tuple(names)))
+        flush_folder(self.folder)
+        return ""
+
+    def _make_room(self, nbytes: int, spared: Sequence[str]) -> bool:
+        """Evict pages until another one has room. Return whether it does. The caller has the lock.
+
+        ``spared`` are the pages before it, which stay.
+        """
+        excess = nbytes - self._spare_bytes()
+        if self._limit is None and excess <= 0:
+            return True
+        files = _files(self.folder)
+        if self._limit is not None:
+            excess = max(excess, sum(size for _, size, _ in files) + nbytes - self._limit)
+        kept = {f"{page}{SUFFIX}" for page in spared}
+        pages = [(size, path) for _, size, path in files if path.suffix == SUFFIX and path.name not in kept]
+        if excess > sum(size for size, _ in pages):
+            return False  # evicting all would not be enough
+        for size, path in pages:
+            if excess > 0:
+                path.unlink(missing_ok=True)
+                excess -= size
+        return nbytes <= self._spare_bytes()
+
+    def _spare_bytes(self) -> int:
+        return free_bytes(self.folder) - self._free_floor

@@ -71,7 +71,7 @@ def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
 
 def stats(store: PrefixStore) -> dict[str, Any]:
     """Return the store's telemetry, what it has on disk, and what was written."""
-    models = list_prefixes(store._folder.path.parent)
+    models = list_prefixes(store.folder.parent)
     on_disk = {"pages": sum(model.pages for model in models), "bytes": sum(model.nbytes for model in models)}
     return {**store.telemetry(), **on_disk, "writes": store._governor.telemetry()}
 

@@ -132,7 +132,7 @@ class Prefixes(Writer):
     def look(self) -> bool:
         """Read every page: each holds what belongs to its name."""
         with closing(self._store()) as store:
-            for path in store._folder.path.glob("*.page"):
+            for path in store.folder.glob("*.page"):
                 data = bytearray(5000)
                 if store.read(path.stem, lambda _, data=data: {"k": memoryview(data)}) and len(set(data)) != 1:
                     return False

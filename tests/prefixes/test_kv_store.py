@@ -34,7 +34,7 @@ from children import HELPERS
 from mlx_flash.files import HeldLock
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes import store as page_folder
-from mlx_flash.prefixes.store import _HEAD, MAGIC, Blob, PageFolder, Prefix, PrefixStore, clear_prefixes, list_prefixes
+from mlx_flash.prefixes.store import _HEAD, MAGIC, Blob, Prefix, PrefixStore, clear_prefixes, list_prefixes
 from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, found, page_of, put, read, read_all, stats
 
 
@@ -226,8 +226,8 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, queued = PageFolder.add, []
-    monkeypatch.setattr(PageFolder, "add", lambda *args: (queued.append(stats(store)["queued_bytes"]), add(*args))[1])
+    add, queued = PrefixStore._add, []
+    monkeypatch.setattr(PrefixStore, "_add", lambda *args: (queued.append(stats(store)["queued_bytes"]), add(*args))[1])
     store = opened(queue_bytes=3 * 2000)
     assert all(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP])) for i in range(6))
     assert store.flush(60) and max(queued) <= 6000
@@ -240,7 +240,7 @@ def test_unexpected_error_of_the_writer_blocks_nobody(
     opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(PageFolder, "add", lambda *_: 1 / 0)
+        broken.setattr(PrefixStore, "_add", lambda *_: 1 / 0)
         store = opened()
         store.put(TOKENS, 0, blobs(TOKENS[:STEP]))
         assert store.flush(60)
@@ -523,6 +523,7 @@ SHARE = """
 import random, sys
 sys.path[:0] = sys.argv[2:3]
 import stored_pages as t
+from mlx_flash.files import HeldLock
 from pathlib import Path
 rng = random.Random(int(sys.argv[3]))
 opener = t.Opener(Path(sys.argv[1]))
@@ -535,7 +536,7 @@ for _ in range(60):
     hits += t.read_all(store, tokens, prefix)
     t.put(store, tokens)
     t.read_all(store, tokens, store.find(tokens))
-    with store._folder.locked():  # otherwise pages may come and go while they are counted
+    with HeldLock(store.folder.parent / "lock", create=0o600):  # otherwise pages may come and go while they are counted
         assert t.stats(store)["bytes"] <= 30 * t.PAGE_BYTES
 opener.close()
 print(hits)

@@ -35,7 +35,7 @@ from mlx_flash.loading import load_model
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from mlx_flash.prefixes.store import PageFolder, clear_prefixes, list_prefixes
+from mlx_flash.prefixes.store import PrefixStore, clear_prefixes, list_prefixes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
 
@@ -184,8 +184,8 @@ def test_pages_on_their_way_to_the_disk_are_found(
         time.sleep(0.05)
         return add(*args)
 
-    add = PageFolder.add
-    monkeypatch.setattr(PageFolder, "add", slow)
+    add = PrefixStore._add
+    monkeypatch.setattr(PrefixStore, "_add", slow)
     with loaded(save(tmp_path / "model", config)) as model:
         first = generated(model, num=1)
         assert same(generated(model, num=1), first) and restored(model) == len(PROMPT) - 1

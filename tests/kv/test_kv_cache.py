@@ -261,21 +261,6 @@ def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..
     assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
 
 
-def test_it_is_a_cache_of_mlx_lm(options: Callable[..., KVOptions]) -> None:
-    (cache,) = make_caches([KVCache()], options())
-    assert isinstance(cache, KVCache)
-    assert type(cache).__name__ == "KVCache"
-    assert not hasattr(cache, "bits")
-    assert cache.empty()
-    assert cache.nbytes == 0
-    assert cache.state == (None, None, 0)
-    assert cache.trim(5) == 0
-    assert cache.make_mask(1, window_size=None, return_array=False) is None
-    assert cache.make_mask(4, window_size=None, return_array=False) == "causal"
-    masks = [entry.make_mask(4, window_size=2, return_array=True) for entry in (cache, KVCache())]
-    assert equal(masks[0], masks[1])
-
-
 def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
     theirs: list[Any] = [KVCache() for _ in range(layers)]
     mine = make_caches(theirs, options)

@@ -117,15 +117,6 @@ def test_stock_caches_are_mlx_lms(directories: Callable[[str], Path]) -> None:
         assert all(type(entry) is KVCache for entry in make_prompt_cache(model))
 
 
-def test_max_kv_size_gives_mlx_lms_rotating_caches(directories: Callable[[str], Path]) -> None:
-    directory = directories("qwen3")
-    with load_model(directory, settings(directory))[0] as model:
-        cache = make_prompt_cache(model, max_kv_size=64)
-        assert all(type(entry) is RotatingKVCache for entry in cache)
-        assert same(generated(model, prompt_cache=cache), generated(stock(directory), max_kv_size=64))
-        assert not went_to_disk(model)
-
-
 def test_max_kv_size_without_effect_is_warned_about_once(
     directories: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

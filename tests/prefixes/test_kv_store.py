@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,17 @@ def test_a_page_in_the_place_of_another_is_not_taken_for_it(opened: Opener) -> N
     assert read_all(store, TOKENS, store.find(TOKENS)) == 2, "nor a blob in the place of another"
 
 
+def test_a_fifo_in_place_of_a_page_is_not_waited_for(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    path = opened.path(store.find(TOKENS).pages[1])
+    path.unlink()
+    os.mkfifo(path)
+    with closing(os.fdopen(os.open(path, os.O_RDWR))):  # which somebody may write to
+        assert list_prefixes(opened.directory)[0].pages == 5
+        assert read_all(store, TOKENS, store.find(TOKENS)) == 1 == found(store, TOKENS)
+
+
 def described(text: bytes) -> bytes:
     """Return a page file of a description, with right checksums."""
     return _HEAD.pack(MAGIC, _HEAD.size + len(text), len(text), zlib.crc32(text), 0) + text
@@ -345,23 +357,6 @@ def test_garbage_in_the_folder_is_no_page(opened: Opener, caplog: pytest.LogCapt
 def tree(directory: Path) -> dict[str, tuple[int, int]]:
     paths = [directory, *directory.rglob("*")]
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
-
-
-def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    store = opened()
-    put(store, TOKENS)
-    store.close()
-    before = tree(opened.directory)
-    frugal = opened(governor=WriteGovernor(opened.directory / "wear", gb_per_day=0))
-    with caplog.at_level(logging.WARNING):
-        frugal.touch(frugal.find(TOKENS))
-        assert found(frugal, TOKENS) == 6 and not frugal.is_writable
-        assert put(frugal, [1] * STEP) == [False]
-        frugal.close()
-        assert tree(opened.directory) == before and not caplog.records
-        new = opened(directory=opened.directory / "new", governor=WriteGovernor(opened.directory, gb_per_day=0))
-        assert new.find(TOKENS).num_tokens == 0 and put(new, TOKENS) == [False] * 6
-    assert tree(opened.directory) == before and not caplog.records
 
 
 READ_ONLY = """

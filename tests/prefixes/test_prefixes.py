@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count as counted
@@ -378,23 +376,6 @@ def test_adapters_find_their_own_only(llama: Path) -> None:
 
 
 # --- damage, and disks that may not be written ------------------------------------------------------------------------
-
-
-def test_a_fifo_in_place_of_a_page_is_not_waited_for(llama: Path) -> None:
-    expected = first_run(llama)
-    for path in (prefix_directory() / "pages").iterdir():
-        path.unlink()
-        os.mkfifo(path)
-    found = list[Logits]()
-
-    def run() -> None:
-        with loaded(llama) as model:
-            found.append(generated(model))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert len(found) == 1 and same(found[0], expected)
 
 
 def tree(directory: Path) -> dict[str, tuple[int, int]]:

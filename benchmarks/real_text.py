@@ -8,10 +8,8 @@
 asks the draft model what it would guess. *replay* needs no model: it goes through these answers with the engine's own
 sources of guesses and its own choice of how many to take. A clock that counts passes stands for the disk, so a replay
 has no noise. *stream* generates the answers with a streamed model, and fails where a token or a logarithm of a
-probability is not the recorded one. With ``--disk-mb-per-second`` reads are limited (Linux, root). Beside what was
-counted stands then what *replay* gives for this limit, the plan's bytes, and the time of a row as the engine measured
-it in this answer. With ``--read-gb`` too, passes are as long as on replay's clock, whatever they take; it fails where
-prompt lookup counts other passes.
+probability is not the recorded one. With ``--disk-mb-per-second`` reads are limited (Linux, root). With ``--read-gb``
+too, passes are as long as on replay's clock, whatever they take; it fails where prompt lookup counts other passes.
 """
 
 from __future__ import annotations
@@ -227,12 +225,6 @@ def clock_of(args: argparse.Namespace, recorded: Run, megabytes: float) -> Clock
     return Clock(args.read_gb * 1e3 / megabytes, row, args.guess_seconds or recorded["guess_seconds"])
 
 
-def clocks_of_run(args: argparse.Namespace, recorded: Run, megabytes: float, run: Run) -> list[Clock]:
-    """Return the clock of each answer on a limited disk: the plan's bytes, and the time of a row while it was made."""
-    guess = args.guess_seconds or recorded["guess_seconds"]
-    return [Clock(run["read_bytes"] / megabytes / 1e6, args.row_seconds or row, guess) for row in run["row_seconds"]]
-
-
 def passes_of(counts: Sequence[Counts]) -> list[tuple[int, int]]:
     """Return passes and guessed tokens."""
     return [(each.passes, each.guessed) for each in counts]
@@ -286,16 +278,10 @@ def stream(args: argparse.Namespace) -> int:
         for way in args.ways:
             found, plans[way] = streamed(args, answers, num_tokens, way, clock)
             rows += [{"disk_mb_per_second": limit, "way": way} | row for row in summarized(answers, found)]
-            clocks = [clock] * len(answers) if limit is None else clocks_of_run(args, recorded, limit, plans[way])
-            expected = [
-                replayed(answer, sources_of(answer, way, own), own, num_tokens)
-                for answer, own in zip(answers, clocks, strict=True)
-                if own is not None and way != OWN  # whose guesses are not recorded
-            ]
-            if limit is not None and expected:
-                label = {"disk_mb_per_second": limit, "way": f"{way}, on the clock"}
-                rows += [label | row for row in summarized(answers, expected)]
-            elif expected and way == LOOKUP and passes_of(found) != passes_of(expected):
+            if clock is None or way == OWN:  # whose guesses are not recorded
+                continue
+            expected = [replayed(answer, sources_of(answer, way, clock), clock, num_tokens) for answer in answers]
+            if way == LOOKUP and passes_of(found) != passes_of(expected):
                 raise SystemExit(f"the engine counts {found}, the replay {expected}")
     result = describe(args.model, describe_cold(is_direct=args.io == "direct" or None)) | {"identical": True}
     result |= {"model": describe_model(args.model), "draft": describe_model(args.draft) if args.draft else None}

@@ -1,7 +1,8 @@
-"""Finalizers: no signal that arrives while an object ends loses what is left to do."""
+"""Finalizers and the ends of threads: no signal that arrives while an object ends loses what is left to do."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from children import ROOT
 from mlx_flash.files import HeldLock
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.sessions import PrivateFolder
+from mlx_flash.threadends import joined_to_the_end
 
 
 class Owner:
@@ -105,3 +107,15 @@ def test_what_is_left_at_the_end_of_a_process_runs_in_it(rest: str, printed: str
     command = [sys.executable, "-W", "ignore:This process", "-c", PROGRAM + rest]  # Python 3.12 warns of forks
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_a_join_waits_for_what_a_library_does_at_the_end_of_a_thread() -> None:
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+    thread = threading.Thread(target=libc.pthread_setspecific, args=(key, ctypes.c_void_p(200_000)))
+    with joined_to_the_end():
+        thread.start()
+        thread.join()
+        assert not Path(f"/proc/self/task/{thread.native_id}").exists()
+    libc.pthread_key_delete(key)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from children import ROOT
 from mlx_flash.commands.arguments import COMMANDS
+from models import script
 
 PACKAGE = ROOT / "mlx_flash"
 
@@ -213,3 +214,12 @@ def test_documentation_begins_with_a_verb_or_a_noun() -> None:
         if node.value.value.split(" ")[0] in riddles
     ]
     assert not wrong
+
+
+def test_the_picture_of_the_design_has_the_folders_of_today() -> None:
+    draw_imports = script("draw_imports")
+    picture = (ROOT / "docs" / "images" / "imports.svg").read_text()
+    floors = draw_imports.read_floors((ROOT / "docs" / "design.md").read_text())
+    missing = [name for floor in floors for name in floor if f">{name}<" not in picture]
+    assert not missing, "Hint: python scripts/draw_imports.py docs/images/imports.svg"
+    assert {name for floor in floors for name in floor} >= {*sum(draw_imports.count_imports(PACKAGE), ())}

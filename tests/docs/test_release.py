@@ -1,4 +1,4 @@
-"""The workflows, the Dockerfile and the version agree with each other and with the package."""
+"""The workflows, the Dockerfile, the source distribution and the version agree with each other and the package."""
 
 from __future__ import annotations
 
@@ -35,3 +35,16 @@ def test_the_image_serves_what_its_health_check_asks() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert copied == {line[1:] for line in ignored if line.startswith("!")}
     assert all((ROOT / name).exists() for name in copied)
+
+
+WITH_EVERY_SDIST = {"README.md", "pyproject.toml", "LICENSE", "MANIFEST.in"}
+"""What setuptools adds by itself, besides the package."""
+
+
+def test_what_tests_read_ships_with_them() -> None:
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()]
+    shipped = {name for command, *names in lines if command in ("graft", "include") for name in names}
+    tests = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py")))
+    read = set(re.findall(r'\bROOT / "([^"/]+)', tests))
+    assert {"Makefile", "benchmarks", "docs", "examples", "scripts"} <= read
+    assert read <= shipped | WITH_EVERY_SDIST | {"mlx_flash"}

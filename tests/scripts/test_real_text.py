@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -49,24 +48,6 @@ def test_a_streamed_model_takes_the_passes_of_the_replay(answers: Path, tmp_path
     assert real_text.main([*words, *clock, "--json", str(tmp_path / "out.json")]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["summary"]
     assert sum(row["right"] for row in rows) > 0
-
-
-def test_the_clock_stands_beside_a_limited_disk(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_text, "slowed", lambda *_: nullcontext())  # limits need root
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ["stream", str(answers), "--model", str(PAIR / "target"), "--budget", "min", "--row-seconds", "0.001"]
-    limit = ["--disk-mb-per-second", "1", "--ways", "none", "lookup and draft", "--draft", str(PAIR / "draft")]
-    assert real_text.main([*words, *limit, "--json", str(tmp_path / "out.json")]) == 0
-    result = json.loads((tmp_path / "out.json").read_text())
-    rows = {(row["way"], row["kind"]): row for row in result["summary"]}
-    ways = ("none", "none, on the clock", "lookup and draft", "lookup and draft, on the clock")
-    assert list(rows) == [(way, kind) for way in ways for kind in ("count", "tell")]
-    for kind in ("count", "tell"):
-        assert rows["none", kind]["passes"] == rows["none, on the clock", kind]["passes"] == 39
-        assert rows["none, on the clock", kind]["seconds"] == pytest.approx(
-            39 * result["plans"]["none"]["read_bytes"] / 1e6
-        )
-        assert rows["lookup and draft, on the clock", kind]["right"] > 0
 
 
 def test_other_tokens_and_other_logits_are_found(answers: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,20 +58,16 @@ class ByteCheck:
         self._buffer = copy_buffer()
 
     @contextmanager
-    def watching(self, engine: Engine) -> Iterator[None]:
-        """Compare slots as they are released during a block."""
-        stream, before = engine.stream, engine.stream.before_release
-
-        def compare(index: int, memory: memoryview) -> None:
-            self.segments(stream.units[index].reads.segments, memory)
-            if before is not None:
-                before(index, memory)
-
-        stream.before_release = compare
+    def watching(self, model: Any) -> Iterator[None]:
+        """Compare slots, and weights of towers, as they are released during a block."""
+        watched = [model.engine.stream, *([model.towers] if model.layout.towers else [])]
+        for each in watched:
+            each.before_release = self.segments
         try:
             yield
         finally:
-            stream.before_release = before
+            for each in watched:
+                each.before_release = None
 
     def resident(self, engine: Engine, layout: ModelLayout) -> None:
         """Compare what stays in memory: arrays of the checkpoint that are not streamed, and experts in the pool."""
@@ -140,8 +136,7 @@ class Subject:
     def stream(self, model: Any, report: Report) -> tuple[list[Json], Json]:
         """Return the calls of a started streamed model, and the numbers of bytes that were read, compared and wrong."""
         check = ByteCheck()
-        towers = model.towers.before_release(check.segments) if model.layout.towers else nullcontext()
-        with check.watching(model.engine), towers:
+        with check.watching(model):
             layers = {unit.name: unit.module for unit in self.units}
             calls = self._trace(model, layers, report)
         check.resident(model.engine, model.layout)

@@ -23,7 +23,7 @@ from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.placement import Placement, without
+from mlx_flash.storage.placement import Placement, Segment, without
 from mlx_flash.storage.prefetcher import GOLDEN, BackgroundPrefetcher, Reads, Ticket
 
 POISON = 0xFF
@@ -119,8 +119,8 @@ class WeightStream:
         )  # MLX lets go of intermediate results some time after the results are there
         # While several calls share a pass, returns when a call may go on at a place. A unit is acquired then.
         self.wait_turn: Callable[[Place], None] | None = None
-        # Called with the number of a unit that is about to be released, and the memory of its slot: always, and once.
-        self.before_release: Callable[[int, memoryview], None] | None = None
+        # Called with the reads of a unit that is about to be released and the memory of its slot; by number, once.
+        self.before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
         self.to_copy_out: dict[int, Callable[[memoryview], None]] = {}
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
@@ -198,7 +198,7 @@ class WeightStream:
             return
         slot = unit.slot
         if self.before_release is not None:
-            self.before_release(index, slot.arena.memory)
+            self.before_release(unit.reads.segments, slot.arena.memory)
         if index in self.to_copy_out:
             self.to_copy_out.pop(index)(slot.arena.memory)
         now = unit.released_at = time.perf_counter()

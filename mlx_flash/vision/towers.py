@@ -108,7 +108,8 @@ class Towers:
         self.rehearsal: TowerRehearsal | None = None  # takes calls, in which units have no weights
         self.has_room = False  # room was made for the calls that come, after a rehearsal
         self._resident: set[int] = set()
-        self._before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
+        # Called with the weights of each unit after its call, and the parts of files that they came from.
+        self.before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
         for unit in units:
             swap_class(unit.module, TowerUnit, partial(self.call, unit))
 
@@ -128,15 +129,6 @@ class Towers:
         return self._life.run(call, lambda: (args, kwargs))
 
     @contextmanager
-    def before_release(self, check: Callable[[Sequence[Segment], memoryview], None]) -> Iterator[None]:
-        """Show the weights of each unit after its calls in a block, with the parts of files that they came from."""
-        self._before_release = check
-        try:
-            yield
-        finally:
-            self._before_release = None
-
-    @contextmanager
     def _in_memory(self, unit: Unit, given: mx.array | None) -> Iterator[None]:
         engine = self._life.engine
         assert engine is not None
@@ -150,8 +142,8 @@ class Towers:
         try:
             bind_views([(unit.large, placement, arena)])
             yield
-            if self._before_release is not None:
-                self._before_release(placement.segments, arena.memory)
+            if self.before_release is not None:
+                self.before_release(placement.segments, arena.memory)
         finally:
             self._resident.discard(id(unit))
             for parameter in unit.large:

@@ -103,7 +103,7 @@ def test_a_flipped_byte_in_a_slot_is_found(
             pieces = [piece for segment in self.units[index].reads.segments for piece in segment.pieces]
             piece = pieces[-1] if where == "last byte" else pieces[0]
             at = {"first byte": 0, "last byte": piece.nbytes - 1, "middle": piece.nbytes // 2}[where]
-            flip(self._slots[self.units[index].slot].arena.memory, piece.buffer_offset + at)
+            flip(self.units[index].slot.arena.memory, piece.buffer_offset + at)
 
     monkeypatch.setattr(WeightStream, "acquire", spoiled)
     status, receipt = verified(folder("llama"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_flash.errors import RefusedError
@@ -167,29 +167,26 @@ async def reply(request: Request, answers: Answers, writer: Writer, *, streams: 
     return Stream(request.url.path, answers, writer, began)
 
 
-class Stream(Response):
+class Stream(StreamingResponse):
     """A reply in parts, which ends when its client leaves."""
 
     def __init__(self, path: str, answers: Answers, writer: Writer, began: float) -> None:
-        super().__init__(status_code=200, media_type=writer.media_type, headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
         self._path, self._answers, self._writer, self._sent_at = path, answers, writer, began
+        super().__init__(self._timed(), media_type=writer.media_type, headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self.stream_response(send))
         except ClientDisconnect:
             log.info("a client left, or stopped reading, before its answer was complete")
         finally:
             self._answers.leave()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _timed(self) -> AsyncIterator[bytes]:
         async for part in self._parts():
             if not part.startswith(COMMENT):
                 self._sent_at = time.monotonic()
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield part
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """Yield the parts, with beats by the clock: a pass may take minutes.

@@ -201,11 +201,9 @@ class Lifecycle:
         return enginethread.run(partial(self._run_in_turn, work))
 
     def _run_in_turn(self, work: Callable[[Passes], T]) -> T:
-        while True:
-            self.start()
-            with self._lock:
-                if self.engine is not None and not self._closed:  # else start() starts it again, or refuses
-                    return work(self.passes)
+        self.start()
+        with self._lock:  # nothing stops a model but work of this thread
+            return work(self.passes)
 
     def compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call that is mlx-lm's own, in the thread of its caller; None if this one is not.

@@ -260,32 +260,26 @@ class ResidencyPlan:
 
     def parts(self) -> list[tuple[str, int]]:
         """Return the parts of the predicted peak: (words for people, bytes)."""
-        pool = self.pool
-        tokens = f"{self.context_length} tokens"
-        if self.kv.disk_bytes:
-            tokens += f", {self.kv.disk_bytes / GB:.3f} GB on disk"
-        experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
-        prefixes = [("prefix cache", self.prefix_bytes)] if self.prefix_bytes else []
-        spare = [("room for longer prompts", self.spare_bytes)] if self.spare_bytes else []
-        own_head = [("own guesses (MTP)", self.mtp_bytes)] if self.mtp_bytes else []
-        context = [("CUDA context and kernels", self.context_bytes)] if self.context_bytes else []
+        pool, streaming = self.pool, self.streaming
+        on_disk = f", {self.kv.disk_bytes / GB:.3f} GB on disk" if self.kv.disk_bytes else ""
         others = self.active_bytes if self.active_bytes >= MB else 0
-        return [
-            ("process (interpreter, libraries)", self.base_bytes - self.context_bytes - others),
-            *context,
-            *([("other models and arrays", others)] if others else []),
-            ("small and derived parameters", self.resident_bytes),
-            ("pinned weights", self.pinned_bytes),
-            (f"slots ({self.streaming.num_slots} x {self.streaming.slot_bytes / MB:.1f} MB)", self.slots_bytes),
-            *experts,
-            *own_head,
-            (f"KV cache ({tokens})", self.kv_bytes),
-            *prefixes,
-            (f"activations ({self.prefill_step_size} tokens a call)", self.activation_bytes),
-            *spare,
-            ("read buffers", self.bounce_bytes),
-            ("MLX buffer cache", self.cache_limit),
+        parts = [  # and whether each is named where it takes nothing
+            ("process (interpreter, libraries)", self.base_bytes - self.context_bytes - others, True),
+            ("CUDA context and kernels", self.context_bytes, False),
+            ("other models and arrays", others, False),
+            ("small and derived parameters", self.resident_bytes, True),
+            ("pinned weights", self.pinned_bytes, True),
+            (f"slots ({streaming.num_slots} x {streaming.slot_bytes / MB:.1f} MB)", self.slots_bytes, True),
+            (f"experts ({pool.num_slots} of {pool.num_experts})" if pool else "", self.pool_bytes, False),
+            ("own guesses (MTP)", self.mtp_bytes, False),
+            (f"KV cache ({self.context_length} tokens{on_disk})", self.kv_bytes, True),
+            ("prefix cache", self.prefix_bytes, False),
+            (f"activations ({self.prefill_step_size} tokens a call)", self.activation_bytes, True),
+            ("room for longer prompts", self.spare_bytes, False),
+            ("read buffers", self.bounce_bytes, True),
+            ("MLX buffer cache", self.cache_limit, True),
         ]
+        return [(words, nbytes) for words, nbytes, always in parts if nbytes or always]
 
 
 def in_gb(nbytes: int) -> str:

@@ -109,15 +109,12 @@ class PinnedLayers:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        # Layers that are computed before the next one begins; None for all; 0 where an interrupt came while that was
-        # changed. (A model in memory computes in the thread of its caller.)
-        self.num_at_once: int | None = None
+        self.num_at_once: int | None = None  # layers that are computed before the next one begins; None for all
 
     def compute_at_once(self, number: int | None) -> None:
         """Change :attr:`num_at_once`. Layers that nobody waits for are as they were."""
         if number == self.num_at_once:
             return
-        self.num_at_once = 0
         for position, module in enumerate(self.modules, 1):
             is_last = number is not None and position % number == 0
             if is_last and not isinstance(module, ComputedModule):

@@ -422,32 +422,3 @@ def test_a_call_waits_after_so_many_layers(pinned: PinnedLayers, monkeypatch: py
         pinned.compute_at_once(number)
         assert waits_of(pinned, monkeypatch) == [i for i in range(1, 8) if number and i % number == 0]
     assert [type(module) for module in pinned.modules] == kinds
-
-
-@pytest.mark.parametrize(("before", "after"), [(None, 2), (2, 3), (2, None)])
-def test_an_interrupted_change_is_made_whole(
-    pinned: PinnedLayers, monkeypatch: pytest.MonkeyPatch, before: int | None, after: int | None
-) -> None:
-    kinds = [type(module) for module in pinned.modules]
-    pinned.compute_at_once(before)
-    num_changes = 0
-
-    def interrupted(change: Any) -> Any:
-        def changed(*args: Any) -> None:
-            nonlocal num_changes
-            num_changes += 1
-            if num_changes == 2:
-                raise KeyboardInterrupt
-            change(*args)
-
-        return changed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layers, "swap_class", interrupted(layers.swap_class))
-        patch.setattr(layers, "restore_class", interrupted(layers.restore_class))
-        with pytest.raises(KeyboardInterrupt):
-            pinned.compute_at_once(after)
-    pinned.compute_at_once(before)
-    assert waits_of(pinned, monkeypatch) == [i for i in range(1, 8) if before and i % before == 0]
-    pinned.compute_at_once(None)
-    assert [type(module) for module in pinned.modules] == kinds

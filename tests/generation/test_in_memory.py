@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -109,47 +108,6 @@ def test_a_seed_between_two_tokens_is_for_those_after_the_next(llama: Path) -> N
     for budget in (LARGE_GB, "min"):
         with load_model(llama, config(ram_budget_gb=budget))[0] as model:
             assert [found(mlx_flash.generate_step, model, seed) for seed in (1, 2)] == expected
-
-
-def test_batches_join_stop_and_leave(directory: Path) -> None:
-    """Each sequence has its own bits, and its cache the tokens that are told with it."""
-    prompts = [PROMPT, PROMPT[:1], PROMPT[3:], PROMPT[::-1]]
-    plain = stock(directory)
-    expected = [
-        list(stock_generate_step(mx.array(prompt), plain, max_tokens=NUM_TOKENS, prefill_step_size=STEP))
-        for prompt in prompts
-    ]
-    stop = expected[2][3][0]
-    num_until_stop = [token for token, _ in expected[2]].index(stop) + 1
-    found: dict[int, Found] = {}
-    ends: dict[int, Any] = {}
-    with in_memory(directory) as model:
-        generator = RowGenerator(model, prefill_step_size=STEP)
-        for number, prompt in enumerate(prompts):
-            stops = StopSequences([[stop]]) if number == 2 else StopSequences()
-            generator.insert([prompt], max_tokens=[NUM_TOKENS], stop_sequences=[stops])
-            found[number] = []
-            for answer in generator.next()[1]:
-                found[answer.uid].append((answer.token, answer.logprobs))
-        cache, tokens = generator.extract_cache([0])[0]
-        assert {entry.offset for entry in cache if hasattr(entry, "offset")} <= {len(tokens)}
-        generator.remove([1])
-        while len(ends) < 3:
-            for answer in generator.next()[1]:
-                found[answer.uid].append((answer.token, answer.logprobs))
-                if answer.finish_reason is not None:
-                    ends[answer.uid] = (answer.prompt_cache, answer.all_tokens)
-        for number in (0, 2, 3):
-            check_equal(found[number], expected[number][: num_until_stop if number == 2 else NUM_TOKENS])
-            cache, tokens = ends[number]
-            assert {entry.offset for entry in cache if hasattr(entry, "offset")} <= {len(tokens)}
-            going_on = model(mx.array([[7]]), cache=cache)
-            theirs = make_prompt_cache(plain)
-            for start in range(0, len(prompts[number]) - 1, STEP):
-                plain(mx.array([prompts[number][:-1][start : start + STEP]]), cache=theirs)
-            for token in tokens[len(prompts[number]) - 1 :]:
-                plain(mx.array([[token]]), cache=theirs)
-            assert same_bits([going_on], [plain(mx.array([[7]]), cache=theirs)])
 
 
 def test_processors_see_no_token_after_the_last(llama: Path) -> None:

@@ -27,7 +27,7 @@ from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, Str
 from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to, trimmable
 from mlx_flash.kv.diskcache import PooledCache, arrays_of
 from mlx_flash.kv.owed import Debt, Owed, owed_to
-from mlx_flash.kv.views import CacheViews, Observer, SharedEntryError, can_be_viewed
+from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
 from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.logs import log
@@ -43,44 +43,41 @@ Outcome = list[Any] | Exception | None
 """Outputs of the calls of a lane, or why there are none; None if its calls need an order."""
 
 
-class _LaneRun:
-    """Calls that share one prompt cache, in a model that is known to need no order (``is_proven``) or not. The observer
-    gets the entries of the cache between the calls.
-    """
+class _Part:
+    """The calls of a row in a pass, which share its prompt cache: how they end, and the way back."""
 
-    def __init__(self, calls: Sequence[ForwardCall], is_proven: bool, observer: Observer | None) -> None:
-        self.cache = calls[0].cache or ()
-        self.can_repeat = False
-        self.views = None
-        self.calls = list(calls)
-        if len(calls) > 1:
-            lengths, checkpoints = [call.length for call in calls], calls[0].checkpoints
+    def __init__(self, row: Row, calls: list[ForwardCall], known: KnownCall | None = None) -> None:
+        self.row, self.calls, self.cache, self.known = row, calls, calls[0].cache or (), known
+        self.undo, self.can_repeat = Undo(calls), False
+        self.views: CacheViews | None = None
+        self.computed = calls  # with views of the cache
+        self.outcome: Outcome = None
+
+    def view(self, is_proven: bool) -> None:
+        """Let the calls run beside each other, in a model that is known to need no order or not."""
+        if len(self.calls) > 1:
+            lengths, checkpoints = [call.length for call in self.calls], self.calls[0].checkpoints
             self.can_repeat = checkpoints is not None or (not is_proven and is_empty(self.cache))
-            self.views = CacheViews(self.cache, lengths, observer if checkpoints is None else checkpoints)
-            self.calls = [
+            self.views = CacheViews(self.cache, lengths, self.known if checkpoints is None else checkpoints)
+            self.computed = [
                 replace(call, arguments=(call.tokens,), keywords={"cache": view}, cache=view)
-                for call, view in zip(calls, self.views.views, strict=True)
+                for call, view in zip(self.calls, self.views.views, strict=True)
             ]
 
     def task(self, index: int, compute: Callable[[ForwardCall], Any]) -> Any:
         """Compute one call, and what it adds to the cache. An output that nobody wants would keep keys and values."""
-        output = compute(self.calls[index])
+        output = compute(self.computed[index])
         if not self.calls[index].wants_output:
             output = DroppedResult()
         mx.eval(arrays_in(output, [entry for entry in entries_of(self.cache) if not is_elsewhere(entry)]))
         return output
 
-    def after(self, index: int) -> None:
-        """Let the next call have the cache."""
-        if self.views is not None:
-            self.views.after(index)
-
-    def outcome(self, found: list[Any] | Exception) -> Outcome:
-        """Return the outcome of the calls. If it is not their outputs, the caller puts the cache back."""
+    def end(self, found: list[Any] | Exception) -> None:
+        """Take the outputs of the calls, or why there are none; then the caller puts the cache back."""
+        self.outcome = found
         if isinstance(found, SharedEntryError):
             found.__traceback__ = None  # its frames refer to the error, and to the calls with their logits
-            return None if self.can_repeat else _out_of_order(found)
-        return found
+            self.outcome = None if self.can_repeat else _out_of_order(found)
 
 
 _OUTCOMES: tuple[type, ...] = (list, SharedEntryError, Exception)
@@ -355,48 +352,52 @@ class Passes:
             return "the model has a prompt cache of its own kind"
         return None
 
-    def run(
-        self,
-        lanes: Sequence[Sequence[ForwardCall]],
-        observers: Sequence[Observer | None],
-        progress: Callable[[float], None],
-    ) -> list[Outcome]:
+    def run(self, parts: Sequence[_Part], progress: Callable[[float], None]) -> None:
         """Run calls in lockstep, with the output of the calls one after another, bit for bit.
 
-        Return the outcome of each lane. What fails in one leaves the others alone. A model may use an entry of the
-        cache again in a later layer: the parts of its prompts must run in order. The first prompt of a model starts
-        with an empty cache, so that it can be undone. Until one has succeeded, prompts that start with a filled cache
-        run in order.
+        What fails in one part leaves the others alone. A model may use an entry of the cache again in a later layer:
+        the calls of its prompts must run in order. The first prompt of a model starts with an empty cache, so that it
+        can be undone. Until one has succeeded, prompts that start with a filled cache run in order.
 
         Raises: ReadError: weights could not be read. The caller puts the caches back.
         """
-        with self._messages(lanes):
-            made = [_LaneRun(calls, self._is_proven, each) for calls, each in zip(lanes, observers, strict=True)]
-            places = [(lane, index) for lane in made for index in range(len(lane.calls))]
+        with self._messages(parts):
+            for part in parts:
+                part.view(self._is_proven)
+            places = [(part, index) for part in parts for index in range(len(part.calls))]
             num_units = max(1, len(self._engine.stream.units))
+
+            def before(number: int) -> None:
+                part, index = places[number]
+                self._engine.drop_logits(not part.calls[index].wants_logits)
+
+            def after(number: int) -> None:
+                part, index = places[number]
+                if part.views is not None:
+                    part.views.after(index)
+
             lockstep = Lockstep(
                 self._engine.stream,
-                before=lambda number: self._prepare_head(places[number][0].calls[places[number][1]]),
-                after=lambda number: places[number][0].after(places[number][1]),
+                before,
+                after,
                 progress=lambda done: progress(min(1.0, done / num_units)),
                 agree=self._agree,
-                num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
+                num_groups=1 if self._chain is None else min(self._chain.peers.size, len(parts)),
             )
             found = lockstep.run(
-                [[partial(lane.task, index, self._compute) for index in range(len(lane.calls))] for lane in made]
+                [[partial(part.task, index, self._compute) for index in range(len(part.calls))] for part in parts]
             )
-        outcomes = [lane.outcome(each) for lane, each in zip(made, found, strict=True)]
-        for lane, outcome in zip(made, outcomes, strict=True):
-            self._is_proven |= lane.views is not None and isinstance(outcome, list)
-            self._needs_order |= outcome is None
-        return outcomes
+        for part, each in zip(parts, found, strict=True):
+            part.end(each)
+            self._is_proven |= part.views is not None and isinstance(part.outcome, list)
+            self._needs_order |= part.outcome is None
 
-    def _messages(self, lanes: Sequence[Sequence[ForwardCall]]) -> AbstractContextManager[object]:
+    def _messages(self, parts: Sequence[_Part]) -> AbstractContextManager[object]:
         """Return what exchanges the messages of a pass, where there are several ranks."""
         if self._chain is None:
             return nullcontext()
-        tokens = [call.tokens for calls in lanes for call in calls]
-        return self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._wait_turn)
+        tokens = [call.tokens for part in parts for call in part.calls]
+        return self._chain.calls(tokens, [part.calls[0].cache for part in parts], self._wait_turn)
 
     def _wait_turn(self, place: Place) -> None:
         wait_turn = self._engine.stream.wait_turn
@@ -413,52 +414,48 @@ class Passes:
             for result, mine, (worst, rank) in zip(results, own, self._chain.worst(own), strict=True)
         ]
 
-    def _prepare_head(self, call: ForwardCall) -> None:
-        self._engine.drop_logits(not call.wants_logits)
-
     def _run(self, lanes: Mapping[Row, Lane]) -> None:
         """Compute parts of some rows in a pass."""
-        calls = [lane.calls for lane in lanes.values()]
-        undo = {row: Undo(lane.calls) for row, lane in lanes.items()}
-        with self._undoing(undo):
-            outcomes: list[Outcome] = [None]
-            known = {row: self._known(lane.calls) for row, lane in lanes.items()}
+        parts = [_Part(row, lane.calls) for row, lane in lanes.items()]
+        with self._undoing(parts):
+            for part in parts:
+                part.known = self._known(part.calls)
+            calls = [part.calls for part in parts]
             if sum(map(len, calls)) > 1:
-                run = partial(self.run, calls, [*known.values()], teller(lanes))
-                outcomes = self._counted(calls, run)
-            ended = dict[Row, list[Any] | Exception]()
-            for (row, lane), outcome in zip(lanes.items(), outcomes, strict=True):
-                if outcome is None:  # one call, or the first of some that need an order
-                    if len(lane.calls) > 1:
-                        undo[row]()
-                        del lane.calls[1:]
-                        undo[row], known[row] = Undo(lane.calls), self._known(lane.calls)
-                    outcome = self._alone(lane.calls[0])
-                ended[row] = self._kept(known[row], outcome)
-                if isinstance(ended[row], Exception):
-                    undo[row]()
+                self._counted(calls, partial(self.run, parts, teller(lanes)))
+            for i, part in enumerate(parts):
+                if part.outcome is None:  # one call, or the first of some that need an order
+                    if len(part.calls) > 1:
+                        part.undo()
+                        part = parts[i] = _Part(part.row, part.calls[:1], self._known(part.calls[:1]))
+                    part.outcome = self._alone(part.calls[0])
+                part.outcome = self._kept(part.known, part.outcome)
+                if isinstance(part.outcome, Exception):
+                    part.undo()
             if self._kv is not None:
                 self._kv.note()  # not before a GPU has something to compute
-        for row, lane in lanes.items():  # the pass is done, and nothing of it is undone any more
-            row.finish(lane.calls, ended[row])
-        for row in [row for row in lanes if row.error is None]:
-            row.tell(0)
+        for part in parts:  # the pass is done, and nothing of it is undone any more
+            assert part.outcome is not None
+            part.row.finish(part.calls, part.outcome)
+        for part in parts:
+            if part.row.error is None:
+                part.row.tell(0)
 
     @contextmanager
-    def _undoing(self, undo: Mapping[Row, Undo]) -> Iterator[None]:
+    def _undoing(self, parts: Sequence[_Part]) -> Iterator[None]:
         """Put caches back after an exception. Where that cannot be, an interrupt does not end the pass."""
         try:
-            with nullcontext() if all(each.is_possible for each in undo.values()) else enginethread.whole():
+            with nullcontext() if all(part.undo.is_possible for part in parts) else enginethread.whole():
                 yield
         except BaseException:
-            for each in undo.values():
-                each()
+            for part in parts:
+                part.undo()
             self._engine.recover()
             raise
 
     def _alone(self, call: ForwardCall) -> list[Any] | Exception:
         """Return the output of a call in a pass of its own, or why there is none."""
-        self._prepare_head(call)
+        self._engine.drop_logits(not call.wants_logits)
         try:
             output = self._counted([[call]], partial(self._compute, call, is_pass=True))
             mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
@@ -512,12 +509,12 @@ class Passes:
             make_room(need(self._engine.plan, [Lane(call, step=1)]), self._lending)
         except FlashError:
             return  # the parts of the prompt say what is wrong, if they have no room either
-        undo = Undo([call])
-        with self._undoing({row: undo}):
+        part = _Part(row, [call])
+        with self._undoing([part]):
             try:
                 row.skip(prefixes.restore(cached))
             except CALL_ERRORS as error:
-                undo()
+                part.undo()
                 row.error = explained(error)
         row.tell(0)
 

@@ -76,26 +76,16 @@ class Tide:
             is_due = now - self.fallen_at >= PRESSURE_SECONDS
             room = min(room, int(self.budget * (1 - PRESSURE_STEP * is_due)))
         if room < self.budget * (1 - DEADBAND):
-            return self._fallen(room, now)
+            has_just_risen = now - self.raised_at < 2 * self.calm
+            calm = min(2 * self.calm, MOST_CALM_SECONDS) if has_just_risen else self.calm
+            return replace(self, budget=room, since=now, lowest=math.inf, calm=calm, fallen_at=now)
         lowest = min(self.lowest, room)
         if now - self.since < self.calm:
             return replace(self, lowest=lowest)
         if lowest > self.budget * (1 + DEADBAND):
-            return self._raised(int(lowest), now)
+            calm = CALM_SECONDS if now - self.fallen_at > MOST_CALM_SECONDS else self.calm
+            return replace(self, budget=int(lowest), since=now, lowest=math.inf, calm=calm, raised_at=now)
         return replace(self, since=now, lowest=math.inf)
-
-    def at(self, budget: int) -> Tide:
-        """Return the tide with the budget that was set."""
-        return replace(self, budget=budget)
-
-    def _fallen(self, budget: int, now: float) -> Tide:
-        has_just_risen = now - self.raised_at < 2 * self.calm
-        calm = min(2 * self.calm, MOST_CALM_SECONDS) if has_just_risen else self.calm
-        return replace(self, budget=budget, since=now, lowest=math.inf, calm=calm, fallen_at=now)
-
-    def _raised(self, budget: int, now: float) -> Tide:
-        calm = CALM_SECONDS if now - self.fallen_at > MOST_CALM_SECONDS else self.calm
-        return replace(self, budget=budget, since=now, lowest=math.inf, calm=calm, raised_at=now)
 
 
 T = TypeVar("T")
@@ -511,7 +501,7 @@ class Watcher:
         wanted = max(self._tide.budget, self._manager.least_budget)
         if wanted != budget:
             self._manager.set_ram_budget(wanted / 1e9, "others need memory" if wanted < budget else "memory is free")
-        self._tide = self._tide.at(self._manager.budget_bytes)
+        self._tide = replace(self._tide, budget=self._manager.budget_bytes)
 
     def _run(self) -> None:
         while self._manager.budget_bytes:

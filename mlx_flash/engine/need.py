@@ -157,7 +157,10 @@ def need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int = 0) -> Need:
 def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
     new, ledger, pools = [lane.tokens for lane in lanes], plan.ledger, {pool for lane in lanes for pool in lane.pools}
     if len(pools) > 1:
-        raise of_several_pools(len(pools))
+        raise ConfigError(
+            f"the layers of a prompt cache are of {len(pools)} models, or were made with as many different settings, "
+            "so that their memory is not counted together. Hint: take all layers from one make_prompt_cache(model)."
+        )
     pool, adding, kv, in_use = next(iter(pools), None), _adding(plan, lanes), _NO_LAYERS, active_memory()
     if pool is not None:  # caches count with what they take instead of what they reserve
         kv = pool.ledger(adding)
@@ -352,14 +355,6 @@ def no_room_for_kv(plan: ResidencyPlan, lanes: Sequence[Lane], needed: int) -> B
         f"allows {limit / MB:.1f} MB. "
         f"Hint: raise kv_ram_gb to at least {-(-needed // 1000) / 1e6:.6f}, to more for a longer context.",
         plan.budget_bytes + needed - limit,
-    )
-
-
-def of_several_pools(num_pools: int) -> ConfigError:
-    """Return the error for a pass with caches whose memory is not counted together."""
-    return ConfigError(
-        f"the layers of a prompt cache are of {num_pools} models, or were made with as many different settings, so "
-        "that their memory is not counted together. Hint: take all layers from one make_prompt_cache(model)."
     )
 
 

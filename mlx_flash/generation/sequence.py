@@ -354,7 +354,11 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()
     waited, busy = _reading(engine)
     model.advance(rows)
-    without = [each for each, row in zip(sequences, rows, strict=True) if each.num_calls > 1 and _has_no_room(row)]
+    without = [
+        sequence
+        for sequence, row in zip(sequences, rows, strict=True)
+        if sequence.num_calls > 1 and isinstance(row.error, BudgetError | WriteError)
+    ]
     for sequence in without:
         sequence.has_room, sequence.row = False, None
     if without:
@@ -369,10 +373,6 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
 def _reading(engine: Engine | None) -> tuple[float, float]:
     """Return the seconds that a pass has waited for weights, and those with reads in flight, up to now."""
     return (0.0, 0.0) if engine is None else (engine.stream.stats.wait_seconds, engine.reader.busy_seconds)
-
-
-def _has_no_room(row: Row) -> bool:
-    return isinstance(row.error, BudgetError | WriteError)
 
 
 _CLEAR_EVERY = 256

@@ -141,11 +141,6 @@ class ResidencyPlan:
         )
 
     @property
-    def shares_parts(self) -> bool:
-        """True if a plan leaves room for parts of a prompt. A pool on a GPU could not grow into it again."""
-        return self.pool is None and (not self.kv.num_on_disk or self.ledger.shares_on_disk)
-
-    @property
     def process_bytes(self) -> int:
         """Memory of the process itself, without arrays, and buffers."""
         return self.base_bytes - self.active_bytes + self.bounce_bytes + self.prefix_bytes + self.cache_limit

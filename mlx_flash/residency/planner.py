@@ -545,7 +545,10 @@ def reserves(task: Task, weights: Weights, budget: int) -> Iterator[Tokens]:
             process = PROCESS_BYTES
             if machine.arrival == "copied by the driver":
                 process = round_up(machine.base_bytes - machine.active_bytes, DRIVER_STEP)
-            taken = [_least_taken(weights, num_slots) for num_slots in (SLOTS_FIRST, 1)]
+            taken = [  # by weights at least: what is pinned, and the slots
+                min([each.pinned_bytes + each.slots_bytes for each in all_streamed(weights, num_slots)])
+                for num_slots in (SLOTS_FIRST, 1)
+            ]
             good.sort(key=partial(_prompt_passes, beside - process, taken))  # of equals the largest comes first
         yield from good
     yield least
@@ -595,11 +598,6 @@ def _prompt_passes(room: int, taken: Sequence[int], tokens: Tokens) -> float:
     room -= tokens.nbytes
     room -= next((nbytes for nbytes in taken if nbytes <= room), room)
     return -(-num_parts // tokens.ledger.parts_together(room, context))
-
-
-def _least_taken(weights: Weights, num_slots: int) -> int:
-    """Return the least memory that weights take beside so many slots: what is pinned, and the slots."""
-    return min([each.pinned_bytes + each.slots_bytes for each in all_streamed(weights, num_slots)])
 
 
 def _by_step(task: Task, tokens: Tokens) -> int:
@@ -692,7 +690,10 @@ def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
     """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
     if weights.least_bytes > room:
         return
-    tilings = (None, *_unlike_tiles(weights)) if weights.sizes.all_heads else (None,)
+    tilings: tuple[int | None, ...] = (None,)
+    if heads := weights.sizes.all_heads:  # and the smallest tiles, but for those that give the same as a smaller one
+        whole = max([head.nbytes for head in heads]) if weights.machine.exact_tiles else 0
+        tilings = (None, *{min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
     for num_slots in [weights.num_slots] if weights.num_slots else range(1, MAX_SLOTS + 1):
         has_room = False
         for whole_layers in (False,) if weights.cut else (True, False):
@@ -706,12 +707,6 @@ def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
                         break  # the layers' slots are larger anyway
         if not has_room:
             break  # nor for more slots
-
-
-def _unlike_tiles(weights: Weights) -> tuple[int, ...]:
-    """Return the smallest tiles to try, without those that give the same slots and tiles as a smaller one."""
-    whole = max([head.nbytes for head in weights.sizes.all_heads]) if weights.machine.exact_tiles else 0
-    return tuple({min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
 
 
 def _tiled_candidates(weights: Weights, room: int) -> Iterator[Candidate]:
@@ -785,7 +780,8 @@ def with_room_for_parts(task: Task, weights: Weights, plan: ResidencyPlan) -> Re
     """
     step, context, streaming = plan.prefill_step_size, plan.context_length, plan.streaming
     is_tight = not streaming.num_units or not plan.pinned_bytes or streaming.is_tiled
-    if is_tight or not plan.shares_parts or not task.config.lend_reserves:
+    shares_parts = plan.pool is None and (not plan.kv.num_on_disk or plan.ledger.shares_on_disk)
+    if is_tight or not shares_parts or not task.config.lend_reserves:  # a pool on a GPU could not grow into it again
         return plan
     like = replace(weights.cuts[streaming.cut], num_slots=weights.num_slots or streaming.num_slots)
     tokens, num_parts = task.tokens(Reserve(step, context)), -(-context // step)
@@ -898,11 +894,15 @@ def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Res
     fitting = [each for each in zip(tasks, needs, strict=True) if budget >= (min(each[1]) if is_number else each[1][0])]
     first = fitting[0][0]  # times decide between places of the KV cache, not the prefill step or the context
     plans = [_plan(task, options, of_options, budget, first) for task, of_options in fitting]
-    plan = _preferred([plan for plan in plans if plan.peak_bytes <= machine.total_memory] or plans)
+    plan, *others = [plan for plan in plans if plan.peak_bytes <= machine.total_memory] or plans
+    enough = WORTH_THE_DISK * plan.seconds
+    plan = min([plan, *(other for other in others if other.seconds < enough)], key=attrgetter("seconds"))
     if plan.peak_bytes > machine.total_memory:
+        hint = "a smaller context_length or prefill_step_size needs less"
+        hint = f"the smallest workable budget is {in_gb(minimum)} GB" if minimum <= machine.total_memory else hint
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
-            f"{machine.total_memory / GB:.2f} GB. Hint: {_smaller(minimum, machine)}.",
+            f"{machine.total_memory / GB:.2f} GB. Hint: {hint}.",
             minimum,
         )
     return replace(plan, minimum_bytes=minimum)
@@ -950,12 +950,6 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
             "context_length."
         )
     return (True,)
-
-
-def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
-    """Return the first plan, unless another is worth the disk."""
-    enough = WORTH_THE_DISK * plans[0].seconds
-    return min([plans[0], *(plan for plan in plans[1:] if plan.seconds < enough)], key=attrgetter("seconds"))
 
 
 def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: int, like: Task) -> ResidencyPlan:
@@ -1054,12 +1048,6 @@ def budget_of(config: FlashConfig, memory: MemoryReading, held: int, least: int)
 def _told(reached_bytes: int) -> int:
     """Return the peak of loading a tokenizer as a budget that is enough next time too: it varies a little."""
     return round_up(reached_bytes, BASE_STEP) + BASE_STEP if reached_bytes else 0
-
-
-def _smaller(minimum: int, machine: Machine) -> str:
-    if minimum <= machine.total_memory:
-        return f"the smallest workable budget is {in_gb(minimum)} GB"
-    return "a smaller context_length or prefill_step_size needs less"
 
 
 def _too_small(budget: int, least: ResidencyPlan) -> str:

@@ -21,8 +21,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from mlx_flash.compat.arrays import LoadingStreams
-from mlx_flash.forks import THREAD_PREFIX, reported
-from mlx_flash.threadends import wait_for_end_of_thread
+from mlx_flash.forks import THREAD_PREFIX, reported, wait_for_end_of_thread
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Finalizers, which run in a thread of their own, in the process that made them.
+"""Finalizers, which run in a thread of their own, in the process that made them; and the ends of other threads.
 
 Python calls finalizers in any thread at any moment. In the main thread what a signal handler raises would end one half
 way, and its work would be lost. In a reader of the model that is freed, closing that would wait for this very thread.
@@ -13,11 +13,13 @@ import atexit
 import os
 import sys
 import threading
+import time
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -114,3 +116,34 @@ def _end() -> None:
 
 
 atexit.register(_end)
+
+
+_TASKS = Path("/proc/self/task")
+
+
+def wait_for_end_of_thread(native_id: int | None) -> None:
+    """Wait for a thread that Python has joined to end, at most 5 seconds.
+
+    Before Python 3.13 it is still alive then. MLX's cache of compiled functions, one for each thread, is freed at its
+    end and needs Python for that, which must not be ending meanwhile.
+    """
+    deadline = time.monotonic() + 5
+    while native_id is not None and _TASKS.joinpath(str(native_id)).exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+@contextmanager
+def joined_to_the_end() -> Iterator[None]:
+    """Let ``Thread.join`` wait as :func:`wait_for_end_of_thread` does, in a program that joins threads of its own."""
+    join = threading.Thread.join
+
+    def join_to_the_end(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not thread.is_alive():
+            wait_for_end_of_thread(thread.native_id)
+
+    threading.Thread.join = join_to_the_end  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.join = join  # type: ignore[method-assign]

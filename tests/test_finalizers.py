@@ -15,9 +15,8 @@ import pytest
 
 from children import ROOT
 from mlx_flash.files import HeldLock
-from mlx_flash.forks import finalize, wait_for_finalizers
+from mlx_flash.forks import finalize, joined_to_the_end, wait_for_finalizers
 from mlx_flash.sessions import PrivateFolder
-from mlx_flash.threadends import joined_to_the_end
 
 
 class Owner:

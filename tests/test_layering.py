@@ -15,7 +15,7 @@ from models import script
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
-    ["errors", "forks", "logs", "threadends", "version"],
+    ["errors", "forks", "logs", "version"],
     ["compat", "files", "folders"],
     ["config", "enginethread", "memory", "sessions"],
     ["storage", "telemetry"],

@@ -13,8 +13,8 @@ from typing import TextIO
 
 from mlx_flash.commands.common import make_config
 from mlx_flash.errors import ConfigError
+from mlx_flash.forks import joined_to_the_end
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.threadends import joined_to_the_end
 
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
+from mlx_flash.forks import wait_for_end_of_thread
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batch import BatchOptions, Job, ends_alone
 from mlx_flash.server.catalog import Catalog
@@ -24,7 +25,6 @@ from mlx_flash.server.models import Models
 from mlx_flash.server.prompts import opened
 from mlx_flash.server.ranks import News, Ranks
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.threadends import wait_for_end_of_thread
 
 _SEED_BITS = 63
 

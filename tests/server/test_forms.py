@@ -142,6 +142,38 @@ def test_answer_is_a_call_or_follows_the_schema(server: Live) -> None:
     assert found["reasoning"] == "Hm."
 
 
+@pytest.mark.parametrize("name", [None, "stop"])
+def test_a_call_is_forced_in_every_dialect(server: Live, name: str | None) -> None:
+    schemas = {"go": SCHEMA, "stop": {"type": "object", "properties": {}, "additionalProperties": False}}
+    functions = [{"name": each, "parameters": schema} for each, schema in schemas.items()]
+    asked = {"model": "default_model", "messages": BODY["messages"], "max_tokens": 300}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"tools": [{"type": "function", "function": each} for each in functions], **asked},
+        "/v1/responses": {"tools": [{"type": "function", **each} for each in functions], "input": "Where?"},
+        "/v1/messages": {"tools": [{"name": each, "input_schema": schemas[each]} for each in schemas], **asked},
+    }
+    choices: dict[str, Any] = dict.fromkeys(bodies, "required") | {"/v1/messages": {"type": "any"}}
+    if name is not None:
+        choices = {
+            CHAT: {"type": "function", "function": {"name": name}},
+            "/v1/responses": {"type": "function", "name": name},
+            "/v1/messages": {"type": "tool", "name": name},
+        }
+    find: dict[str, Any] = {
+        CHAT: lambda reply: reply["choices"][0]["message"]["tool_calls"][0]["function"],
+        "/v1/responses": lambda reply: reply["output"][-1],
+        "/v1/messages": lambda reply: reply["content"][-1],
+    }
+    for path, body in bodies.items():
+        with wishing(next(iter(server.room.models)).tokenizer, "<think>Hm.</think>"):
+            status, reply = server.post(path, {**body, "tool_choice": choices[path]})
+        assert status == 200, reply
+        call = find[path](reply)
+        arguments = call.get("input", call.get("arguments"))
+        assert call["name"] == name or (name is None and call["name"] in schemas)
+        jsonschema.validate(arguments if path == "/v1/messages" else json.loads(arguments), schemas[call["name"]])
+
+
 def test_calls_are_free_beside_a_schema_and_json_where_they_are_forced(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

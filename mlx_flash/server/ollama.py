@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 
 from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
+from mlx_flash.files import read_json_object
 from mlx_flash.modelfile.parse import recent_tokens
 from mlx_flash.monitor.words import seconds_of
 from mlx_flash.server import openai
@@ -297,6 +297,9 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
 _FOR_EVER = timedelta(days=36_500)
 """The time for which a model stays that never leaves. Clients show "for ever" from some decades on."""
 
+_MOST_BYTES = 64 << 20
+"""The longest file of settings of a model."""
+
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -389,12 +392,7 @@ def _template(folder: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is none. Loading the model tells what is wrong."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return read_json_object(path, _MOST_BYTES)
 
 
 class NamedRequest(Body):

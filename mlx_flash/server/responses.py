@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,6 @@ from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import TEXT, GenerationRequest, Messages, function, text_function, thinking_options
 from mlx_flash.server.service import Asking, Body, Many, Needed
 
-KEPT_SECONDS = 3600.0
-"""The time that a conversation or an item is kept after its last use."""
-
 MAX_KEPT_BYTES = 64 << 20
 """The most bytes of all that is kept, as JSON. The least recently used leaves first."""
 
@@ -29,36 +25,27 @@ class KeptResponses:
     """Conversations by the number of their last response, and items by their own, the least recently used one first."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[float, Any, int]] = {}
-        self._num_bytes = 0
+        self._kept: dict[str, tuple[Any, int]] = {}
 
     def keep(self, name: str, value: Messages | dict[str, Any]) -> None:
-        """Keep a conversation without instructions, or an item, for a time, if it is not too long."""
-        nbytes = len(json.dumps(value.found if isinstance(value, Messages) else value))
-        now = time.monotonic()
-        self._kept[name] = now, value, nbytes
-        self._num_bytes += nbytes
-        while self._kept:
-            oldest, (used, _, nbytes) = next(iter(self._kept.items()))
-            if used >= now - KEPT_SECONDS and self._num_bytes <= MAX_KEPT_BYTES:
-                break
-            del self._kept[oldest]
-            self._num_bytes -= nbytes
+        """Keep a conversation without instructions, or an item, if it is not too long."""
+        self._kept[name] = value, len(json.dumps(value.found if isinstance(value, Messages) else value))
+        left = sum(nbytes for _, nbytes in self._kept.values()) - MAX_KEPT_BYTES
+        while left > 0:
+            left -= self._kept.pop(next(iter(self._kept)))[1]
 
     def find(self, name: str, kind: type, field: str) -> Any:
         """Return the conversation that a response ends, or an item of an earlier one."""
-        used, value, nbytes = self._kept.get(name, (-math.inf, None, 0))
-        if used < time.monotonic() - KEPT_SECONDS or not isinstance(value, kind):
+        if not isinstance(self._kept.get(name, (None, 0))[0], kind):
             raise RefusedError(
-                f"{name!r} is not kept here: responses without `store: false` and their items are, for "
-                f"{KEPT_SECONDS / 60:.0f} minutes after their last use, until the server ends. Hint: send the whole "
-                "conversation as input. Clients do so with `store: false`.",
+                f"{name!r} is not kept here: responses without `store: false` and their items are, the last "
+                f"{MAX_KEPT_BYTES >> 20} MB of them, until the server ends. Hint: send the whole conversation as "
+                "input. Clients do so with `store: false`.",
                 404,
                 field,
             )
-        del self._kept[name]
-        self._kept[name] = time.monotonic(), value, nbytes
-        return value
+        self._kept[name] = found = self._kept.pop(name)
+        return found[0]
 
 
 class InputItem(Body):

@@ -553,7 +553,6 @@ COMMANDS = {
     "create": Command(
         "give a Modelfile a name", CREATE, place="models.create", usage="NAME [-f MODELFILE]", streams=False
     ),
-    "ps": Command("list running engines", (JSON,), place="engines.ps", usage="[--json]", streams=False),
     "monitor": Command(
         "show running engines, live: q quits, Tab shows the next engine",
         MONITOR,

@@ -137,7 +137,7 @@ def end_silently() -> None:
 
 
 def _load_command(name: str) -> Run:
-    """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``monitor`` and ``completion`` do not."""
+    """Import a command. Most of them import MLX, which takes seconds; ``monitor`` and ``completion`` do not."""
     module, _, function = (COMMANDS[name].place or f"{name}.{name}").partition(".")
     found: Run = getattr(import_module(f"mlx_flash.commands.{module}"), function)
     return found

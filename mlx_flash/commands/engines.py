@@ -1,4 +1,4 @@
-"""``mlx-flash ps`` and ``monitor``: the running engines of this user, in whichever program. Needs no MLX."""
+"""``mlx-flash monitor``: the running engines of this user, in whichever program. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -16,42 +16,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from mlx_flash.commands.common import emit, labelled, print_json
+from mlx_flash.commands.common import print_json
 from mlx_flash.monitor.frames import Canvas, frame, message
-from mlx_flash.monitor.rates import History, Watcher
-from mlx_flash.monitor.words import filled, model_name, printable
-from mlx_flash.telemetry import Json, Published, budget_of, find
-
-ENGINE = """
-Engine: {program}, {model}, {state}, {footprint_bytes:size} of {budget_bytes:size}, {tokens:token}, \
-{tokens_per_second:speed}, for {seconds:duration}
-"""
-"""A running engine in words."""
-
-
-def ps(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash ps``."""
-    entries = list(map(_to_json, find()))
-    lines = [(f"{entry['pid']}", text) for entry in entries for _, text in filled(ENGINE, entry)]
-    emit(args, {"engines": entries}, labelled(lines) if lines else "no engine is running", out)
-    return 0
-
-
-def _to_json(engine: Published) -> Json:
-    history = History(engine)
-    facts = history.facts
-    return {
-        "pid": engine.pid,
-        "program": printable(engine.state.get("program", "?")),
-        "model": model_name(engine.state),
-        "state": "idle" if history.is_idle() else "running",
-        "footprint_bytes": int(facts["memory.footprint"]),
-        "budget_bytes": int(budget_of(facts)),
-        "tokens": int(facts["passes.num_tokens_out"]),
-        "tokens_per_second": history.rates.mean_tokens_per_second,
-        "seconds": max(0.0, time.time() - engine.started),
-    }
-
+from mlx_flash.monitor.rates import Watcher
 
 _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
 _SHOW_CURSOR, _LEAVE_SCREEN = "\x1b[?25h", "\x1b[?1049l"

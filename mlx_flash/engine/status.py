@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -122,7 +120,6 @@ class Status:
         """Return the state now, as :mod:`mlx_flash.telemetry` has it. Touches no array: any thread may call it."""
         stream = self._engine.stream
         return {
-            "program": _program(),
             "model": self._model,
             "plan": self._told_plan,
             "units": self._units(),
@@ -179,15 +176,6 @@ class Status:
             "kv_and_activations": own.usage.memory_bytes + (max(0, rest) if is_latest else 0),
             "others": sum(other.weight_bytes + other.usage.memory_bytes for other in others),
         }
-
-
-def _program() -> str:
-    """Return the name of this program for people: of mlx-flash, with its command."""
-    script, *words = sys.argv or [""]
-    path = Path(script).parent if script.endswith("/__main__.py") else Path(script)
-    if path.name in ("mlx-flash", "mlx_flash"):
-        return " ".join(["mlx-flash", *words[:1]])
-    return "python" if script in ("", "-c") else path.name
 
 
 def _joint_state(states: Sequence[UnitState]) -> UnitState:

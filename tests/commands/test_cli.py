@@ -242,7 +242,7 @@ def test_no_encoding_ends_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     stdin, stdout = (io.TextIOWrapper(io.BytesIO(data), encoding="ascii") for data in (b"caf\xe9", b""))
     monkeypatch.setattr(sys, "stdin", stdin)
     monkeypatch.setattr(sys, "stdout", stdout)
-    assert cli.main(["ps"]) == 0
+    assert cli.main(["cache", "list"]) == 0
     assert stdin.read() == "caf\udce9" and stdout.write("\U0001f642") == 1
     stdout.flush()
 
@@ -589,6 +589,14 @@ def test_ctrl_c_ends_generation(model: Path) -> None:
     assert b"ended by: interrupted" in err and b"Traceback" not in err
 
 
+def test_sigterm_ends_generation_with_its_summary(model: Path) -> None:
+    with generating(model) as process:
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == dispatch.EXIT_TERMINATED
+    assert b"Peak memory" in err and b"terminated" in err and b"Traceback" not in err
+
+
 def test_broken_pipe_is_quiet(model: Path) -> None:
     with generating(model) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -600,7 +608,7 @@ def test_broken_pipe_is_quiet(model: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
-    [("ps", ""), ("plan --help", ""), ("models --json", ""), ("ps", "1")],
+    [("plan --help", ""), ("models --json", ""), ("cache list", "1")],
 )
 def test_full_disk_below_standard_output_is_named(words: str, unbuffered: str) -> None:
     """Python writes at once with PYTHONUNBUFFERED; else when its buffer is full, or the process ends."""
@@ -704,6 +712,6 @@ def test_a_programs_own_handler_of_ctrl_c_stays(monkeypatch: pytest.MonkeyPatch)
     )
     before = signal.signal(signal.SIGINT, own)
     try:
-        assert cli.main(["ps"]) == 0 and seen == [own]
+        assert cli.main(["cache", "list"]) == 0 and seen == [own]
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Models, engines and shells: ``models``, ``ps``, ``completion``, ``--quiet`` and ``--verbose``."""
+"""Models, engines and shells: ``models``, ``completion``, ``--quiet`` and ``--verbose``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from huggingface_hub import scan_cache_dir
 
 import children
 from children import ROOT
-from mlx_flash import cli, telemetry
-from mlx_flash.commands import dispatch, engines
+from mlx_flash import cli
 from mlx_flash.commands import models as modellist
 from mlx_flash.commands.arguments import COMMANDS
 from mlx_flash.commands.models import reckon
@@ -28,7 +25,6 @@ from mlx_flash.layout.names import Known, known_models
 from mlx_flash.residency.sizes import expected_hits
 from mlx_flash.storage.probe import DiskProfile
 from models import make_random_model
-from waiting import eventually
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
 
@@ -146,58 +142,6 @@ def test_models_here_are_planned_for(capsys: pytest.CaptureFixture[str], monkeyp
     told = capsys.readouterr().out
     assert "* qwen3-30b-a3b" in told and "8 of 128" in told and "3.00 GB/s" in told
     assert all(len(line) <= 80 for line in told.splitlines())
-
-
-@pytest.fixture
-def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep engines of other programs of this user out of sight."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert all(folder.is_relative_to(tmp_path) for folder in telemetry.folders())
-    return tmp_path
-
-
-def test_ps_shows_an_engine(folder: Path, private: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", "--model", folder / "llama", "-m", -1, "--ignore-chat-template", "--ram-budget-gb", 0.3]
-    files = [Path(os.devnull), private / "out", private / "err"]
-    process = children.start("-m", "mlx_flash", *words, files=files, env={"MLX_FLASH_SPECULATION": "false"})
-    try:
-        (engine,) = eventually(lambda: [each for each in answer(capsys, "ps")["engines"] if each["tokens"] > 2], 60)
-        assert engine["pid"] == process.pid and engine["state"] == "running"
-        assert 0 < engine["footprint_bytes"] <= engine["budget_bytes"] == 300_000_000
-        assert engine["tokens_per_second"] > 0
-        assert cli.main(["ps"]) == 0 and str(process.pid) in capsys.readouterr().out
-        assert engine["program"] == "mlx-flash generate"
-        process.terminate()
-        process.join(20)
-        assert process.exitcode == dispatch.EXIT_TERMINATED and not telemetry.find()
-        assert b"Peak memory" in files[2].read_bytes() and b"terminated" in files[2].read_bytes()
-    finally:
-        process.kill()
-        process.join()
-
-
-@pytest.mark.parametrize("columns", [100, 80, 77, 60, 59, 40])
-def test_ps_fits_the_terminal(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = {
-        "program": "LM Studio Helper",
-        "model": {"name": "Qwen2.5-Coder-1.5B-Instruct-4bit-with-a-long-name"},
-        "memory": {"footprint": 123_456_789_012},
-        "budget": {"bytes": 123_456_789_012},
-        "passes": {"num_tokens_out": 1_234_567},
-    }
-    one = telemetry.Published(Path(), os.getpid(), 0, time.time() - 100_000, 1, time.time(), 0.0, state)
-    monkeypatch.setattr(engines, "find", lambda: [one, one])
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert cli.main(["ps"]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= columns
-    assert "LM" in text
-    words = " ".join(text.split())
-    assert words.count(f"{os.getpid()}:") == 2 and words.count("123.5 GB of 123.5 GB, 1234567 tokens") == 2
 
 
 def complete(tmp_path: Path, line: str, **env: str) -> list[str]:

@@ -360,7 +360,7 @@ class Weights:
     def bounce_bytes(self) -> int:
         """The reader's own buffers."""
         machine, experts = self.machine, self.sizes.experts
-        copies = self.sizes.copies or machine.arrival != "in place" or (experts is not None and experts.copies)
+        copies = self.sizes.copies or machine.arrival != "in place"
         bounces = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
         num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
         decodes = machine.compression is not None

@@ -257,7 +257,6 @@ class ExpertSizes:
     least_slots: int  # the smallest pool that works
     nbytes: int  # of all experts
     token_bytes: int  # of those that compute one token
-    copies: bool  # whether direct reads of them go through a bounce buffer
 
     def hit_rate(self, num_slots: int) -> float:
         """Return the share of the experts of a token that a pool of so many slots is expected to hold."""
@@ -371,7 +370,9 @@ def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
     if not layout.experts:
         return sizes
     trunk = _measure(trunk_of(layout), activations)
-    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts)))
+    records = [parameter.records for stack in layout.experts for parameter in stack.unit.large]
+    copies = any(place_experts(stack).read.copied for stack in layout.experts) or must_copy(records, kernel_alignment())
+    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts), copies=trunk.copies or copies))
 
 
 def _unit_sizes(layout: ModelLayout) -> dict[int, UnitSize]:
@@ -425,6 +426,4 @@ def _expert_sizes(stacks: Sequence[ExpertStack]) -> ExpertSizes:
         least_slots=max(-(-stage_bytes // slot_bytes), *(stack.top_k for stack in stacks)),
         nbytes=sum([stack.unit.nbytes for stack in stacks]),
         token_bytes=sum([min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks]),
-        copies=any(placement.read.copied for placement in placed)
-        or must_copy([p.records for stack in stacks for p in stack.unit.large], kernel_alignment()),
     )

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere
 from streamed import streamed_whole, wait_for_reads
 from threads import threads_of_models
+from waiting import eventually
 from zoo.weights import VARIANTS
 from zoo.weights import save as save_variant
 
@@ -269,15 +269,6 @@ def test_publishing_does_not_keep_a_model_alive(directory: Path) -> None:
         assert eventually(lambda: not find() and not threads_of_models() and engine() is None)
     finally:
         gc.enable()
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    """The condition's value once it is true."""
-    end = time.monotonic() + 10
-    while not (value := condition()):
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.01)
-    return value
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

@@ -212,7 +212,6 @@ def make_mixture(
         least_slots=max(-(-stage_bytes // slot_bytes), top_k),
         nbytes=num_sparse * num_experts * sum(expert),
         token_bytes=num_sparse * top_k * sum(expert),
-        copies=copies,
     )
     stack = [num_experts * nbytes for nbytes in expert]
     idle = (num_experts - top_k) * sum(expert)
@@ -221,7 +220,7 @@ def make_mixture(
         for i, unit in enumerate(trunk.layers)
     ]
     finer = tuple(part for unit in layers for part in tensors_of(unit))
-    return replace(trunk, layers=tuple(layers), finer=(finer,), trunk=replace(trunk, experts=experts))
+    return replace(trunk, layers=tuple(layers), finer=(finer,), trunk=replace(trunk, experts=experts, copies=copies))
 
 
 def tensors_of(unit: UnitSize) -> list[UnitSize]:

@@ -39,7 +39,6 @@ class Source:
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)  # of the tokenizer, such as its chat template
     defaults: Defaults = field(default_factory=Defaults)  # settings of requests that leave them out
     first_messages: tuple[dict[str, str], ...] = ()  # of every conversation; a request's own system prompt wins
-    modelfile: Modelfile | None = None  # that it comes from; None for none
     created: int = field(default_factory=lambda: int(time.time()), compare=False)  # seconds since 1970, for listings
 
 
@@ -144,7 +143,6 @@ def source_of(modelfile: Modelfile, name: str, other: Source) -> Source:
         tokenizer_settings={**other.tokenizer_settings, **template},
         defaults=defaults_of(modelfile, other.defaults),
         first_messages=modelfile.first_messages,
-        modelfile=modelfile,
     )
 
 

@@ -38,8 +38,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._late: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # of a request that is read, and of a reply that is not
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless there are too many connections."""
@@ -47,53 +46,51 @@ class Connection(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
         else:
-            self._expect_request()
+            self._limit("request", REQUEST_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Read on. Another request on the same connection has a deadline of its own."""
-        if self._late is None and self._is_reading:
-            self._expect_request()
+        if self._is_reading:
+            self._limit("request", REQUEST_SECONDS)
         super().data_received(data)
 
     def on_response_complete(self) -> None:
         """End the deadline of the request that was answered. The next one may have come, in part, before."""
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        self._unlimit("request")
         super().on_response_complete()
         if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
-            self._expect_request()
+            self._limit("request", REQUEST_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._late, self._unread):
-            if timer is not None:
-                timer.cancel()
+        for what in [*self._timers]:
+            self._unlimit(what)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Wait for the client to read, for a limited time."""
         super().pause_writing()
-        if self._unread is None:
-            self._unread = self.loop.call_later(SEND_SECONDS, self.transport.abort)
+        self._limit("reply", SEND_SECONDS)
 
     def resume_writing(self) -> None:
-        """Go on, since the client reads."""
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._unlimit("reply")
 
     @property
     def _is_reading(self) -> bool:
         """True while a request is not complete."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
-    def _expect_request(self) -> None:
-        self._late = self.loop.call_later(REQUEST_SECONDS, self._end_if_late)
+    def _limit(self, what: str, seconds: float) -> None:
+        """End the connection after a time, unless what it waits for comes before."""
+        if what not in self._timers:
+            self._timers[what] = self.loop.call_later(seconds, self._end_if_late, what)
 
-    def _end_if_late(self) -> None:
-        self._late = None
-        if self._is_reading:
+    def _unlimit(self, what: str) -> None:
+        if (timer := self._timers.pop(what, None)) is not None:
+            timer.cancel()
+
+    def _end_if_late(self, what: str) -> None:
+        del self._timers[what]
+        if what == "reply" or self._is_reading:
             self.transport.abort()
 
 

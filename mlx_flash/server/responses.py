@@ -225,10 +225,7 @@ class ResponseWriter(Writer):
         yield self.beat()
 
     def beat(self) -> bytes:
-        """Return an event that says that the response is being made, again and again: without what may be 60 kB."""
-        long = ("instructions", "tools", "tool_choice", "text", "metadata")
-        brief = self._body.model_copy(update=dict.fromkeys(long))
-        return self._event("response.in_progress", response=response_of(brief, self._head, None, []))
+        return self._event("response.in_progress", response=response_of(self._body, self._head, None, []))
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece) and event.text:

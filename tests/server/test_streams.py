@@ -183,23 +183,6 @@ def test_claude_code_has_more_than_pings(server: Live, monkeypatch: pytest.Monke
     )
 
 
-def test_a_beat_is_short(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client's instructions and tools, 60 kB of an agent's, are not sent back each time."""
-    monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
-    tool = {**TOOLS["/v1/responses"], "description": "The weather. " * 100}
-    text = {"format": {"type": "json_schema", "name": "x", "schema": {**SCHEMA, "description": "x" * 1000}}}
-    body = {"instructions": "Be brief. " * 100, "tools": [tool], "metadata": {"a": "x" * 1000}, "text": text}
-    body["store"] = False
-    with saying("{}"), monkeypatch.context() as patch:
-        stalling(patch, "make_prompt", STALL_SECONDS)
-        first, *found = events(server, "/v1/responses", body)
-    beats = [each for each in found if each["type"] == "response.in_progress"]
-    assert len(beats) > 2 and all(len(json.dumps(beat)) < 1000 for beat in beats)
-    assert not any(beat["response"]["store"] for beat in beats)
-    for whole in (first, found[-1]):
-        assert whole["response"]["tools"] == [tool] and whole["response"]["instructions"] == body["instructions"]
-
-
 def test_a_late_refusal_is_part_of_the_stream(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
     stalling(monkeypatch, "make_prompt", 5 * BEAT_SECONDS, fails=True)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mlx_flash.commands.common import print_json
-from mlx_flash.monitor.frames import Canvas, frame, message
+from mlx_flash.monitor.frames import PLAIN, Canvas, frame, message
 from mlx_flash.monitor.rates import Watcher
 
 _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
@@ -83,7 +83,10 @@ class Terminal:
 
 def print_lines(console: Console, lines: Sequence[Text]) -> None:
     """Print lines as they are, however narrow the terminal."""
-    console.print(Text("\n").join(lines), no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+    text = Text("\n").join(lines)
+    if not console.encoding.startswith("utf"):
+        text.plain = text.plain.translate(PLAIN)
+    console.print(text, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
 
 
 EXIT_NONE = 1

@@ -53,6 +53,9 @@ PARTS, REST = "█▓▒░◆▚▞", "·"
 LEVELS = "▁▂▃▄▅▆▇█"
 """Characters of a chart, the lowest first."""
 
+PLAIN = str.maketrans("·░▒▶─▓◆▚▞▁▂▃▄▅▆▇█", ".:=>-%*&+_,~!ioO#")
+"""Characters for terminals whose encoding lacks those."""
+
 
 def chart(values: Sequence[float | None], top: float, num_rows: int) -> list[str]:
     """Return a bar chart of several rows, the highest first. Values are clamped to 0 and ``top``."""

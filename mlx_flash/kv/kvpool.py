@@ -268,6 +268,7 @@ class KVPool(Opaque):
 
         Raises:
             WriteError: there is no room on the disk.
+            BudgetError: layers on disk take more than the ledger says.
         """
         options = self.options
         self.use(dict.fromkeys([rows.group for rows in adding.tokens]))  # a generator is entered for each layer
@@ -282,7 +283,8 @@ class KVPool(Opaque):
             self.ring.resize(way.num_slots)
             self.files.limit_queue(way.num_slots)
             with self.lock:
-                self._offload(lambda: self.ledger(adding).peak, adding.tokens)
+                tokens = max([rows.length + num_new for rows, (num_new, _) in adding.tokens.items()], default=0)
+                self.fit(lambda: self.ledger(adding).peak, tokens, adding.tokens)
         return 0
 
     def way(self, ledger: KVLedger, limit: int) -> Way:
@@ -322,18 +324,13 @@ class KVPool(Opaque):
         for group in groups:
             group.used_at = next(self._clock)
 
-    def fit(self, needed: Callable[[], int], tokens: int) -> None:
-        """Offload layers until a need of so many tokens is within the limit. Raises: BudgetError, WriteError."""
-        if (over := self._offload(needed)) > 0:
-            raise no_room(int(self.limit) + over, tokens, self.limit)
-
-    def _offload(self, needed: Callable[[], int], coming: Container[LayerRows] = ()) -> int:
-        """Offload layers until a need is within the limit. Return the bytes that are missing then. Raises: WriteError.
+    def fit(self, needed: Callable[[], int], tokens: int, coming: Container[LayerRows] = ()) -> None:
+        """Offload layers until a need of so many tokens is within the limit. Raises: BudgetError, WriteError.
 
         The order is that of the last use of their sequences, and far from each other in the model. Layers without
         tokens go if some are ``coming``.
         """
-        while (over := needed() - self.limit) > 0:
+        while (nbytes := needed()) > self.limit:
             layers = [
                 rows for rows in self.layers if not rows.goes_to_disk and (rows.memory.capacity or rows in coming)
             ]
@@ -347,8 +344,7 @@ class KVPool(Opaque):
             elif len(self.ring.slots) > 1:
                 self.ring.resize(1)
             else:
-                return int(over)
-        return 0
+                raise no_room(nbytes, tokens, self.limit)
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""

@@ -19,11 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from children import HELPERS
-from kv_on_disk import feed, on_disk
 from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.kv.disk import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, RowLayout, segments
 from mlx_flash.memory.arena import Arena, commits_lazily
@@ -34,6 +33,20 @@ from mlx_flash.sessions import PrivateFolder
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
 NARROW = RowLayout((Component((1, 2), 3, mx.float16), Component((1, 1), 2, mx.float32)), 5)
 """The pages of the first are read in place, those of the second by way of a bounce buffer."""
+
+
+def on_disk(tmp_path: Path) -> tuple[KVPool, list[Any]]:
+    pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv", always_on_disk=True))
+    caches = make_caches([KVCache() for _ in range(3)], pool.options, pool)
+    feed(caches, 100)
+    return pool, caches
+
+
+def feed(caches: list[Any], num_tokens: int) -> None:
+    for cache in caches:
+        rows = mx.ones((1, 2, num_tokens, 128), mx.float16)
+        mx.eval(cache.update_and_fetch(rows, rows))
+
 
 Make = Callable[[RowLayout], LayerFile]
 
@@ -191,19 +204,18 @@ def test_writing_is_bounded(make: Make) -> None:
 
 CRASHES = """
 import os, sys
-sys.path.insert(0, {helpers!r})
-from pathlib import Path
-from kv_on_disk import on_disk
-pool, caches = on_disk(Path({base!r}))
-if {crash}:
+import mlx.core as mx
+from mlx_flash import DiskKVCache
+cache = DiskKVCache(directory=sys.argv[1])
+mx.eval(cache.update_and_fetch(mx.ones((1, 2, 300, 128)), mx.ones((1, 2, 300, 128))))
+if len(sys.argv) > 2:
     os._exit(1)
 """
 
 
 @pytest.mark.parametrize("crash", [True, False])
 def test_the_next_process_removes_files_of_a_crashed_one(tmp_path: Path, crash: bool) -> None:
-    code = CRASHES.format(helpers=str(HELPERS), base=str(tmp_path), crash=crash)
-    subprocess.run([sys.executable, "-c", code], check=not crash, timeout=120)
+    subprocess.run([sys.executable, "-c", CRASHES, tmp_path / "kv", *["crash"] * crash], check=not crash, timeout=120)
     assert bool(list((tmp_path / "kv").iterdir())) == crash
     mine = PrivateFolder(tmp_path / "kv")
     PrivateFolder(tmp_path / "kv").close()

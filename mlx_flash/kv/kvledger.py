@@ -156,13 +156,7 @@ class KVLedger:
 
 
 def no_room(needed: int, tokens: int, limit: float) -> BudgetError:
-    """Return the error for tokens that do not fit with every layer on disk.
-
-    Args:
-        needed: bytes that the caches need.
-        tokens: tokens of the cache that needs them.
-        limit: the most bytes of all caches, without reads and writes in flight.
-    """
+    """Return the error for tokens that do not fit a limit of all caches with every layer on disk."""
     return BudgetError(
         f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
         "slots of a layer each, and the last tokens of every layer; without reads and writes in "

@@ -264,11 +264,8 @@ class KVPool(Opaque):
         """Prepare a call, or several in lockstep: decide which layers are on disk while it runs.
 
         ``limit`` is the most memory of all caches together, reads and writes in flight included; ``way`` is how they
-        stay within it, if that is known. Return the bytes that are missing: 0 when the call can begin.
-
-        Raises:
-            WriteError: there is no room on the disk.
-            BudgetError: layers on disk take more than the ledger says.
+        stay within it, if that is known. Return the bytes that are missing: 0 when the call can begin. Raises:
+        WriteError: there is no room on the disk; BudgetError: layers on disk take more than the ledger says.
         """
         options = self.options
         self.use(dict.fromkeys([rows.group for rows in adding.tokens]))  # a generator is entered for each layer
@@ -296,15 +293,8 @@ class KVPool(Opaque):
     def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
         """Return copies: of a layer, and unless it ``is_alone`` of all others of its list. Those on disk share pages.
 
-        These are copied together, between two passes: those of a list that is computed would differ in length.
-
-        Args:
-            layer: the layer that is asked for.
-            group: the list that the copies are for.
-            is_alone: no other layer of its list is copied with it.
-
-        Raises:
-            BudgetError, WriteError: as :meth:`fit`.
+        These are copied together for another ``group``, between two passes: those of a list that is computed would
+        differ in length. Raises: BudgetError, WriteError.
         """
         with self._passes, self.lock:
             if self.is_closed:

@@ -121,10 +121,7 @@ class PrefixCache:
     ) -> KnownCall | None:
         """Return the longest cached prefix of a prompt that would be computed in some calls; None if nothing is cached.
 
-        Args:
-            parts: the new tokens of each call, ``(sequences, length)``. The logits of all are dropped.
-            cache: mlx-lm's prompt cache.
-            segments_left: as of :meth:`begin`.
+        Arguments are those of :meth:`begin`. The logits of all calls are dropped.
         """
         call = self._known(parts, cache, segments_left)
         if call is not None:

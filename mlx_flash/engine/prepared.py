@@ -22,7 +22,7 @@ from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint, release_freed_memory
 from mlx_flash.ranks import Chain, RankFolder
-from mlx_flash.residency.ledger import for_context, with_stock_caches
+from mlx_flash.residency.ledger import for_context, refuse_all_but
 from mlx_flash.residency.machine import Machine, has_grown, look_at_memory
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
 from mlx_flash.residency.planner import make_plan
@@ -184,7 +184,9 @@ class Prepared:
 
 def settings_of_ranks(config: FlashConfig) -> FlashConfig:
     """Return settings with mlx-lm's own caches. Raises: ConfigError: others are asked for."""
-    return with_stock_caches(config, "when several ranks share a model")
+    where = "when several ranks share a model"
+    refuse_all_but(config, where, kv_cache="stock", kv_ram_gb=None, kv_max_tokens=None, kv_prefixes="off")
+    return replace(config, kv_cache="stock", kv_prefixes="off")
 
 
 def agreed(

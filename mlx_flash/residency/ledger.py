@@ -275,15 +275,6 @@ def check_kv(config: FlashConfig) -> None:
         )
 
 
-def with_stock_caches(config: FlashConfig, where: str) -> FlashConfig:
-    """Return settings with mlx-lm's or mlx-vlm's own caches, or refuse (ConfigError) others.
-
-    ``where`` says in the error why there are no others.
-    """
-    refuse_all_but(config, where, kv_cache="stock", kv_ram_gb=None, kv_max_tokens=None, kv_prefixes="off")
-    return replace(config, kv_cache="stock", kv_prefixes="off")
-
-
 def refuse_all_but(config: FlashConfig, where: str, **allowed: object) -> None:
     """Refuse (ConfigError) settings that are neither unset nor have the value that is allowed for them."""
     for name, value in allowed.items():
@@ -291,27 +282,19 @@ def refuse_all_but(config: FlashConfig, where: str, **allowed: object) -> None:
             raise ConfigError(f"{name}={found!r} is not available {where}. Hint: leave {name} unset.")
 
 
-def ledger_of(
-    sizes: ModelSizes,
-    config: FlashConfig,
-    context_length: int,
-    prefill_step_size: int = 1,
-    *,
-    cut: int = 0,
-    is_tiled: bool = False,
-) -> Ledger:
+def ledger_of(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int = 1) -> Ledger:
     """Return the memory of tokens in a plan."""
     options = None
     if sizes.cache.rows and config.kv_cache != "stock":
         options = KVOptions(
             step=config.kv_step,
             max_context_length=context_length or None if config.kv_cache is not None else None,
-            budget_bytes=0 if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
+            budget_bytes=None if config.writes_nothing else 0,
             directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
             direct=config.io != "buffered",
         )
     keeps = config.caches_prefixes
-    return Ledger(sizes.cache, sizes.activations, options, prefill_step_size, cut, is_tiled, keeps)
+    return Ledger(sizes.cache, sizes.activations, options, prefill_step_size, keeps_states=keeps)
 
 
 def in_memory(ledger: Ledger, context_length: int) -> KVShare:

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import pickle
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +37,7 @@ from mlx_flash.engine.prepare import prepare
 from models import LLAMA, NARROW_LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_whole, wait_for_reads
 from threads import threads_of_models
+from waiting import eventually
 
 MODELS = {
     "fp32": (mx.float32, None, {}),
@@ -135,7 +135,7 @@ def test_a_closed_model_keeps_no_slots(directories: Any) -> None:
 def test_close_restores_a_plain_model(directories: Any) -> None:
     directory = directories("bf16")
     expected = run(stock(directory), PREFILL_AND_DECODE)
-    descriptors = num_descriptors()
+    descriptors = psutil.Process().num_fds()
     model, _ = load_model(directory, config())
     inner = model._model
     run(model, [[1, 2]])
@@ -151,14 +151,8 @@ def test_close_restores_a_plain_model(directories: Any) -> None:
         model(mx.array([[1]]))
     model.close()
     del plain, inner, model
-    end = time.monotonic() + 10  # MLX's threads let go of some a little later
-    while num_descriptors() > descriptors + 2:  # mlx's own, of the lazily loaded arrays
-        assert time.monotonic() < end, num_descriptors() - descriptors
-        time.sleep(0.01)
-
-
-def num_descriptors() -> int:
-    return psutil.Process().num_fds()
+    # MLX's threads let go of some a little later, and keep its own, of the lazily loaded arrays
+    eventually(lambda: psutil.Process().num_fds() <= descriptors + 2)
 
 
 def test_a_budget_too_small_names_the_smallest(directories: Any) -> None:

@@ -31,6 +31,7 @@ from mlx_flash.memory.kernel import linux_pressure
 from mlx_flash.monitor.frames import budget_change
 from mlx_flash.telemetry import budget_of
 from models import LLAMA, same_bits, save
+from waiting import eventually
 
 GB = 10**9
 TOTAL = 16 * GB
@@ -188,13 +189,13 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
         expected = model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model))
         mx.eval(expected)
         room[0] = 0
-        wait_until(lambda: manager.budget_bytes == manager.least_budget)
+        eventually(lambda: manager.budget_bytes == manager.least_budget)
         assert same_bits([model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model))], [expected])
         assert model.plan.streaming.num_slots > 0
         told = manager.telemetry()
         assert told["is_auto"] and told["bytes"] == manager.budget_bytes
         assert told["changes"][-1]["before"] == 10 * GB and told["changes"][-1]["reason"] == "others need memory"
-    wait_until(lambda: manager._watcher is not None and not manager._watcher.is_alive)
+    eventually(lambda: manager._watcher is not None and not manager._watcher.is_alive)
 
 
 WATCHED_IN_A_CHILD = """
@@ -228,10 +229,3 @@ def test_the_monitor_shows_the_last_change() -> None:
     assert budget_change(state) == "4.00 GB to 3.10 GB 12.0 s ago: others need memory"
     assert budget_of(facts.read(state)) == 3.1e9
     assert not budget_change({**state, "budget": {"changes": []}})
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

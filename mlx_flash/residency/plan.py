@@ -360,7 +360,7 @@ def decide(
     raise RefusedError(
         f"a prompt of {num_prompt} tokens and an answer of at most {num_answer} need {in_mb(needed)} MB for keys, "
         f"values and activations; the budget is {in_mb(plan.budget_bytes)} MB, which leaves {in_mb(max(0, room))} MB "
-        f"beside the model. Hint: send a shorter prompt or set a smaller max_tokens, or serve with --ram-budget-gb "
+        f"beside the model. Hint: send a shorter prompt or set a smaller max_tokens, or give --ram-budget-gb "
         f"{in_gb(plan.budget_bytes + needed - room)}.",
         413,
     )

@@ -196,8 +196,7 @@ class LoadedModel:
             return self._sight.prompt(self.vocab_size, request, options)
         if request.pictures:
             raise RefusedError(
-                f"{self.source.name} takes no pictures here. "
-                "Hint: start the server with --vision, and a model that sees.",
+                f"{self.source.name} takes no pictures here. Hint: --vision, with a model that sees.",
                 400,
                 "messages",
             )

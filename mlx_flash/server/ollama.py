@@ -31,7 +31,7 @@ from mlx_flash.server.catalog import LATEST, Source
 from mlx_flash.server.events import End, Event, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
-from mlx_flash.server.replies import Asked, Whole, Writer, collect, error_body, error_reply, line
+from mlx_flash.server.replies import Asked, Whole, Writer, collect, error_body, line
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -406,9 +406,6 @@ API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
 
 
-_MISSING = ("pull", "create", "copy", "delete", "push", "blobs/{digest:path}")
-
-
 def ollama_routes(service: Service) -> list[BaseRoute]:
     """Return the paths of Ollama's dialect."""
 
@@ -432,10 +429,6 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
     async def show(service: Service, request: Request, body: NamedRequest) -> Response:
         return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(body.model or body.name))))
 
-    async def missing(request: Request) -> Response:
-        hint = "Hint: models come with `mlx-flash pull` and `create`."
-        return error_reply(request.url.path, RefusedError(f"this server has no {request.url.path}. {hint}", 501))
-
     return [
         service.generates("/api/chat", ChatRequest, chat),
         service.generates("/api/generate", GenerateRequest, generate),
@@ -444,5 +437,4 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
         Route("/api/tags", tags),
         Route("/api/ps", ps),
         Route("/api/version", version),
-        *(Route(f"/api/{name}", missing, methods=["POST", "DELETE", "HEAD"]) for name in _MISSING),
     ]

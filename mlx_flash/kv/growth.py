@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -47,12 +47,11 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
 
 
 def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: int = 0, step: int | None = None) -> Growth:
-    """Return the memory that an update of every entry of a prompt cache takes. Evaluate nothing, change no entry.
+    """Return the memory that an update of some caches of mlx-lm's takes. Evaluate nothing, change no entry.
 
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
     ``keys``, ``values``, and ``update_and_fetch``. An entry without that method has recurrent states: the new ones take
     as much as the old ones. One without ``keys`` keeps tokens in another form, and counts as if it kept all of them.
-    Entries of a :class:`KVPool` add nothing here: its ledger counts them.
 
     ``row_bytes`` are the bytes of one token of all sequences in an entry. They count for entries that are empty or keep
     tokens in another form.
@@ -72,33 +71,15 @@ def _one_after_another(growths: Iterable[Growth]) -> Growth:
 
 
 def _growth(entry: Any, num_tokens: int, step: int, row_bytes: int, known: dict[Any, Growth]) -> Growth:
-    if isinstance(entry, PooledCache):
-        return Growth(0, 0)
-    parts = list(_growing(entry))
-    if not parts:
+    if not hasattr(entry, "update_and_fetch"):
         return Growth(0, nbytes_in(entry))
-    found = []
-    for part in parts:
-        if not hasattr(part, "keys"):  # what it keeps of tokens is its own business: at most what they all take
-            added = num_tokens * row_bytes
-            found.append(Growth(added, nbytes_in(part) + added))
-            continue
-        key = _key(part, row_bytes)
-        if key not in known:
-            known[key] = _traced_in_parts(part, num_tokens, step, row_bytes // len(parts))
-        found.append(known[key])
-    return _one_after_another(found)
-
-
-def _growing(entry: Any) -> Iterator[Any]:
-    """Yield the caches of tokens in an entry, which may be a list of caches."""
-    if hasattr(entry, "update_and_fetch"):
-        yield entry
-    elif isinstance(entry, list | tuple):
-        for child in entry:
-            yield from _growing(child)
-    elif hasattr(entry, "caches"):
-        yield from _growing(entry.caches)
+    if not hasattr(entry, "keys"):  # what it keeps of tokens is its own business: at most what they all take
+        added = num_tokens * row_bytes
+        return Growth(added, nbytes_in(entry) + added)
+    key = _key(entry, row_bytes)
+    if key not in known:
+        known[key] = _traced_in_parts(entry, num_tokens, step, row_bytes)
+    return known[key]
 
 
 def _key(entry: Any, row_bytes: int) -> Any:

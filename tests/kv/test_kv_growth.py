@@ -21,9 +21,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.growth import update_growth
-from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
 HEADS, WIDTH = 2, 128
@@ -64,7 +63,7 @@ def row_bytes(name: str, batch: int) -> int:
     """Return what one token takes in an entry."""
     if name == "QuantizedKVCache":
         return 2 * HEADS * (WIDTH // 2 + 2 * 2 * WIDTH // 64)
-    return rows_nbytes(batch, 1) * (2 if name == "CacheList" else 1)
+    return rows_nbytes(batch, 1)
 
 
 def test_every_cache_class_of_mlx_lm_is_tested() -> None:
@@ -94,7 +93,7 @@ def test_update_growth_is_what_an_update_adds(name: str, sizes: tuple[int, ...])
     create, batch = CACHES[name]
     entry = create()
     for num_tokens in sizes:
-        predicted = update_growth([entry], num_tokens, row_bytes(name, batch))
+        predicted = update_growth(entries_of([entry]), num_tokens, row_bytes(name, batch))
         held = nbytes_in(entry)
         update(entry, batch, num_tokens)
         assert predicted.added == pytest.approx(nbytes_in(entry) - held, abs=64)
@@ -109,7 +108,7 @@ def test_an_update_takes_no_more_memory_than_predicted(name: str, length: int, n
     for entry in entries if length else []:
         update(entry, batch, length - 1)
         update(entry, batch, 1)
-    predicted = update_growth(entries, num_tokens, row_bytes(name, batch))
+    predicted = update_growth(entries_of(entries), num_tokens, row_bytes(name, batch))
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -160,15 +159,6 @@ def test_one_entry_at_a_time_is_copied() -> None:
     for entry in entries:
         update(entry, 1, 256)
     assert update_growth(entries, 1) == (3 * rows_nbytes(1, 256), (2 + 3) * rows_nbytes(1, 256))
-
-
-def test_entries_of_a_pool_are_left_to_it() -> None:
-    entries = make_caches([KVCache(), KVCache()], KVOptions())
-    for entry in entries:
-        update(entry, 1, 10)
-    assert update_growth(entries, 300) == (0, 0)
-    assert nbytes_in(entries) == 2 * rows_nbytes(1, 256)
-    assert entries[0].pool.memory_bytes == 2 * rows_nbytes(1, 256)
 
 
 def test_a_cache_without_keys_counts_as_if_it_kept_all_tokens() -> None:

@@ -46,7 +46,10 @@ def peak_footprint() -> int:
     if sys.platform == "linux":
         # Managed memory in the host is in the kernel's peak, and MLX's peak has it, too.
         arrays = max(_arrays_on_device(), int(mx.get_peak_memory())) if has_own_memory() else 0
-        return max(_linux_status("VmHWM"), _in_host() + arrays) + context_bytes()
+        _, found, rest = (_PROC / "status").read_text().partition("\nVmHWM:")
+        if not found:
+            raise OSError("/proc/self/status has no VmHWM: is /proc mounted?")
+        return max(int(rest.split(maxsplit=1)[0]) * 1024, _in_host() + arrays) + context_bytes()
     return int(psutil.Process().memory_info().rss)
 
 
@@ -109,13 +112,6 @@ def _managed_in_host(shared: int) -> int:
                 is_managed = line.endswith(_MANAGED)
         _managed_seen = (shared, managed)
     return managed
-
-
-def _linux_status(field: str) -> int:
-    _, found, rest = (_PROC / "status").read_text().partition(f"\n{field}:")
-    if not found:
-        raise OSError(f"/proc/self/status has no {field}: is /proc mounted?")
-    return int(rest.split(maxsplit=1)[0]) * 1024
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

@@ -151,22 +151,19 @@ class Towers:
 
     def make_room(self, need: int, words: str) -> None:
         """End loans where memory is short."""
-        budget = self._life.plan.budget_bytes
-        missing = footprint() + need - budget
-        if missing <= 0:
-            return
-        release_freed_memory()
-        missing = footprint() + need - budget
-        assert self._life.engine is not None
-        if missing > 0:
-            missing -= self._life.engine.lending.recall(missing)
+        budget, engine = self._life.plan.budget_bytes, self._life.engine
+        assert engine is not None
+        if footprint() + need > budget:
             release_freed_memory()
-        if missing > 0 and footprint() + need > budget:
+        missing = footprint() + need - budget
+        if missing > 0:
+            missing -= engine.lending.recall(missing)
+            release_freed_memory()
+        if missing > 0 and (total := footprint() + need) > budget:
             raise BudgetError(
-                f"{words} of {self._life.name} needs {need / 1e6:.1f} MB, which takes the process to "
-                f"{in_gb(footprint() + need)} GB; the budget is {in_gb(budget)} GB. Hint: raise ram_budget_gb, or "
-                "give smaller pictures.",
-                footprint() + need,
+                f"{words} of {self._life.name} needs {need / 1e6:.1f} MB, which takes the process to {in_gb(total)} "
+                f"GB; the budget is {in_gb(budget)} GB. Hint: raise ram_budget_gb, or give smaller pictures.",
+                total,
             )
 
     def close(self) -> None:

@@ -37,12 +37,14 @@ def signal_after(seconds: float) -> Iterator[None]:
         raise Struck
 
     before = signal.signal(signal.SIGUSR1, handler)
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
+    begun = threading.Event()  # starting a thread may take longer than the signal waits
+    thread = threading.Thread(target=lambda: (begun.wait(), time.sleep(seconds), os.kill(os.getpid(), signal.SIGUSR1)))
+    thread.start()
+    begun.set()
     try:
         yield
     finally:
-        timer.join()
+        thread.join()
         signal.signal(signal.SIGUSR1, before)
 
 

@@ -111,15 +111,7 @@ def _fetch(repository: str, revision: str | None, path: Path) -> None:
 
 
 DAY = 24 * 3600
-
-
-CACHED = {
-    "copies": "packed copy of {source}",
-    "removed": "packed copy, removed",
-    "kept": "packed copy, kept: in use",
-    "prefixes": "{tokens} cached tokens",
-}
-"""Texts for the entries of each list of ``cache``."""
+_UNREADABLE = "(cannot be read)"
 
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
@@ -127,35 +119,33 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
     clears, copies, prefixes = args.action == "clear", list_copies(), list_prefixes(prefix_directory())
     places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
     places["disk_profiles"] = PROFILES.file
-    disks, lists = sorted(PROFILES.load()), Json()
+    found, disks = copies, sorted(PROFILES.load())
     if clears:
         clear_prefixes(prefix_directory())
-        all_copies = copies
-        copies = [copy for copy in all_copies if derived.remove(copy)]
+        found = [copy for copy in copies if derived.remove(copy)]
         _remove_small_files()
-        lists |= {"removed": _to_json(copies), "kept": _to_json(c for c in all_copies if c not in copies)}
-    else:
-        lists |= {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes]}
-    tokens, nbytes, prefix_bytes = sum(model.tokens for model in prefixes), _total(copies), _total(prefixes)
-    words: list[RenderableType] = [_cached(lists)] if any(lists.values()) else []
+    tokens, nbytes, prefix_bytes = sum(model.tokens for model in prefixes), _total(found), _total(prefixes)
+    table = Table.grid(padding=(0, 2))
+    for copy in copies:
+        when = _days_ago(copy.last_used) if copy.is_complete else "not complete"
+        what = f"packed copy, {'removed' if copy in found else 'kept: in use'}"
+        row = copy.model or _UNREADABLE, size(copy.nbytes), when
+        table.add_row(*row, what if clears else f"packed copy of {copy.source}")
+    for model in () if clears else prefixes:
+        row = model.title or _UNREADABLE, size(model.nbytes), _days_ago(model.last_used)
+        table.add_row(*row, f"{model.tokens} cached tokens")
+    words: list[RenderableType] = [table] if table.row_count else []
     words += [
-        f"{'removed ' if clears else ''}{counted(len(copies), 'packed copy', 'packed copies')} of {size(nbytes)}, "
+        f"{'removed ' if clears else ''}{counted(len(found), 'packed copy', 'packed copies')} of {size(nbytes)}, "
         f"{tokens} tokens in the prefix cache of {size(prefix_bytes)}, and {len(disks)} remembered disk profiles",
         *(f"{name.replace('_', ' ')}: {path}" for name, path in places.items()),
     ]
+    lists = {"copies": _to_json(found), "prefixes": [asdict(model) for model in prefixes]}
+    if clears:
+        lists = {"removed": _to_json(found), "kept": _to_json(copy for copy in copies if copy not in found)}
     facts = {"bytes": nbytes + prefix_bytes, "prefix_tokens": tokens, "disks": disks, **lists}
     emit(args, {**places, **facts}, words, out)
     return 0
-
-
-def _cached(lists: Json) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for kind, what in CACHED.items():
-        for each in lists.get(kind, ()):
-            name = each.get("model" if kind != "prefixes" else "title") or "(cannot be read)"
-            when = "not complete" if each.get("complete") is False else _days_ago(each["last_used"])
-            table.add_row(name, size(each.get("bytes", each.get("nbytes"))), when, formatted(what, each))
-    return table
 
 
 def _remove_small_files() -> None:

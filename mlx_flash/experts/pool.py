@@ -146,10 +146,6 @@ class PoolLayer:
         """Bytes of each tensor of an expert: first those that are read, then those that are kept."""
         return [*(record.nbytes for record in self.placements.rows[0]), *(rows.shape[1] for _, rows in self.kept)]
 
-    @property
-    def num_experts(self) -> int:
-        return len(self.placements)
-
 
 def pool_layer(stack: ExpertStack) -> PoolLayer:
     """Return what the pool needs of a stack, whose small parameters have been evaluated."""
@@ -196,7 +192,9 @@ class ExpertPool:
     ) -> None:
         self.slots = slots
         self.layers = layers
-        self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]  # by layer and expert
+        self.slot_of: list[Numbers] = [
+            np.full(len(layer.placements), ABSENT) for layer in layers
+        ]  # by layer and expert
         self.stats = ExpertStats()
         self.poison = poison
         self.reader = reader
@@ -208,7 +206,7 @@ class ExpertPool:
         self._free = list(reversed(range(slots.num_slots)))
         self._num_cleared = 0
         self._held: list[int] = []
-        self._uses = Uses([layer.num_experts for layer in layers], slots.capacity)
+        self._uses = Uses([len(layer.placements) for layer in layers], slots.capacity)
 
     @property
     def num_resident(self) -> int:

@@ -105,7 +105,7 @@ def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -
     """Only the passes that read experts one by one can see it."""
 
     def another(self: ExpertPool, key: tuple[int, int], slot: int) -> Any:
-        return prepare(self, (key[0], (key[1] + 1) % self.layers[key[0]].num_experts), slot)
+        return prepare(self, (key[0], (key[1] + 1) % len(self.layers[key[0]].placements)), slot)
 
     prepare = ExpertPool._prepare
     monkeypatch.setattr(ExpertPool, "_prepare", another)

@@ -99,42 +99,6 @@ def _out_of_order(cause: SharedEntryError) -> StreamedWeightsError:
     return error
 
 
-class _Asked(NamedTuple):
-    """Rows whose next parts share a pass, and the rows of parts after these that may share it with them, in order."""
-
-    plan: ResidencyPlan
-    lending: Lending | None
-    rows: Sequence[Row]
-    more: Sequence[Row]
-
-    def lanes(self, number: int) -> list[Lane]:
-        """Return the next part of each row, and so many more."""
-        counts = Counter(self.more[:number])
-        return [row.lane(1 + counts[row]) for row in self.rows]
-
-    def need(self, number: int = 0, waiting: int = 0) -> Need:
-        """Return what a pass with so many more parts needs, which take so many bytes while they wait."""
-        return need(self.plan, self.lanes(number), waiting)
-
-    @property
-    def lent(self) -> int:
-        """Bytes that weights have beyond the plan."""
-        return 0 if self.lending is None else max(0, self.lending.nbytes)
-
-    def fitting(self, *, offloads: bool) -> list[int]:
-        """Return the bytes of one, two and more parts while they wait, as many as there is room for.
-
-        Layers are where they are, or on disk. Raises: WriteError: they would have to go there, which has no room.
-        """
-        room, parts = self.lent - self.need().missing, [lane.calls for lane in self.lanes(len(self.more))]
-        waiting = waiting_bytes(self.plan, parts, room, on_disk=offloads)
-
-        def is_too_much(number: int) -> bool:
-            return not self.need(number, waiting[number - 1]).fits(self.lent, offloads=offloads)
-
-        return waiting[: bisect_left(range(1, len(waiting) + 1), True, key=is_too_much)]
-
-
 class Chosen(NamedTuple):
     """Calls that share the next pass."""
 
@@ -247,14 +211,13 @@ class Passes:
         num_rows, step, is_collected = len(rows) if self.can_share else 1, 0, False
         while True:
             chosen, can_cut = rows[:num_rows], False
-            asked = _Asked(plan, lending, chosen, [row for row in chosen for _ in range(self._num_more(row))])
             try:
                 with self._all_have_room():
                     for row in chosen:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
                             check_least(plan, Lane(row.whole, num_kept=row.num_joined), lending)
                 can_cut = rows[0].length > 1
-                found = self._with_room(asked, can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen))
+                found = self._with_room(chosen, can_cut and all(row.length > PREFILL_STEPS[-1] for row in chosen))
                 if step:
                     self._tell_step(rows[0], step)
                 return found
@@ -270,31 +233,56 @@ class Passes:
                     rows[0].error = error
                     return Chosen({})
 
-    def _with_room(self, asked: _Asked, may_shrink: bool) -> Chosen:
+    def _with_room(self, rows: Sequence[Row], may_shrink: bool) -> Chosen:
         """Make room for the next part of each row, and for as many more as there is room for on every rank."""
+        more = [row for row in rows for _ in range(self._num_more(row))]  # the rows of parts after these, in order
         fitting, offloads = list[int](), False  # bytes of one, two and more parts while they wait
-        if asked.more:
+        if more:
             with self._all_have_room():
-                fitting = asked.fitting(offloads=False)
-                if len(fitting) < len(asked.more) and self._offloads(asked):
-                    others = asked.fitting(offloads=True)
+                fitting = self._fitting(rows, more, offloads=False)
+                if len(fitting) < len(more) and self._offloads(rows):
+                    others = self._fitting(rows, more, offloads=True)
                     if len(others) > len(fitting):
                         fitting, offloads = others, True
-        number = self._least(len(fitting)) if asked.more else 0
+        number = self._least(len(fitting)) if more else 0
         while True:
             try:
                 with self._all_have_room():
-                    found = asked.need(number, fitting[number - 1] if number else 0)
-                    is_ahead = self._may_be_ahead and not asked.more and found.begin_ahead(asked.lent)
-                    found = make_room(found, asked.lending, may_shrink=may_shrink or number > 0, offloads=offloads)
+                    found = self._need(rows, more[:number], fitting[number - 1] if number else 0)
+                    is_ahead = self._may_be_ahead and not more and found.begin_ahead(self._lent)
+                    found = make_room(found, self._lending, may_shrink=may_shrink or number > 0, offloads=offloads)
             except BudgetError:
                 if not number:
                     raise
                 number, offloads = number // 2, offloads and number > 1
                 continue
             num_layers = len(self._engine.pinned.modules)
-            at_once = layers_at_once(found, num_layers, len(asked.rows) + number) if num_layers else None
-            return Chosen(dict(zip(asked.rows, found.lanes, strict=True)), at_once, is_ahead)
+            at_once = layers_at_once(found, num_layers, len(rows) + number) if num_layers else None
+            return Chosen(dict(zip(rows, found.lanes, strict=True)), at_once, is_ahead)
+
+    def _need(self, rows: Sequence[Row], more: Sequence[Row] = (), waiting: int = 0) -> Need:
+        """Return what a pass with the next part of each row needs, and more parts of some, which wait."""
+        counts = Counter(more)
+        return need(self._engine.plan, [row.lane(1 + counts[row]) for row in rows], waiting)
+
+    @property
+    def _lent(self) -> int:
+        """Bytes that weights have beyond the plan."""
+        return 0 if self._lending is None else max(0, self._lending.nbytes)
+
+    def _fitting(self, rows: Sequence[Row], more: Sequence[Row], *, offloads: bool) -> list[int]:
+        """Return the bytes of one, two and more parts while they wait, as many as there is room for.
+
+        Layers are where they are, or on disk. Raises: WriteError: they would have to go there, which has no room.
+        """
+        counts, room = Counter(more), self._lent - self._need(rows).missing
+        parts = [row.lane(1 + counts[row]).calls for row in rows]
+        waiting = waiting_bytes(self._engine.plan, parts, room, on_disk=offloads)
+
+        def is_too_much(number: int) -> bool:
+            return not self._need(rows, more[:number], waiting[number - 1]).fits(self._lent, offloads=offloads)
+
+        return waiting[: bisect_left(range(1, len(waiting) + 1), True, key=is_too_much)]
 
     def _num_more(self, row: Row) -> int:
         """Return how many parts of a row may share a pass with the first one that is left."""
@@ -305,12 +293,12 @@ class Passes:
         can_share = self.refusal(first.cache) is None if is_guessed else self.fits(first.cache)
         return num_others if can_share else 0
 
-    def _offloads(self, asked: _Asked) -> bool:
+    def _offloads(self, rows: Sequence[Row]) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
-        if self._chain is not None or not asked.plan.ledger.shares_on_disk:
+        if self._chain is not None or not self._engine.plan.ledger.shares_on_disk:
             return False
-        whole = need(asked.plan, [row.lane(len(row.left)) for row in asked.rows])
-        return whole.goes_to_disk(0 if asked.lending is None else asked.lending.recallable)
+        whole = need(self._engine.plan, [row.lane(len(row.left)) for row in rows])
+        return whole.goes_to_disk(0 if self._lending is None else self._lending.recallable)
 
     def _tell_step(self, row: Row, step: int) -> None:
         """Log that the parts of a row get smaller; warn once of each size."""

@@ -97,12 +97,6 @@ class LayerRows:
         self.store = store
         self.goes_to_disk = isinstance(store, DiskRows) or self.options.always_on_disk
 
-    def expect(self, length: int) -> None:
-        """Note the tokens after a pass that parts of a prompt share; 0 for another pass."""
-        self.expected = length
-        if isinstance(self.store, DiskRows):
-            self.store.expected = length
-
     @property
     def memory(self) -> MemoryRows:
         """The rows while they are in memory; empty while they are on disk."""
@@ -274,8 +268,10 @@ class KVPool(Opaque):
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
         in_parts = max([num_new for num_new, _ in adding.tokens.values()], default=0) > adding.step
-        for rows, (num_new, _) in adding.tokens.items():
-            rows.expect(rows.length + num_new if in_parts else 0)
+        for rows, (num_new, _) in adding.tokens.items():  # for each token: no function is called for a layer
+            rows.expected = rows.length + num_new if in_parts else 0
+            if isinstance(rows.store, DiskRows):
+                rows.store.expected = rows.expected
         if way.num_slots:
             self.ring.resize(way.num_slots)
             self.files.limit_queue(way.num_slots)

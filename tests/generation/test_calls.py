@@ -39,7 +39,8 @@ def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[int, int, int
 
     The third number is that of streamed units.
     """
-    with load_model(directory, config(ram_budget_gb=ram_budget_gb, speculation=False))[0] as model:
+    settings = config(ram_budget_gb=ram_budget_gb, speculation=False, poison_released_slots=False)
+    with load_model(directory, settings)[0] as model:
         steps = mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=2 * NUM_BEFORE)
         for _ in range(NUM_BEFORE):
             next(steps)

@@ -69,7 +69,7 @@ class Segment:
     @property
     def wanted_end(self) -> int:
         """First byte after the last piece: what a read must reach to be complete."""
-        return max(piece.end for piece in self.pieces)
+        return max([piece.offset + piece.nbytes for piece in self.pieces])
 
     def places(self, start: int, stop: int) -> tuple[Place, ...]:
         """Return where pieces in ``[start, stop)`` of the file lie, and where they go."""
@@ -179,8 +179,9 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
 
 def read_in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
     """Return the read of a range of a file to ``cursor`` of the buffer, unchanged."""
-    start = records[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    return read_scattered([(record, cursor + record.offset - start) for record in records], cursor)
+    shift = cursor - records[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    pieces = [Piece(record.name, record.offset, record.nbytes, record.offset + shift) for record in records]
+    return read_pages(records[0].path, pieces, cursor)
 
 
 def read_scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = None) -> Segment:
@@ -191,8 +192,9 @@ def read_scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None =
 
 def read_pages(path: Path, pieces: Sequence[Piece], cursor: int | None = None) -> Segment:
     """Return the read of the whole pages of a file that hold some neighbours, to ``cursor`` if it is in place."""
-    start = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    return Segment(path, start, round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, cursor, tuple(pieces))
+    start, last = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT, pieces[-1]
+    num_pages = -(-(last.offset + last.nbytes - start) // DIRECT_ALIGNMENT)  # for each expert that is read: few calls
+    return Segment(path, start, num_pages * DIRECT_ALIGNMENT, cursor, tuple(pieces))
 
 
 def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
@@ -228,8 +230,9 @@ class PlacedRows:
     def segments(self, number: int) -> tuple[Segment, ...]:
         row = self.rows[number]
         found = [read_in_place([row[j] for j in block], cursor) for block, cursor in self.in_place]
-        parts = [(row[j], self.offsets[j]) for j in self.copied]
-        found += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
+        if self.copied:
+            parts = [(row[j], self.offsets[j]) for j in self.copied]
+            found += (read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts]))
         return tuple(sorted(found, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))
 
     @cached_property

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 from children import ROOT
 from mlx_flash.config import FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.parse import (
-    FLASH_INSTRUCTIONS,
-    Message,
-    Modelfile,
-    Note,
-    parse_modelfile,
-    read_modelfile,
-)
-from mlx_flash.modelfile.parse import (
-    PARAMETERS as BOUNDS,
-)
+from mlx_flash.modelfile.parse import FLASH_INSTRUCTIONS, Message, Modelfile, Note, parse_modelfile, read_modelfile
+from mlx_flash.modelfile.parse import PARAMETERS as BOUNDS
 
 FROM = "FROM org/model\n"
 

@@ -26,7 +26,7 @@ from mlx_flash.files import close_all, free_bytes, write_at
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions, queued_bytes
+from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, runs, segments
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.sessions import PrivateFolder
@@ -316,7 +316,7 @@ class KVFiles:
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
         self._options = options
-        self._writer = WriteBehind(count=count_written)
+        self.writer = WriteBehind(count=count_written)
         self._numbers = count()
         self._folder: PrivateFolder | None = None
 
@@ -333,33 +333,21 @@ class KVFiles:
         """Bytes of pages that were read."""
         return self._reader.stats.nbytes if self._folder is not None else 0
 
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of pages that were written, or are queued for it."""
-        return self._writer.nbytes
-
     def write(self, memory: MemoryRows, new: Sequence[mx.array]) -> DiskRows:
         """Write the rows of a layer to disk, page by page. Raises: WriteError.
 
         ``new`` are arrays with the shapes of the first tokens, if there are no rows yet.
         """
         step = self._options.step
-        disk = self._new_rows(memory.layout or RowLayout.of(new, step))
+        if self._folder is None or not self._folder.path.is_dir():  # somebody may have removed the old one
+            self._folder = PrivateFolder(self._options.directory or sessions_directory())
+        path, layout = self._folder.path / f"layer-{next(self._numbers)}.kv", memory.layout or RowLayout.of(new, step)
+        disk = DiskRows(LayerFile(path, layout, self._reader, self.writer))
         while disk.length < memory.length:
             disk.append(disk.layout.to_rows(memory.read(disk.length, min(disk.length + step, memory.length))))
             disk.file.flush()  # memory is short: nothing waits
-        disk.capacity = memory.had_capacity
+        disk.capacity, disk.expected = memory.had_capacity, memory.expected
         return disk
-
-    def _new_rows(self, layout: RowLayout) -> DiskRows:
-        if self._folder is None or not self._folder.path.is_dir():  # somebody may have removed the old one
-            self._folder = PrivateFolder(self._options.directory or sessions_directory())
-        path = self._folder.path / f"layer-{next(self._numbers)}.kv"
-        return DiskRows(LayerFile(path, layout, self._reader, self._writer))
-
-    def limit_queue(self, num_slots: int) -> None:
-        """Set the most bytes queued for writing, given the buffers for layers on disk."""
-        self._writer.limit_bytes = queued_bytes(num_slots)
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""
@@ -375,7 +363,7 @@ class KVFiles:
 
     def close(self) -> None:
         """End the threads and remove the files."""
-        self._writer.close()
+        self.writer.close()
         if self._folder is not None:
             self._reader.close()
             self._folder.close()

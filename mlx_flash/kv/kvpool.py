@@ -26,7 +26,7 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import DiskRows, KVFiles
 from mlx_flash.kv.kvledger import KVLedger, Layers, Way, no_room
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.options import KVOptions, queued_bytes
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.arena import commits_lazily
@@ -80,7 +80,6 @@ class LayerRows:
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
         self.group = group  # the list of caches that the layer belongs to
         self.index = index  # its place in that list
-        self.expected = 0  # as in DiskRows
         self.goes_to_disk = self.options.always_on_disk  # with the next tokens, if it is not there
 
     def offload(self, new: Sequence[mx.array] = ()) -> None:
@@ -92,8 +91,6 @@ class LayerRows:
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
         """Hold other rows from now on."""
-        if isinstance(store, DiskRows):
-            store.expected = self.expected
         self.store = store
         self.goes_to_disk = isinstance(store, DiskRows) or self.options.always_on_disk
 
@@ -248,7 +245,7 @@ class KVPool(Opaque):
             disk_bytes=sum([file.nbytes for file in files_used]),
             reserved_bytes=ledger.arrays + self.ring.nbytes,
             read_bytes=files.read_bytes,
-            written_bytes=files.written_bytes,
+            written_bytes=files.writer.nbytes,
             num_offloaded=stats.num_offloaded,
             wait_seconds=stats.wait_seconds,
         )
@@ -269,12 +266,11 @@ class KVPool(Opaque):
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
         in_parts = max([num_new for num_new, _ in adding.tokens.values()], default=0) > adding.step
         for rows, (num_new, _) in adding.tokens.items():  # for each token: no function is called for a layer
-            rows.expected = rows.length + num_new if in_parts else 0
-            if isinstance(rows.store, DiskRows):
-                rows.store.expected = rows.expected
+            store = rows.store
+            store.expected = store.length + num_new if in_parts else 0
         if way.num_slots:
             self.ring.resize(way.num_slots)
-            self.files.limit_queue(way.num_slots)
+            self.files.writer.limit_bytes = queued_bytes(way.num_slots)
             with self.lock:
                 tokens = max([rows.length + num_new for rows, (num_new, _) in adding.tokens.items()], default=0)
                 self.fit(lambda: self.ledger(adding).peak, tokens, adding.tokens)

@@ -29,6 +29,7 @@ class MemoryRows:
     def __init__(self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0) -> None:
         self._options = options
         self.length = length
+        self.expected = 0  # as in DiskRows
         mx.eval(arrays)
         self._replace(RowLayout.of(arrays, options.step) if arrays else None, arrays)
 

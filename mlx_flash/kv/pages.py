@@ -135,11 +135,6 @@ def _layout(step: int, *components: tuple[tuple[int, int], int, mx.Dtype]) -> Ro
     return RowLayout(tuple([Component(*each) for each in components]), step)
 
 
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type in files."""
-    return str(dtype).removeprefix("mlx.core.")
-
-
 class FilePage:
     """A page of a layer's file, which is free again when nothing refers to it."""
 

@@ -25,7 +25,6 @@ from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCach
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.kvpool import LayerRows
 from mlx_flash.kv.owed import own_kind
-from mlx_flash.kv.pages import dtype_name
 from mlx_flash.prefixes.store import Blob
 
 _OTHERS = "others"
@@ -172,7 +171,7 @@ def to_blob(array: mx.array) -> Blob:
     """Return an array's bytes; evaluates it."""
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
-    return Blob(memory_of(flat), dtype_name(array.dtype), tuple(array.shape))
+    return Blob(memory_of(flat), str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
 
 
 def to_array(blob: Blob) -> mx.array:

@@ -72,40 +72,40 @@ class Catalog:
 
     def known(self, name: str) -> str:
         """Return the name of the model that answers requests for a name, if any name will do; else this name."""
-        if not self._any_name or self.default is None:
+        if not self._any_name or self.default is None or self._found(name) is not None:
             return name
-        try:
-            self.find(name)
-        except RefusedError as error:
-            return self.default.name if error.status == 404 else name
-        return name
+        return self.default.name
 
     def find(self, name: str) -> Source:
         """Return the model of a name, which may end with ``:latest``: nothing is downloaded."""
+        if (found := self._found(name)) is not None:
+            return found
+        names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
+        raise RefusedError(
+            f"there is no model {name.removesuffix(LATEST)!r} here. Hint: this server has {names or 'none'}.",
+            404,
+            "model",
+        )
+
+    def _found(self, name: str) -> Source | None:
         if name == DEFAULT_NAME and self.default is not None:
             return self.default
         if name in self._named:
             return self._named[name]
-        same = [source for source in self._named.values() if _is_folder(source.base, name)]
-        if same:
-            return same[0]
+        for source in self._named.values():
+            if name == source.base or (Path(source.base).exists() and name == str(Path(source.base).resolve())):
+                return source
         if _is_model(name):
             return replace(self._other, name=name, base=name)
-        if self._describe is not None and (path := named_models().get(name)):
-            try:
-                return self._describe(name, path)
-            except ConfigError as error:
-                raise RefusedError(str(error), 400, "model") from error
         try:
+            if self._describe is not None and (path := named_models().get(name)):
+                return self._describe(name, path)
             base = repository_of(name)
         except ConfigError as error:
             raise RefusedError(str(error), 400, "model") from error
         if base != name and _is_model(base):
             return replace(self._other, name=name, base=base)
-        if name.endswith(LATEST):
-            return self.find(name.removesuffix(LATEST))
-        names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
-        raise RefusedError(f"there is no model {name!r} here. Hint: this server has {names or 'none'}.", 404, "model")
+        return self._found(name.removesuffix(LATEST)) if name.endswith(LATEST) else None
 
     def names(self, first: Iterable[str] = ()) -> list[str]:
         """Return some names, then those of the command line, of Modelfiles, and in Hugging Face's cache folder."""
@@ -116,10 +116,6 @@ class Catalog:
         found = [r.repo_id for r in repos if "main" in r.refs and _FILES <= {f.file_name for f in r.refs["main"].files}]
         created = named_models() if self._describe is not None else ()
         return list(dict.fromkeys([*first, *self._named, *created, *sorted(found)]))
-
-
-def _is_folder(base: str, name: str) -> bool:
-    return name == base or (Path(base).exists() and name == str(Path(base).resolve()))
 
 
 def _is_model(name: str) -> bool:

@@ -133,8 +133,8 @@ class Prefixes(Writer):
         """Read every page: each holds what belongs to its name."""
         with closing(self._store()) as store:
             for path in store.folder.glob("*.page"):
-                data = bytearray(5000)
-                if store.read(path.stem, lambda _, data=data: {"k": memoryview(data)}) and len(set(data)) != 1:
+                page = store.read(path.stem)
+                if page is not None and len(set(bytes(page["k"].data))) != 1:
                     return False
             return not store.telemetry()["damaged"]
 

@@ -32,6 +32,7 @@ from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in
+from mlx_flash.prefixes.leaves import RowLeaf
 from mlx_flash.storage.ranges import RangeReader
 from models import LLAMA, build
 
@@ -368,7 +369,7 @@ def test_restored_rows_on_disk_are_read_when_they_are_used(options: Callable[...
     for seed in range(8):
         for caches in zip(mine, theirs, strict=True):
             rows = [rows_of(seed + i, 24, mx.float16) for i in range(2)]
-            caches[0].rows.append(rows, fetches=False)
+            RowLeaf(caches[0]).append(rows)
             caches[1].update_and_fetch(*rows)
     assert pool.note().read_bytes == pool.stats.num_fetched == 0
     feed(mine, theirs, 9, 1)

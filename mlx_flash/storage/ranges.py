@@ -155,8 +155,12 @@ class RangeReader:
         if file.table is not None:
             self._read_blocks(part, fd, buffer, keep_cached, file.table)
         elif self._driver is not None:
-            at = part.bounce_offset
-            self._fill(part, fd, part.start, self._driver.bounce_buffer[at : at + stop - start], part.needed)
+            bounce = self._driver.bounce_buffer[part.bounce_offset : part.bounce_offset + stop - start]
+            if fd is None:  # whole pages would be more bytes than the plan counts
+                first = part.places[0][0] - start
+                self._fill(part, fd, start + first, bounce[first : part.needed], part.needed - first)
+            else:
+                self._read_direct(part, fd, bounce)
         elif fd is None:
             for offset, piece in part.pieces(buffer):
                 self._fill(part, fd, offset, piece, len(piece))

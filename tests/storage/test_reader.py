@@ -208,6 +208,23 @@ def test_loading_reads_through_the_page_cache_only_what_it_holds(direct_shard: P
     assert reader.stats.cached_bytes == load.nbytes, "a range that lacks a page is read directly"
 
 
+@pytest.mark.parametrize("mode", ["buffered", "driver, buffered"])
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
+def test_buffered_reads_bring_what_is_wanted_alone(shard: Path, start: int, mode: str) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [PAGE + 7, 300, 3 * PAGE + 1], start)
+    found: list[int] = []
+
+    def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
+        found.append(read())
+        return found[-1]
+
+    reader = open_reader(shard, mode, 16 * PAGE, 1)
+    with reads(hook):
+        load.check(reader, mode)
+    assert sum(found) == reader.stats.nbytes == 4 * PAGE + 308
+
+
 def test_buffered_reads_leave_no_pages_behind(direct_shard: Path) -> None:
     load = small_load(direct_shard, nbytes=100 * PAGE)
     uncache(direct_shard)

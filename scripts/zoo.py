@@ -15,18 +15,16 @@ import fnmatch
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
-import ranks_zoo
 from zoo import names, unconfigured
 from zoo.compare import Outcome
-from zoo.pool import Case, run
+from zoo.pool import Case, outcome_of, outcome_on_ranks, run
 from zoo.weights import VARIANTS
 
 DEFAULT_VARIANTS = "bf16,4bit"
@@ -36,38 +34,24 @@ def main() -> int:
     """Return 1 when any architecture failed."""
     arguments = parse_arguments()
     chosen, missing = select(arguments.names)
-    if arguments.ranks > 1:
-        return run_ranks(chosen, arguments)
-    variants = (arguments.variants or DEFAULT_VARIANTS).split(",")
+    run_one = partial(outcome_on_ranks, num_ranks=arguments.ranks) if arguments.ranks > 1 else outcome_of
+    variants = (arguments.variants or ("bf16" if arguments.ranks > 1 else DEFAULT_VARIANTS)).split(",")
     instead = {} if arguments.variants else {"bf16": "fp32"}
     cases = [Case(name, variant, instead.get(variant)) for variant in variants for name in chosen]
     outcomes = [Outcome(name, "", reason="the zoo has no configuration for it") for name in missing]
     for outcome in outcomes:
         print(line(outcome))
-    for outcome in run(cases, arguments.jobs, arguments.timeout):
+    for outcome in run(cases, arguments.jobs, arguments.timeout, run_one):
         outcomes.append(outcome)
         print(line(outcome), flush=True)
     counts = Counter(outcome.status for outcome in outcomes)
     print(
-        f"{counts['ok']} ok, {counts['failed']} failed, {counts['cannot']} cannot run stock, of {len(outcomes)} "
-        f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
-    )
-    write_json(arguments.json, outcomes)
-    return int(counts["failed"] > 0)
-
-
-def run_ranks(chosen: list[str], arguments: argparse.Namespace) -> int:
-    """Compare architectures whose layers are shared. Return 1 when any failed."""
-    outcomes = []
-    for outcome in ranks_zoo.compare_all(chosen, arguments.ranks, arguments.timeout):
-        outcomes.append(outcome)
-        print(f"{outcome.status:<9} {outcome.name:<24} {outcome.seconds:5.1f} s  {outcome.reason}".rstrip(), flush=True)
-    counts = Counter(outcome.status for outcome in outcomes)
-    print(
-        f"{arguments.ranks} ranks: {counts['ok']} ok, {counts['failed']} failed, {counts['refused']} refused, "
+        f"{counts['ok']} ok, {counts['failed']} failed, {counts['refused']} refused, "
         f"{counts['cannot']} cannot run stock, of {len(outcomes)} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
     )
-    write_json(arguments.json, outcomes)
+    if arguments.json is not None:
+        versions = {package: version(package) for package in ("mlx", "mlx-lm")}
+        arguments.json.write_text(json.dumps({"versions": versions, "outcomes": list(map(asdict, outcomes))}, indent=1))
     return int(counts["failed"] > 0)
 
 
@@ -108,15 +92,9 @@ def line(outcome: Outcome) -> str:
         return f"{start} cannot run stock: {outcome.reason}"
     share = 100 * outcome.streamed_bytes / max(1, outcome.nbytes)
     streamed = f"layers streamed {outcome.num_streamed}/{outcome.num_layers}  {share:3.0f} % of bytes"
+    layers = f"{streamed}  " if outcome.num_layers else ""
     experts = f"{outcome.num_stacks} stacks of experts, {outcome.num_pools} pools  " if outcome.num_stacks else ""
-    return f"{start} {streamed}  {outcome.seconds:5.1f} s  {experts}{outcome.reason}".rstrip()
-
-
-def write_json(path: Path | None, outcomes: Sequence[Any]) -> None:
-    """Write all details of every outcome, if a file is named."""
-    if path is not None:
-        versions = {package: version(package) for package in ("mlx", "mlx-lm")}
-        path.write_text(json.dumps({"versions": versions, "outcomes": list(map(asdict, outcomes))}, indent=1))
+    return f"{start} {layers}{outcome.seconds:5.1f} s  {experts}{outcome.reason}".rstrip()
 
 
 if __name__ == "__main__":

@@ -8,20 +8,15 @@ Example:
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-import tempfile
 from collections import Counter
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import vlm_zoo
-
-PROCESSES = multiprocessing.get_context("spawn")
-"""CUDA does not survive a fork, and may start with an import."""
+from zoo.pool import Case, outcome_of
 
 TIMEOUT = 240
 """Seconds for an architecture."""
@@ -34,43 +29,18 @@ def main() -> int:
     arguments = parser.parse_args()
     outcomes = []
     for name in arguments.names or vlm_zoo.architectures():
-        outcome = in_a_process(name)
+        outcome = outcome_of(Case(name, "fp32"), TIMEOUT, vlm_zoo.compare)
         outcomes.append(outcome)
-        sees = "with a picture" if outcome.pictures else "text only"
+        sees = "with a picture" if outcome.sees else "text only"
         units = f"{outcome.num_streamed} units streamed, {outcome.num_towers} in towers"
-        print(f"{outcome.status:<8} {name:<24} {outcome.text or f'{sees}, {units}'}", flush=True)
+        print(f"{outcome.status:<8} {name:<24} {outcome.reason or f'{sees}, {units}'}", flush=True)
     counts = Counter(outcome.status for outcome in outcomes)
-    seen = sum(outcome.pictures and outcome.status == "equal" for outcome in outcomes)
+    seen = sum(outcome.sees and outcome.status == "ok" for outcome in outcomes)
     print(
-        f"{counts['equal']} equal ({seen} with a picture), {counts['differs']} differ, {counts['refused']} refused, "
+        f"{counts['ok']} equal ({seen} with a picture), {counts['failed']} differ, {counts['refused']} refused, "
         f"{counts['cannot']} cannot run stock, of {len(outcomes)} (mlx {version('mlx')}, mlx-vlm {version('mlx-vlm')})"
     )
-    return int(counts["differs"] > 0)
-
-
-def in_a_process(name: str) -> vlm_zoo.VlmOutcome:
-    """Compare an architecture in a process of its own: some configurations end it."""
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=send, args=(name, sender))
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(TIMEOUT):
-            return vlm_zoo.VlmOutcome(name, "cannot", f"takes more than {TIMEOUT} s")
-        found: vlm_zoo.VlmOutcome = receiver.recv()
-        return found
-    except EOFError:
-        process.join()
-        return vlm_zoo.VlmOutcome(name, "cannot", f"the process ended with {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
-
-
-def send(name: str, sender: Connection) -> None:
-    """Send the outcome of an architecture."""
-    with tempfile.TemporaryDirectory() as folder:
-        sender.send(vlm_zoo.compare(name, Path(folder)))
+    return int(counts["failed"] > 0)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,12 @@ def run_ranks(num_ranks: int, *program: object, timeout: float = 240) -> list[su
             rank.process.join(max(0.0, deadline - time.monotonic()))
         texts = [(rank.out.read_text(), rank.errors.read_text()) for rank in ranks]
         codes = [rank.process.exitcode for rank in ranks]
-        assert None not in codes, texts
+        if None in codes:
+            raise TimeoutError(f"no end after {timeout:g} s: {texts}")
         return [subprocess.CompletedProcess(program, code or 0, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+RANKS_PROGRAM = children.HELPERS / "ranks_program.py"
 
 
 def lines_of(done: Sequence[subprocess.CompletedProcess[str]]) -> list[list[Any]]:

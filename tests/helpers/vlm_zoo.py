@@ -7,8 +7,10 @@ import importlib
 import json
 import math
 import pkgutil
+import tempfile
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from mlx_flash.vision.flashvlm import load_vlm_model
 from tiny_vlms import MODELS, TEXT, VISION
 from vlm_configs import ENTRIES, merged
 from vlm_pictures import FORMS, IMAGE, Picture, picture_of
+from zoo.compare import Outcome, one_line
+from zoo.pool import Case
 
 MAX_BYTES = 2e9
 """The largest model that is tried. The towers of some have sizes that no configuration changes."""
@@ -72,18 +76,6 @@ SMALL = {
 }
 TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
 OTHERS = {"video_token_id": 289, "video_token_index": 289, "vision_start_token_id": 288, "audio_token_id": 287}
-
-
-@dataclasses.dataclass
-class VlmOutcome:
-    """Result of one architecture: ``equal``, ``differs``, ``refused`` or ``cannot`` (mlx-vlm itself), and why."""
-
-    name: str
-    status: str
-    text: str = ""
-    pictures: bool = False
-    num_streamed: int = 0
-    num_towers: int = 0
 
 
 def architectures() -> list[str]:
@@ -176,9 +168,8 @@ def _save(folder: Path, package: Any, text: str) -> None:
     widths = {key: array.shape[-1] if array.ndim else 1 for key, array in flat}
     weights = {key: mx.random.normal(array.shape) * (0.5 / math.sqrt(widths[key] or 1)) for key, array in flat}
     weights |= {key: mx.abs(array) for key, array in weights.items() if key.endswith("running_var")}
-    integers = {
-        key: array for key, array in flat if mx.issubdtype(array.dtype, mx.integer)
-    }  # such as experts of tokens
+    # Such as experts of tokens.
+    integers = {key: array for key, array in flat if mx.issubdtype(array.dtype, mx.integer)}
     weights |= {key: mx.random.randint(0, 4, array.shape, array.dtype) for key, array in integers.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(text)
@@ -269,39 +260,42 @@ def _streamed(folder: Path, text: mx.array, picture: Any, least_bytes: int = 0) 
     return _streamed(folder, text, picture, needed)
 
 
-def _refusal(name: str, folder: Path) -> VlmOutcome:
-    """Return how mlx-flash refuses a model without a language model."""
-    try:
-        load_vlm_model(folder, FlashConfig(telemetry=False)).close()
-    except FlashError as error:
-        return VlmOutcome(name, "refused", f"{type(error).__name__}: {error}"[:200])
-    return VlmOutcome(name, "differs", "a model without a language model was not refused")
+def compare(case: Case, connection: Connection) -> None:
+    """Compare one architecture, in a process of its own: some configurations end it."""
+    connection.send("stock")
+    with tempfile.TemporaryDirectory(prefix="zoo-vlm-") as folder:
+        connection.send(outcome_of_model(case.name, Path(folder), connection.send))
 
 
-def compare(name: str, folder: Path) -> VlmOutcome:
-    """Compare one architecture."""
+def outcome_of_model(name: str, folder: Path, enter: Callable[[str], None] = lambda phase: None) -> Outcome:
+    """Return the outcome of one architecture. ``enter`` is called with the phase in which streaming is to blame."""
+    outcome = Outcome(name, "fp32", "cannot")
     text = mx.array([[1, 2, 3, 4, 5, 6, 7]])
     try:
         save(folder, name)
         stock = utils.load_model(folder)
-        if language_part(stock) is None:
-            return _refusal(name, folder)
-        picture = picture_for(stock, name)
-        expected = stock_outputs(folder, text, picture)
+        picture = picture_for(stock, name) if language_part(stock) is not None else None
+        expected = stock_outputs(folder, text, picture) if language_part(stock) is not None else []
     except Exception as error:
-        return VlmOutcome(name, "cannot", f"{type(error).__name__}: {error}"[:160])
+        outcome.reason = one_line(error)
+        return outcome
+    outcome.sees, outcome.status = picture is not None, "failed"
     del stock
+    enter("streamed")
     try:
-        found, num = _streamed(folder, text, picture)
+        found, (outcome.num_streamed, outcome.num_towers) = _streamed(folder, text, picture)
     except FlashError as error:
-        return VlmOutcome(name, "refused", f"{type(error).__name__}: {error}"[:200], picture is not None)
+        outcome.status, outcome.reason = "refused", one_line(error)
     except Exception as error:
-        return VlmOutcome(name, "differs", f"{type(error).__name__}: {error}"[:200], picture is not None)
-    if _same(expected, found):
-        return VlmOutcome(name, "equal", "", picture is not None, *num)
-    if _same(expected, stock_outputs(folder, text, picture)):
-        return VlmOutcome(name, "differs", "", picture is not None, *num)
-    return VlmOutcome(name, "cannot", "stock mlx-vlm gives other outputs when it is repeated", picture is not None)
+        outcome.reason = one_line(error)
+    else:
+        if not expected:
+            outcome.reason = "a model without a language model was not refused"
+        elif _same(expected, found):
+            outcome.status = "ok"
+        elif not _same(expected, stock_outputs(folder, text, picture)):
+            outcome.status, outcome.reason = "cannot", "stock mlx-vlm gives other outputs when it is repeated"
+    return outcome
 
 
 def _same(some: list[list[mx.array]], others: list[list[mx.array]]) -> bool:

@@ -11,8 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from children import HELPERS
-from local_ranks import lines_of, run_ranks
+from local_ranks import RANKS_PROGRAM, lines_of, run_ranks
 from mlx_flash import cli
 from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import check_least
@@ -25,7 +24,6 @@ from models import LLAMA, QWEN3_MOE, VOCAB_SIZE, save
 from streamed import config
 from zoo import configuration
 
-PROGRAM = HELPERS / "ranks_program.py"
 OWNERS = {"llama": [2, 2, 1, 0, 0], "qwen3_moe": [1, 2, 0]}
 
 
@@ -63,14 +61,14 @@ def test_ranks_with_the_files_of_their_layers_compute_the_logits_of_one_machine(
         directory = save_by_layer(tmp_path / name, shape)
         for rank in range(3):
             part(directory, rank, [layer for layer, owner in enumerate(OWNERS[name]) if owner == rank])
-    done = run_ranks(3, PROGRAM, tmp_path, "llama-files,qwen3_moe-files")
-    found = {(rank, name): (is_equal, units, rows) for rank, name, is_equal, units, rows, _ in lines_of(done)}
+    done = run_ranks(3, RANKS_PROGRAM, "models", tmp_path, "llama-files,qwen3_moe-files")
+    found = {(rank, name): each for rank, name, each in lines_of(done)}
     assert len(found) == 6, done
-    for (rank, name), (is_equal, units, rows) in found.items():
+    for (rank, name), each in found.items():
         own = [layer for layer, owner in enumerate(OWNERS[name.removesuffix("-files")]) if owner == rank]
-        assert is_equal
-        assert {_layer(unit) for unit in units if ".layers." in unit} == set(map(str, own))
-        assert len(rows) == len(own) and all(rows)  # memory for keys and values of its own layers only
+        assert each["is_equal"]
+        assert {_layer(unit) for unit in each["units"] if ".layers." in unit} == set(map(str, own))
+        assert len(each["rows"]) == len(own) and all(each["rows"])  # memory for keys and values of its own layers only
 
 
 def test_a_file_that_every_rank_needs_is_named() -> None:

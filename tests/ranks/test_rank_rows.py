@@ -11,17 +11,15 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from children import HELPERS
-from local_ranks import lines_of, run_ranks
+from local_ranks import RANKS_PROGRAM, lines_of, run_ranks
 from mlx_flash.ranks import HAND_ON, HAND_OVER, HANDED
 from mlx_flash.streaming.lockstep import Lockstep, Results
 from mlx_flash.streaming.stream import Place, WeightStream
 from models import save
 from shared_passes import MODELS
 
-PROGRAM = HELPERS / "ranks_rows.py"
 NUM_RANKS = 2
-BOTH = ("llama", "llama runs", "gemma3", "qwen3_next", "cut", "llama sums", "llama runs sums")
+BOTH = ("llama", "llama runs", "gemma3", "qwen3_next", "cut", "llama-sums", "llama runs-sums")
 """Cases in which both ranks stream, and memory has room for all calls."""
 
 Found = dict[tuple[int, str], dict[str, Any]]
@@ -32,7 +30,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     root = tmp_path_factory.mktemp("models")
     for name in ("llama", "gemma3", "qwen3_next"):
         save(root / name, MODELS[name], mx.float32)
-    done = run_ranks(NUM_RANKS, PROGRAM, root, *BOTH, "reads", "unlike", "fails", "uses again")
+    done = run_ranks(
+        NUM_RANKS, RANKS_PROGRAM, "rows", root, ",".join([*BOTH, "reads", "unlike", "fails", "uses again"])
+    )
     lines = {(rank, case): line for rank, case, line in lines_of(done)}
     assert len(lines) == NUM_RANKS * (len(BOTH) + 4), done
     return lines

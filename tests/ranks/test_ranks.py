@@ -20,17 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from children import HELPERS
-from local_ranks import lines_of, run_ranks, started
+from local_ranks import RANKS_PROGRAM, lines_of, run_ranks, started
 from mlx_flash import cli
 from mlx_flash import ranks as chain
 from mlx_flash.errors import ConfigError
 from mlx_flash.ranks import RankSpeed, runs, share_layers
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
-from ranks_zoo import compare_all
 from zoo import configuration
+from zoo.pool import Case, outcome_on_ranks
 
-PROGRAM = HELPERS / "ranks_program.py"
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
 MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7")}
 
@@ -58,31 +56,31 @@ def launch(num_ranks: int, *arguments: object) -> subprocess.CompletedProcess[st
 
 def test_all_ranks_get_the_logits_and_tokens_of_one_machine(root: Path) -> None:
     num_ranks, names = 3, [*(name for name in MODELS if name != "afm7"), "llama-sums"]
-    done = run_ranks(num_ranks, PROGRAM, root, ",".join(names))
-    found = {(rank, name): (is_equal, units) for rank, name, is_equal, units, *_ in lines_of(done)}
-    assert {key: is_equal for key, (is_equal, _) in found.items()} == {
+    done = run_ranks(num_ranks, RANKS_PROGRAM, "models", root, ",".join(names))
+    found = {(rank, name): each for rank, name, each in lines_of(done)}
+    assert {key: each["is_equal"] for key, each in found.items()} == {
         (rank, name): True for rank in range(num_ranks) for name in names
     }, done
     for rank, name in itertools.product(range(num_ranks), ("llama", "llama-sums")):
-        layers = {unit for unit in found[rank, name][1] if ".layers." in unit}
+        layers = {unit for unit in found[rank, name]["units"] if ".layers." in unit}
         assert layers == {f"model.layers.{i}" for i in range(rank, 5, num_ranks)}
-    for _, name, *_, told in lines_of(done):
-        if name.startswith("llama"):
-            assert [each["layers"] for each in told["each"]] == [
-                [[layer, layer + 1] for layer in range(rank, 5, num_ranks)] for rank in range(num_ranks)
-            ]
+        assert [each["layers"] for each in found[rank, name]["told"]["each"]] == [
+            [[layer, layer + 1] for layer in range(other, 5, num_ranks)] for other in range(num_ranks)
+        ]
 
 
 def test_architectures_of_other_kinds_have_the_logits_of_one_machine() -> None:
     """``scripts/zoo.py --ranks 2`` compares all of them."""
-    outcomes = list(compare_all(["gpt_oss", "qwen3_next"], 2, timeout=200))
+    outcomes = [outcome_on_ranks(Case(name, "fp32"), timeout=100) for name in ("gpt_oss", "qwen3_next")]
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("ok", "")] * 2
 
 
 def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
     """Its later layers use keys and values of an earlier one, which another rank may have."""
-    done = run_ranks(2, PROGRAM, root, "afm7")
-    assert any(status == "StreamedWeightsError" and "ranks" in text for _, _, status, text in lines_of(done)), done
+    done = run_ranks(2, RANKS_PROGRAM, "models", root, "afm7")
+    assert any(
+        found["error"] == "StreamedWeightsError" and "ranks" in found["text"] for _, _, found in lines_of(done)
+    ), done
 
 
 @pytest.mark.parametrize("evaluate", [mx.eval, mx.async_eval, mx.array.tolist])
@@ -97,9 +95,9 @@ def test_each_use_of_what_another_rank_has_raises(evaluate: Any) -> None:
     ("fault", "words"), [("dies", "rank 0 exchanges"), ("other tokens", "start the same program with the same")]
 )
 def test_a_rank_that_is_lost_or_computes_something_else_is_an_error(root: Path, fault: str, words: str) -> None:
-    done = run_ranks(2, PROGRAM, root, "llama", fault)
-    texts = [text for rank, _, status, text in lines_of(done) if rank == 0 and status == "PeerError"]
-    assert texts and words in texts[0], done
+    done = run_ranks(2, RANKS_PROGRAM, "models", root, "llama", fault)
+    found = [found for rank, _, found in lines_of(done) if rank == 0]
+    assert found[0]["error"] == "PeerError" and words in found[0]["text"], done
 
 
 def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
@@ -113,7 +111,7 @@ def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     ("number", "words"), [(signal.SIGKILL, "connection to a peer was lost"), (signal.SIGSTOP, "had no answer in 2 s")]
 )
 def test_a_lost_rank_ends_the_others(root: Path, tmp_path: Path, number: signal.Signals, words: str) -> None:
-    with started(3, tmp_path, PROGRAM, root, "llama", "endless") as ranks:
+    with started(3, tmp_path, RANKS_PROGRAM, "models", root, "llama", "endless") as ranks:
         for rank in ranks:
             wait_for(lambda rank=rank: "ready" in rank.out.read_text() or not rank.process.is_alive(), 120)
         assert ranks[1].process.pid is not None and ranks[1].process.is_alive(), ranks[1].errors.read_text()
@@ -128,8 +126,8 @@ def test_a_lost_rank_ends_the_others(root: Path, tmp_path: Path, number: signal.
 
 def test_ranks_with_unequal_room_cut_prompts_alike(root: Path) -> None:
     """One has a shorter prefill step, the other has room for two tokens at a time."""
-    done = run_ranks(2, PROGRAM, root, "llama", "less room")
-    assert {(rank, is_equal) for rank, _, is_equal, *_ in lines_of(done)} == {(0, True), (1, True)}, done
+    done = run_ranks(2, RANKS_PROGRAM, "models", root, "llama", "less room")
+    assert {(rank, found.get("is_equal")) for rank, _, found in lines_of(done)} == {(0, True), (1, True)}, done
     assert all("room for 2 tokens at a time" in each.stderr for each in done)
 
 

@@ -54,7 +54,7 @@ class Outcome:
 
     name: str
     variant: str
-    status: str = "failed"  # or ``ok``, or ``cannot``: stock mlx-lm cannot run it here
+    status: str = "failed"  # ``ok``, ``cannot``: stock cannot run it here, or ``refused``: mlx-flash says why not
     reason: str = ""
     note: str = ""  # why this variant and not another
     num_layers: int = 0
@@ -66,6 +66,8 @@ class Outcome:
     num_stacks: int = 0  # stacks of experts that were read expert by expert
     num_pools: int = 0  # ways to read them that gave the same bits
     seconds: float = 0.0
+    sees: bool = False  # a picture was compared too
+    num_towers: int = 0  # units in towers of vision
 
 
 def compare(

@@ -85,9 +85,12 @@ class DriverCopies:
     def copy(self, copies: Iterable[tuple[int, memoryview]]) -> None:
         """Copy what starts at offsets of this thread's bounce buffer to MLX's memory, and wait for it."""
         channel, start = self._channel, self._driver.cuMemcpyHtoDAsync_v2
-        for offset, target in copies:
-            _check(start(address_of(target), channel.address + offset, len(target), channel.stream))
-        _check(self._driver.cuStreamSynchronize(channel.stream))
+        try:
+            for offset, target in copies:
+                _check(start(address_of(target), channel.address + offset, len(target), channel.stream))
+        finally:  # also after an error: others use the memory of what has started then
+            code = self._driver.cuStreamSynchronize(channel.stream)
+        _check(code)
 
     def close(self) -> None:
         """Give the bounce buffers back. No thread may copy any more; another call does nothing."""

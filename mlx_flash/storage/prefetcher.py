@@ -300,7 +300,11 @@ class BackgroundPrefetcher:
         A task has at most ``read_size`` bytes, and few enough that all threads get work. Parts of what stays in memory
         are larger.
         """
-        read_size = self.read_size
+        read_size, is_kept = self.read_size, caching == "kept"
+        if is_kept and self._ranges.has_driver:  # what lies between rows of a table has no place in a bounce buffer
+            pieces = [(segment.path, piece) for segment in segments for piece in segment.pieces]
+            segments = [Segment(path, piece.offset, piece.nbytes, None, (piece,)) for path, piece in pieces]
+            is_kept = False
         share = -(-sum([segment.nbytes for segment in segments]) // self.queue_depth)
         share = min(read_size, max(share, LEAST_COPIED if self._ranges.has_driver else 0))
         task: list[Part] = []
@@ -308,13 +312,13 @@ class BackgroundPrefetcher:
         for segment in segments:
             file = self._files[segment.path]
             step = read_size
-            if caching == "kept" and not self._ranges.has_driver:
+            if is_kept:
                 step = segment.nbytes
             elif caching == "found" and self._ranges.in_place and segment.buffer_offset is not None:
                 step = max(read_size, LOAD_READ_SIZE)
             end, wanted_end = segment.offset + segment.nbytes, segment.wanted_end
             for start, stop in pairwise([*file.cuts(segment.offset, end, step), end]):
-                if task and (caching == "kept" or at >= share or at + stop - start > read_size):
+                if task and (is_kept or at >= share or at + stop - start > read_size):
                     yield task
                     task, at = [], 0
                 places = segment.places(start, stop)

@@ -185,8 +185,7 @@ class RangeReader:
                 for offset, at, nbytes in part.places
             )
         except DriverError as error:
-            segment, offset = parts[0].segment, parts[0].places[0][0]
-            raise _read_error(segment, offset, f"{error} when it was copied to the GPU, at") from error
+            raise _read_error(parts[0].segment, parts[0].start, f"{error} when it was copied to the GPU, at") from error
 
     def close(self) -> None:
         """Give the memory of bounce buffers back. No thread may read any more."""

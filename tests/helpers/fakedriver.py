@@ -18,7 +18,7 @@ class FakeDriver:
         self.lose_every, self.failing = lose_every, failing
         self.num_copies = self.num_streams = self.num_contexts = 0
         self.registered: set[int] = set()
-        self._started: dict[int, list[_Copy]] = defaultdict(list)
+        self.in_flight: dict[int, list[_Copy]] = defaultdict(list)  # by stream
         self._lock = threading.Lock()
 
     def __getattribute__(self, name: str) -> Any:
@@ -62,11 +62,11 @@ class FakeDriver:
     def cuMemcpyHtoDAsync_v2(  # noqa: N802
         self, target: int, source: int, nbytes: int, stream: ctypes.c_void_p
     ) -> int:
-        self._started[stream.value or 0].append((target, source, nbytes))
+        self.in_flight[stream.value or 0].append((target, source, nbytes))
         return 0
 
     def cuStreamSynchronize(self, stream: ctypes.c_void_p) -> int:  # noqa: N802
-        for target, source, nbytes in self._started.pop(stream.value or 0, []):
+        for target, source, nbytes in self.in_flight.pop(stream.value or 0, []):
             with self._lock:
                 self.num_copies += 1
                 is_lost = self.lose_every and self.num_copies % self.lose_every == 0

@@ -32,6 +32,7 @@ from mlx_flash.errors import (
 )
 from mlx_flash.memory.pagecache import is_cached, open_direct
 from mlx_flash.storage import ranges as ranges_module
+from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
 from mlx_flash.storage.ranges import RETRIES, Arrival
 from mlx_flash.storage.safetensors import TensorRecord
@@ -281,6 +282,25 @@ def test_small_segments_share_a_task_of_at_most_the_read_size(
     assert parts == sorted(parts) and len(parts) == sum(-(-count // 60) for count in pages)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_of_a_table_only_the_rows_are_read(shard: Path, mode: str) -> None:
+    """Few rows of a prompt lie far apart in a table of gigabytes."""
+    write_file(shard, 300 * PAGE)
+    pieces = [Piece("table", row * 1000, 1000, i * 1000) for i, row in enumerate((3, 4, 600, 1200))]
+    span = Segment(shard, pieces[0].offset, pieces[-1].end - pieces[0].offset, None, tuple(pieces))
+    reader, buffer, lengths = open_reader(shard, mode), memoryview(bytearray(4000)), list[int]()
+
+    def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
+        lengths.append(read())
+        return lengths[-1]
+
+    with reads(hook):
+        reader.submit([span], buffer, caching="kept").wait()
+    assert sum(lengths) == reader.stats.nbytes == 4000
+    contents = shard.read_bytes()
+    assert bytes(buffer) == b"".join(contents[piece.offset : piece.end] for piece in pieces)
+
+
 @pytest.mark.parametrize("urgent", [False, True])
 def test_reads_in_flight_are_as_many_as_the_queue_depth(shard: Path, urgent: bool) -> None:
     write_file(shard, 200 * PAGE)
@@ -358,6 +378,22 @@ def test_a_failed_read_keeps_nothing_of_the_buffer(shard: Path) -> None:
     del ticket
     gc.collect()
     memory.close()  # which is refused while anything refers to it
+
+
+def test_a_copy_that_does_not_start_leaves_none_in_flight(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller uses its memory for something else after the error."""
+
+    class Refusing(FakeDriver):
+        def cuMemcpyHtoDAsync_v2(self, *copy: Any) -> int:  # noqa: N802
+            return 700 if copy[2] == 3 * PAGE else super().cuMemcpyHtoDAsync_v2(*copy)
+
+    driver = Refusing()
+    monkeypatch.setattr("mlx_flash.memory.driver.load_driver", lambda: driver)
+    write_file(shard, 40 * PAGE)
+    load = apart(shard, [PAGE, 3 * PAGE, PAGE])
+    with pytest.raises(ReadError, match=r"'shard\.0' .*CUDA error 700 when it was copied"):
+        load.check(open_reader(shard, "driver", read_size=16 * PAGE, queue_depth=1))
+    assert driver.num_copies == 1 and not driver.in_flight
 
 
 def test_direct_reads_of_less_than_a_page_are_retried(direct_shard: Path) -> None:

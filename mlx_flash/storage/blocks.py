@@ -324,11 +324,15 @@ class BlockReader:
         self._most = max(read_size, BLOCK_BYTES)
         self._coded = memoryview(mmap.mmap(-1, _room(read_size)))
         self._block = memoryview(bytearray(BLOCK_BYTES))
+        self._last: tuple[BlockTable, int] | None = None  # the block in it: a prompt needs many rows of one
 
     def read(self, path: Path, table: BlockTable, name: str, start: int, target: memoryview, fetch: Fetch) -> None:
         """Fill memory with the logical bytes of a tensor from ``start`` on. ``fetch`` reads coded ones."""
         stop = start + len(target)
         blocks = table.around(start, stop)
+        if len(blocks) == 1 and self._last == (table, blocks.start):
+            self._copy(table, blocks.start, start, target)
+            return
         for part in self._chunks(table, blocks):
             first = table.offsets[part.start] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
             fetch(name, first, table.offsets[part.stop] - first, self._coded)
@@ -347,13 +351,18 @@ class BlockReader:
             if len(landing) == sum(sizes):
                 self._decoder.decode(coded, landing, itemsize, sizes)
                 return
+            self._last = None
             self._decoder.decode(coded, self._block[: sizes[0]], itemsize)
         except CodecError as error:
             raise ReadError(
                 f"cannot read '{name}' in {path}: a block of the {len(coded)} bytes at offset "
                 f"{table.offsets[blocks.start]} is damaged: {error}. Hint: check the disk, and pack the model again."
             ) from error
-        at = low - table.starts[blocks.start]
+        self._last = table, blocks.start
+        self._copy(table, blocks.start, low, landing)
+
+    def _copy(self, table: BlockTable, number: int, low: int, landing: memoryview) -> None:
+        at = low - table.starts[number]
         np.copyto(np.frombuffer(landing, np.uint8), np.frombuffer(self._block[at : at + len(landing)], np.uint8))
 
     def _chunks(self, table: BlockTable, blocks: range) -> Iterator[range]:

@@ -189,6 +189,26 @@ def test_what_is_kept_may_be_longer_than_a_read(
     assert found == [contents[record.name] for record in shard.tensors]
 
 
+def test_rows_of_one_block_decode_it_once(
+    shard: Shard, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt needs many of them."""
+    decoded: list[int] = []
+    decode = Decoder.decode
+
+    def counting(
+        self: Decoder, stored: memoryview, target: memoryview, itemsize: int, sizes: Sequence[int] = ()
+    ) -> None:
+        decoded.append(len(target))
+        decode(self, stored, target, itemsize, sizes)
+
+    monkeypatch.setattr(Decoder, "decode", counting)
+    matrix, rows = next(record for record in shard.tensors if record.name == "matrix"), (3, 5, 9)
+    found = read(shard, [matrix.rows(row, row + 1) for row in rows], "kept", queue_depth=1)
+    assert found == [contents["matrix"][row * 512 : row * 512 + 512] for row in rows]
+    assert len(decoded) == 1
+
+
 def test_each_expert_begins_a_block(shard: Shard) -> None:
     table = shard.blocks
     assert table is not None

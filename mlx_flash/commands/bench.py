@@ -34,7 +34,7 @@ from mlx_flash.commands.report import (
     render_run,
     surroundings,
 )
-from mlx_flash.commands.vision import is_vision, prepare_model, sampled, steps_after
+from mlx_flash.commands.vision import is_vision, prepare_model, sampled
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
@@ -77,9 +77,8 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         if sees:
             model, picture = stack.enter_context(sampled(args, path))
             num_tokens, language = len(picture.tokens), model.language_model
-            steps: Iterator[tuple[int, Any]] = steps_after(
-                model, picture, args.max_tokens, model.plan.prefill_step_size
-            )
+            options = {"max_tokens": args.max_tokens, "prefill_step_size": model.plan.prefill_step_size}
+            steps: Iterator[tuple[int, Any]] = picture.steps(model, temperature=0.0, **options)
         else:
             with Status("Loading", args.verbose) as status:
                 # The text is noise: nothing is guessed from it.

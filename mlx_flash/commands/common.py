@@ -88,6 +88,12 @@ def prompt_text(args: argparse.Namespace, read: Callable[[TextIO], str]) -> str:
     return DEFAULT_PROMPT
 
 
+def turns(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
+    """Return a prompt as a chat: system prompt, user's turn, beginning of the answer."""
+    found = [("system", args.system_prompt), ("user", prompt), ("assistant", args.prefill_response)]
+    return [{"role": role, "content": content} for role, content in found if content is not None]
+
+
 def load_tokenizer(
     path: Path,
     args: argparse.Namespace,

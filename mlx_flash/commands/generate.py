@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -27,10 +28,11 @@ from mlx_flash.commands.common import (
     print_json,
     print_rich,
     prompt_text,
+    turns,
 )
 from mlx_flash.commands.models import ask_to_download, fetched, model_of
-from mlx_flash.commands.report import Recorder, follow, make_report, render_run
-from mlx_flash.commands.vision import generate_with_pictures, is_vision
+from mlx_flash.commands.report import Recorder, Responses, follow, make_report, render_run
+from mlx_flash.commands.vision import answer_about_pictures, is_vision
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
@@ -51,45 +53,16 @@ _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError,
 
 
 def generate(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash generate``: write text to stdout as it is generated."""
+    """Run ``mlx-flash generate``: write text as it is generated, then a summary: JSON, or text on stderr."""
     if args.seed is not None:
         mx.random.seed(args.seed)
     path = model_of(args)
-    if is_vision(args, path, prefers=False):
-        return end(args, generate_with_pictures(args, path, out), out)
-    if args.draft_model is not None:
-        args.draft_model = find_modelfile(args.draft_model).base
-        ask_to_download(args.draft_model, args)
-        fetched(args.draft_model)
-    group = launched_group()
-    if group is not None:
+    answering = answer_about_pictures if is_vision(args, path, prefers=False) else answer
+    if (group := launched_group()) is not None:
         out = rank_output(group, out)
         args.verbose = args.verbose and group.rank() == 0
-    cache, num_cached, settings = open_prompt_cache(args)
-    tokenizer = load_tokenizer(path, args, settings, None if args.resident else make_config(args))
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
-    prompt = encode_prompt(tokenizer, args)
-    began = time.perf_counter()
-    model, draft = load(path, args, num_cached + len(prompt), group)
-    with contextlib.ExitStack() as stack:
-        for streamed in (model, draft):
-            if isinstance(streamed, FlashLLM):
-                stack.enter_context(streamed)
-        run = Recorder(model, len(prompt), time.perf_counter() - began, args.prefill_step_size)
-        progress = stack.enter_context(Status("Prefill", args.verbose)).show
-        options = generation_options(args, tokenizer)
-        options |= {"prompt_cache": cache, "draft_model": draft}
-        if args.num_draft_tokens is not None:
-            options["num_draft_tokens"] = args.num_draft_tokens
-        options |= {"prefill_step_size": run.prefill_step_size, "prompt_progress_callback": progress}
-        responses = stream_generate(model, tokenizer, prompt, **options)
+    with answering(args, path) as (run, responses):
         follow(responses, run, None if args.json else out)
-    return end(args, run, out)
-
-
-def end(args: argparse.Namespace, run: Recorder, out: TextIO) -> int:
-    """Print the summary of a run: JSON to stdout, or text to stderr. Pass on what interrupted it. Return 0."""
     if run.tokens:
         report = make_report(run, args.model)
         if args.json:
@@ -101,6 +74,34 @@ def end(args: argparse.Namespace, run: Recorder, out: TextIO) -> int:
     if run.interrupt is not None:
         raise run.interrupt
     return 0
+
+
+@contextlib.contextmanager
+def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Responses]]:
+    """Yield the answer to a prompt, as mlx-lm generates it, and its recorder."""
+    if args.draft_model is not None:
+        args.draft_model = find_modelfile(args.draft_model).base
+        ask_to_download(args.draft_model, args)
+        fetched(args.draft_model)
+    cache, num_cached, settings = open_prompt_cache(args)
+    tokenizer = load_tokenizer(path, args, settings, None if args.resident else make_config(args))
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    prompt = encode_prompt(tokenizer, args)
+    began = time.perf_counter()
+    model, draft = load(path, args, num_cached + len(prompt))
+    with contextlib.ExitStack() as stack:
+        for streamed in (model, draft):
+            if isinstance(streamed, FlashLLM):
+                stack.enter_context(streamed)
+        run = Recorder(model, len(prompt), time.perf_counter() - began, args.prefill_step_size)
+        progress = stack.enter_context(Status("Prefill", args.verbose)).show
+        options = generation_options(args, tokenizer)
+        options |= {"prompt_cache": cache, "draft_model": draft}
+        if args.num_draft_tokens is not None:
+            options["num_draft_tokens"] = args.num_draft_tokens
+        options |= {"prefill_step_size": run.prefill_step_size, "prompt_progress_callback": progress}
+        yield run, stream_generate(model, tokenizer, prompt, **options)
 
 
 def open_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, int, dict[str, Any]]:
@@ -145,11 +146,10 @@ def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
 
 def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> str:
     """Return the prompt as a chat: system prompt, user's turn, beginning of the answer."""
-    turns = [("system", args.system_prompt), ("user", prompt), ("assistant", args.prefill_response)]
     has_prefill = args.prefill_response is not None
     try:
         text = tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in turns if content is not None],
+            turns(args, prompt),
             tokenize=False,
             continue_final_message=has_prefill,
             add_generation_prompt=not has_prefill,
@@ -164,16 +164,15 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
     return cast(str, text)
 
 
-def load(
-    path: Path, args: argparse.Namespace, num_prompt_tokens: int, group: mx.distributed.Group | None
-) -> tuple[nn.Module, nn.Module | None]:
+def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[nn.Module, nn.Module | None]:
     """Return the model, and the draft model or None: streamed, or with ``--resident`` as mlx-lm loads them."""
     config = make_config(args)
     is_streamed = config.enabled and not args.resident
     needed = needed_context(args, num_prompt_tokens, path)
     with Status("Loading", args.verbose) as status:
         if is_streamed and args.draft_model is None:
-            options: dict[str, Any] = {"progress": status.show_bytes, "group": group, "needed_context": needed}
+            options: dict[str, Any] = {"progress": status.show_bytes, "group": launched_group()}
+            options |= {"needed_context": needed}
             return load_model(path, config, adapter_path=args.adapter_path, **options)[0], None
         if is_streamed and config.context_length is None:
             config = replace(config, context_length=needed)

@@ -31,6 +31,8 @@ from mlx_flash.storage.blocks import Compression, num_cores
 from mlx_flash.telemetry import Facts, Sample, ratio
 
 Json = dict[str, Any]
+Responses = Generator[Any, None, None]
+"""Yields results of ``stream_generate``."""
 
 PROMPT_LENGTHS = (100, 2_000, 16_000)
 """Prompts for which the time to the first token is predicted."""
@@ -85,7 +87,7 @@ class Recorder:
         return Sample(time.perf_counter(), found)
 
 
-def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> None:
+def follow(responses: Responses, run: Recorder, out: TextIO | None) -> None:
     """Record responses as they come, and write their text. An interrupt ends them, and is recorded."""
     try:
         with closing(responses):

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.commands.common import Status, emit, labelled, make_config
 from mlx_flash.commands.models import model_of
 from mlx_flash.commands.report import Json, surroundings
-from mlx_flash.commands.vision import is_vision, sampled, steps_after
+from mlx_flash.commands.vision import is_vision, sampled
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.convert.pack import copy_buffer, pack
@@ -236,7 +236,7 @@ def _read(model: Any, prompt: Sequence[int], num_tokens: int, step: int) -> Comp
 def _seen(model: Any, prompt: PicturePrompt, num_tokens: int, step: int) -> Computed:
     """Compute a prompt with pictures by mlx-vlm's loop, which returns log probabilities in place of logits."""
     tokens = prompt.tokens
-    for token, logprobs in steps_after(model, prompt, num_tokens, step):
+    for token, logprobs in prompt.steps(model, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step):
         yield tokens, logprobs
         tokens = [token]
 

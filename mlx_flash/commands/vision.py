@@ -8,17 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text
-from mlx_flash.commands.report import Recorder, follow
+from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text, turns
+from mlx_flash.commands.report import Recorder, Responses
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.prepared import Prepared
 from mlx_flash.errors import ConfigError
+from mlx_flash.ranks import read_on_rank_0
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
@@ -106,52 +104,27 @@ def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, Pi
         yield model, prompt
 
 
-def steps_after(model: nn.Module, prompt: PicturePrompt, num_tokens: int, step: int) -> Iterator[tuple[int, mx.array]]:
-    """Yield the most likely tokens after a prompt, with their log probabilities."""
-    from mlx_flash.vision.pictures import steps
-
-    return steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)
-
-
-def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> Recorder:
-    """Write the answer to a prompt with pictures as mlx-vlm generates it. Return the records of the run."""
-    from mlx_flash.vision.flashvlm import FlashVLM
-    from mlx_flash.vision.pictures import responses
-
+@contextlib.contextmanager
+def answer_about_pictures(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Responses]]:
+    """Yield the answer to a prompt with pictures, as mlx-vlm generates it, and its recorder."""
     for name, default in _WITHOUT.items():
         if getattr(args, name) != default:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is not available for models that see, which mlx-vlm's loops run. "
                 "Hint: leave it out."
             )
-    began, most, options = time.perf_counter(), args.max_tokens, dict[str, Any]()
-    if not args.ignore_chat_template:  # as in mlx-vlm's program, reasoning is off unless it is asked for
+    began, text, is_chat = time.perf_counter(), prompt_text(args, read_on_rank_0), not args.ignore_chat_template
+    options: dict[str, Any] = {}
+    if is_chat:  # as in mlx-vlm's program, reasoning is off unless it is asked for
         options = {"enable_thinking": False, **(args.chat_template_config or {})}
-    opening = seeing(
-        args,
-        path,
-        _messages(args),
-        args.image or (),
-        num_tokens=most if most > 0 else None,
-        is_chat=not args.ignore_chat_template,
-        **options,
-    )
-    with opening as (model, processor, prompt):
+    most, messages = args.max_tokens if args.max_tokens > 0 else None, turns(args, text) if is_chat else text
+    pictures = args.image or ()
+    with seeing(args, path, messages, pictures, num_tokens=most, is_chat=is_chat, **options) as found:
+        model, processor, prompt = found
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
-        num_prompt = len(prompt.tokens)
-        language = model.language_model if isinstance(model, FlashVLM) else model
-        run = Recorder(language, num_prompt, time.perf_counter() - began, args.prefill_step_size)
+        language = getattr(model, "language_model", model)
+        run = Recorder(language, len(prompt.tokens), time.perf_counter() - began, args.prefill_step_size)
         loop = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
-        found = responses(
-            model, processor, prompt, temperature=args.temp, prefill_step_size=run.prefill_step_size, **loop
-        )
-        follow(found, run, None if args.json else out)
-    return run
-
-
-def _messages(args: argparse.Namespace) -> Any:
-    prompt = prompt_text(args, lambda file: file.read())
-    if args.ignore_chat_template or args.system_prompt is None:
-        return prompt
-    return [{"role": "system", "content": args.system_prompt}, {"role": "user", "content": prompt}]
+        loop |= {"temperature": args.temp, "prefill_step_size": run.prefill_step_size}
+        yield run, prompt.responses(model, processor, **loop)

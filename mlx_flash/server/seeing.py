@@ -21,7 +21,6 @@ from mlx_flash.vision.pictures import (
     open_picture,
     preparing_bytes,
     size_of,
-    steps,
 )
 
 
@@ -114,7 +113,7 @@ class Sight:
     ) -> Iterator[Any]:
         """Yield tokens and log probabilities, by mlx-vlm's own loop."""
         prompt_progress_callback(0, prompt.size)
-        for number, found in enumerate(steps(self.model, inputs, **options)):
+        for number, found in enumerate(inputs.steps(self.model, **options)):
             if not number:
                 prompt_progress_callback(prompt.size, prompt.size)
             yield found

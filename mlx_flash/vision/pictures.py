@@ -144,6 +144,16 @@ class PicturePrompt:
         given = {_NAMES.get(name, name): value for name, value in self.inputs.items()}
         return {"pixel_values": None, "mask": None, **given}
 
+    def responses(self, model: nn.Module, processor: Any, **options: Any) -> Generator[Any, None, None]:
+        """Yield ``mlx_vlm.stream_generate``'s results, one for each token and one for the end of the text."""
+        return stream_generate(model, processor, "", **self.keywords, **options)
+
+    def steps(self, model: nn.Module, **options: Any) -> Iterator[tuple[int, mx.array]]:
+        """Yield tokens and log probabilities, as ``mlx_vlm``'s ``generate_step`` does."""
+        given = self.keywords
+        inputs = given.pop("input_ids"), model, given.pop("pixel_values"), given.pop("mask")
+        return generate_step(*inputs, **given, **options)
+
 
 def make_prompt(
     model: nn.Module,
@@ -173,16 +183,3 @@ def of_tokens(tokens: list[int]) -> PicturePrompt:
     """Return a prompt of tokens alone."""
     array = mx.array([tokens])
     return PicturePrompt({"input_ids": array, "attention_mask": mx.ones(array.shape, mx.int32)})
-
-
-def responses(model: nn.Module, processor: Any, prompt: PicturePrompt, **options: Any) -> Generator[Any, None, None]:
-    """Yield ``mlx_vlm.stream_generate``'s results, one for each token and one for the end of the text."""
-    return stream_generate(model, processor, "", **prompt.keywords, **options)
-
-
-def steps(model: nn.Module, prompt: PicturePrompt, **options: Any) -> Iterator[tuple[int, mx.array]]:
-    """Yield tokens and log probabilities, as ``mlx_vlm``'s ``generate_step`` does."""
-    given = prompt.keywords
-    return generate_step(
-        given.pop("input_ids"), model, given.pop("pixel_values"), given.pop("mask"), **given, **options
-    )

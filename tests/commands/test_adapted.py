@@ -30,7 +30,7 @@ def test_an_adapter_that_was_trained_with_dropout_drops_nothing_out(tmp_path: Pa
     expected.eval()
     mode = ["--draft-model", str(base), "--ram-budget-gb", "1"] if with_draft else ["--resident"]
     command = ["generate", "--model", str(base), "--prompt", "x", "--adapter-path", str(adapter), *mode]
-    model, draft = load(base, parse_arguments(command), 8, None)
+    model, draft = load(base, parse_arguments(command), 8)
     try:
         assert same_bits(run(model, CHUNKS), run(expected, CHUNKS))
     finally:

@@ -192,9 +192,8 @@ class ExpertPool:
     ) -> None:
         self.slots = slots
         self.layers = layers
-        self.slot_of: list[Numbers] = [
-            np.full(len(layer.placements), ABSENT) for layer in layers
-        ]  # by layer and expert
+        # By layer and expert.
+        self.slot_of: list[Numbers] = [np.full(len(layer.placements), ABSENT) for layer in layers]
         self.stats = ExpertStats()
         self.poison = poison
         self.reader = reader

@@ -131,9 +131,8 @@ class PooledStacks:
     def _slots(self, layer: int, experts: Routing) -> mx.array:
         slots = self.pool.slot_of[layer][experts]
         if slots.size and not 0 <= slots.min() <= slots.max() < self.pool.slots.num_slots:
-            raise AssertionError(
-                f"experts {experts} of stack {layer} are in slots {slots}"
-            )  # a kernel would not say so
+            # A kernel would not say so.
+            raise AssertionError(f"experts {experts} of stack {layer} are in slots {slots}")
         return mx.array(slots.astype(np.uint32))
 
 

@@ -99,7 +99,7 @@ class FileIdentity(NamedTuple):
     def differences(self, other: FileIdentity) -> str:
         named = zip(FileIdentity.__annotations__, self, other, strict=True)
         names = (name for name, mine, its in named if mine != its)
-        return ", ".join(names).replace("_", " ")
+        return ", ".join(names).replace("nbytes", "size").replace("_", " ")
 
 
 def identity_of(path: Path | str | int) -> FileIdentity:

@@ -114,13 +114,13 @@ class WeightStream:
         # A unit may be called before the one before it is computed. Only in a pass, which ends with release_computed().
         self.computes_ahead = False
         self.is_guessing = False  # nothing is to be waited for now: calls end with GuessEndedError
-        self.lets_go_late = (
-            has_own_memory()
-        )  # MLX lets go of intermediate results some time after the results are there
+        # MLX lets go of intermediate results some time after the results are there.
+        self.lets_go_late = has_own_memory()
         # While several calls share a pass, returns when a call may go on at a place. A unit is acquired then.
         self.wait_turn: Callable[[Place], None] | None = None
-        # Called with the reads of a unit that is about to be released and the memory of its slot; by number, once.
+        # Called with the reads of each unit that is about to be released, and the memory of its slot.
         self.before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
+        # Called once with that memory, by number of the unit.
         self.to_copy_out: dict[int, Callable[[memoryview], None]] = {}
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]

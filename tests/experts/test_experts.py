@@ -30,7 +30,7 @@ import mlx_flash
 from disks import Disk
 from expert_pools import ARCHITECTURES, CALLS, PROMPT, QUANTIZED, check_slots, pool_of, pooled, with_pool
 from expert_pools import made as made  # a fixture
-from mlx_flash import ReadError
+from mlx_flash import ReadError, enginethread
 from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts import pooledstacks
@@ -151,6 +151,27 @@ def test_unknown_expert_is_an_index_error(tiny: Any) -> None:
             with pytest.raises(IndexError, match=r"layers\.1\.mlp\.switch_mlp' was asked for experts .*: it has 16"):
                 module(mx.zeros((1, 64)), mx.array(indices))
         assert not find_difference(expected, trace(model, CALLS))
+
+
+def test_what_needs_an_expert_is_computed_before_its_slot_goes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot is poisoned then. Usually a result is computed early, by chance."""
+    directory, _ = tiny("qwen3_moe")
+    x, indices = mx.ones((1, 64)), mx.array([[3, 4]])
+    right = stock(directory).layers[0].mlp.switch_mlp(x, indices)
+    mx.eval(x, indices, right)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
+    with with_pool(directory, 0) as model:
+        module, other = (stack.unit.module for stack in model.layout.experts[:2])
+
+        def compute() -> mx.array:
+            late: mx.array = module(x, indices)
+            for expert in range(0, 16, 2):
+                mx.eval(other(x, mx.array([[expert, expert + 1]])))
+            mx.eval(late)
+            return late
+
+        model.start()
+        assert same_bits([enginethread.run(compute)], [right])
 
 
 @pytest.mark.parametrize(("name", "pool_slots"), [("qwen3_moe", 4), ("qwen3_moe-4bit", 20)])

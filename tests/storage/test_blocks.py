@@ -20,6 +20,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import blocks as codec
 from mlx_flash.storage.blocks import (
     BlockTable,
+    CodecError,
     Compression,
     Decoder,
     Encoder,
@@ -55,6 +56,13 @@ def normal(num_items: int, seed: int = 0) -> bytes:
 def test_normal_bfloat16_takes_about_two_thirds(num_items: int) -> None:
     data = normal(num_items)
     assert 0.6 < len(Encoder().encode(data, 2)) / len(data) < 0.69
+
+
+def test_contents_of_another_size_are_refused() -> None:
+    coded = memoryview(Encoder().encode(normal(1000), 2))
+    for nbytes in (1998, 2002):
+        with pytest.raises(CodecError, match="2000 bytes"):
+            Decoder().decode(coded, memoryview(bytearray(nbytes)), 2)
 
 
 def test_compression_pays_on_slow_disks_only(monkeypatch: pytest.MonkeyPatch) -> None:

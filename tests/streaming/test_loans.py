@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import need as need_module
 from mlx_flash.engine.need import make_room, need
 from mlx_flash.residency.plan import MB, TOKENS_AHEAD
-from models import WIDE_LLAMA, run, same_bits, save, stock
+from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole, wait_for_reads
 
 EVERYTHING = 1 << 40
@@ -26,6 +27,11 @@ EVERYTHING = 1 << 40
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("model"), WIDE_LLAMA, mx.float32, header_shift=1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.float32, header_shift=1)
 
 
 def loans_of(model: FlashLLM) -> Any:
@@ -40,6 +46,24 @@ def read_bytes(model: FlashLLM, calls: list[list[int]]) -> int:
     run(model, calls)
     wait_for_reads(model)
     return model.engine.reader.stats.nbytes - before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, "tiles"])
+def test_random_loans_change_no_bit(small: Path, cut: int | str) -> None:
+    calls = [[1, 2, 3], [4], [5], [6, 7]]
+    expected = run(stock(small), calls)
+    random = Random(7)
+    with streamed_whole(small, cut=cut) as model:
+        loans, lent = loans_of(model), set()
+        for _ in range(8):
+            loans.lend(random.randrange(2 * model.plan.streaming.read_bytes))
+            assert same_bits(run(model, calls), expected)
+            lent.add(loans.nbytes)
+            loans.recall(random.randrange(loans.nbytes + 1))
+            assert same_bits(run(model, calls), expected)
+            lent.add(loans.nbytes)
+        assert len(lent) > 3
+    assert same_bits(run(model.close(), calls), expected)
 
 
 def test_lent_weights_are_not_read(directory: Path) -> None:

@@ -38,6 +38,7 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.words import duration
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 from models import make_random_model
+from saved_models import random_model_fixture
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
 MIXTURE = (
@@ -70,10 +71,7 @@ def error_of(*arguments: object, status: int = 1) -> str:
     return line
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny llama"
-    return make_random_model(path, *SHAPE.split())
+model = random_model_fixture(SHAPE, "tiny llama")
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,13 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-import pytest
-
 from mlx_flash.commands import bench, pack, report, run, verify
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.monitor.words import filled
-from models import LLAMA, save
+from models import LLAMA
+from saved_models import model_fixture
 
 
 def unknown(template: str, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -31,9 +30,7 @@ def unknown(template: str, facts: Mapping[str, Any]) -> Iterator[str]:
             found = None if found is None else found[part]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("models") / "llama", LLAMA)
+folder = model_fixture(LLAMA, name="llama")
 
 
 def measured(folder: Path, command: Any, name: str, *flags: object) -> dict[str, Any]:

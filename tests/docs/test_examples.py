@@ -26,18 +26,13 @@ from example_programs import ENV, free_port, served
 from live import live
 from mlx_flash import FlashLLM
 from mlx_flash.server import loaded
-from models import make_random_model
+from saved_models import random_model_fixture
 from scripted import make_scripted_model, saying
 
 EXAMPLES = ROOT / "examples"
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "llama"
-    make_random_model(path, *SHAPE.split())
-    return path
+model_dir = random_model_fixture(SHAPE, "llama")
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.passes import Undo
 from mlx_flash.kv.checkpoints import trim_all_to
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
+from saved_models import model_fixture
 from streamed import config, streamed_on_disk, streamed_whole
 
 PROMPT = [5, 17, 290, 3, 42, 64]
@@ -138,10 +139,7 @@ def generation(victim: Victim) -> Change:
 
 CHANGES = (decode, prompt, guesses, sharing, lending, generation)
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), SMALL, mx.float32)
+directory = model_fixture(SMALL)
 
 
 LITTLE = {"num_hidden_layers": 2, "vocab_size": 300}

@@ -19,7 +19,8 @@ from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.residency.machine import BASE_STEP, RUNTIME_BYTES
 from mlx_flash.residency.plan import MB
-from models import QWEN3_MOE, run, same_bits, save, stock
+from models import QWEN3_MOE, run, same_bits, stock
+from saved_models import model_fixture
 
 pytestmark = pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
 
@@ -27,15 +28,8 @@ CALLS = [[1, 2, 3], [4], [5], list(range(40)), [6, 7]]
 LARGE = QWEN3_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 4}
 """0.11 GB in fp32, nearly all of it experts."""
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), QWEN3_MOE, mx.float32, header_shift=1)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("large"), LARGE, mx.float32)
+directory = model_fixture(QWEN3_MOE, header_shift=1)
+large = model_fixture(LARGE)
 
 
 def lending_of(model: FlashLLM) -> Any:

@@ -25,12 +25,10 @@ from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from models import LLAMA, QWEN3_MOE, WIDE_LLAMA, same_bits, save
+from saved_models import model_fixture
 from zoo import configuration
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("manager"), LLAMA, mx.bfloat16)
+directory = model_fixture(LLAMA, mx.bfloat16)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from mlx_flash.memory.footprint import footprint
 from mlx_flash.streaming import layers
 from mlx_flash.streaming.layers import PinnedLayers
 from models import LLAMA, run, same_bits, save, stock
+from saved_models import model_fixture
 from streamed import streamed_whole
 from zoo import configuration
 from zoo.weights import VARIANTS
@@ -36,10 +37,7 @@ CONTEXT, STEP, NUM_PARTS = 1024, 4, 10
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 MODEL = LLAMA | SHAPE | {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 16000}
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), MODEL)
+directory = model_fixture(MODEL)
 
 
 def streamed_head(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FlashLLM:
@@ -193,10 +191,7 @@ def test_dropped_cache_that_owes_a_token_frees_its_memory(directory: Path, caplo
 NUM_LAYERS = 5
 PROMPT = [[(7 * i) % 1000 for i in range(64)], [3], [5]]
 
-
-@pytest.fixture(scope="module")
-def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), {**LLAMA, "num_hidden_layers": NUM_LAYERS})
+five_layers = model_fixture({**LLAMA, "num_hidden_layers": NUM_LAYERS})
 
 
 @pytest.fixture

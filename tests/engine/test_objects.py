@@ -26,15 +26,13 @@ from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FLAGS, IDLE, warn_once
 from mlx_flash.config import OTHER_NAMES as OTHERS
 from mlx_flash.engine import prepare
-from models import make_random_model, stock
+from models import stock
+from saved_models import random_model_fixture
 
 SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 96 --heads 4 --kv-heads 2 --vocab-size 600"
 CONFIG = FlashConfig(ram_budget_gb=2.0, telemetry=False)
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("models") / "model", *SHAPE.split())
+folder = random_model_fixture(SHAPE)
 
 
 @pytest.fixture(scope="module")

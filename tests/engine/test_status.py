@@ -25,6 +25,7 @@ from mlx_flash.experts.pool import ExpertStats
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere
+from saved_models import model_fixture
 from streamed import streamed_whole, wait_for_reads
 from threads import threads_of_models
 from waiting import eventually
@@ -33,10 +34,7 @@ from zoo.weights import save as save_variant
 
 STATES = {"pinned", "waiting", "reading", "resident", "computing", "done"}
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.bfloat16)
+directory = model_fixture(LLAMA, mx.bfloat16)
 
 
 def status_of(model: FlashLLM, counters: PassCounters | None = None) -> Status:

@@ -44,6 +44,7 @@ from mlx_flash.residency.planner import make_plan
 from mlx_flash.storage.ranges import RangeReader
 from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from saved_models import model_fixture
 from streamed import config, streamed_whole
 from zoo.compare import LONGEST_CALL, TURNS, find_difference, only, trace
 
@@ -289,9 +290,7 @@ def in_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PooledStacks, "__init__", init)
 
 
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("quantized"), QUANTIZED, mx.bfloat16, bits=4, header_shift=1)
+quantized = model_fixture(QUANTIZED, mx.bfloat16, bits=4, header_shift=1)
 
 
 @pytest.mark.usefixtures("in_stacks")

@@ -23,6 +23,7 @@ from mlx_flash.layout.trace import scores_of
 from mlx_flash.model import FlashLLM
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from saved_models import model_fixture
 from streamed import config
 from zoo.weights import VARIANTS, save
 
@@ -35,10 +36,7 @@ GATES = {
     "nemotron_h": "mixer.gate",
 }
 
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"), QWEN3_MOE, mx.float32)
+tiny = model_fixture(QWEN3_MOE)
 
 
 @pytest.fixture(scope="module")

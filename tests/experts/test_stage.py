@@ -22,14 +22,12 @@ from mlx_flash.experts.pooledstacks import rows_in_place
 from mlx_flash.storage.placement import Segment, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import TensorRecord
-from models import QWEN3_MOE, same_bits, save, stock
+from models import QWEN3_MOE, same_bits, stock
+from saved_models import model_fixture
 
 NUM_EXPERTS, TOP_K = 16, 2
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), QWEN3_MOE)
+directory = model_fixture(QWEN3_MOE)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from mlx_flash import FlashLLM, enginethread, load_model
 from mlx_flash.engine.call import Lane, token_call
 from mlx_flash.engine.need import make_room, need
 from mlx_flash.engine.prepare import prepare
-from models import LLAMA, QWEN3_MOE, saved_once
+from models import LLAMA, QWEN3_MOE
+from saved_models import models_fixture
 from streamed import LARGE_GB, config
 
 PACKAGE = str(Path(mlx_flash.__file__).parent)
@@ -27,10 +28,7 @@ MODELS |= {f"{kind} of 24 layers": MODELS[kind] | {"num_hidden_layers": 24} for 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="layers that may wait for a GPU have more calls")
 NUM_BEFORE = 10  # tokens, so that what happens once has happened
 
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return saved_once(lambda name: tmp_path_factory.mktemp(name.replace(" ", "-")), MODELS)
+saved = models_fixture(MODELS)
 
 
 @cache

@@ -19,15 +19,13 @@ from mlx_flash import CacheError, ClosedError, FlashConfig
 from mlx_flash.engine.prepared import load_tokenizer
 from mlx_flash.generation.batches import RowGenerator
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
+from saved_models import model_fixture
 from streamed import LARGE_GB, config, streamed_whole
 from vocabularies import write_tokenizer
 
 PROMPT = mx.array([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21] * 4)
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), NARROW_LLAMA, mx.bfloat16)
+directory = model_fixture(NARROW_LLAMA, mx.bfloat16)
 
 
 def generated(model: Any, prompt: mx.array = PROMPT, **options: Any) -> tuple[list[int], list[mx.array]]:

@@ -22,6 +22,7 @@ from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.arena import active_memory
 from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, same_bits, save, stock
+from saved_models import model_fixture
 from streamed import LARGE_GB, config
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2}
@@ -37,9 +38,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return save(tmp_path_factory.mktemp(request.param) / "model", MODELS[request.param], mx.float32)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), NARROW_LLAMA, mx.float32)
+llama = model_fixture(NARROW_LLAMA)
 
 
 def in_memory(directory: Path, **settings: Any) -> FlashLLM:

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
@@ -214,13 +214,6 @@ def _kept_models() -> str:
     # Not by atexit, which a child that was forked skips.
     util.Finalize(None, shutil.rmtree, [directory], {"ignore_errors": True}, exitpriority=1)
     return directory
-
-
-def saved_once(
-    make_folder: Callable[[str], Path], models: Mapping[str, dict[str, Any]], **options: Any
-) -> Callable[[str], Path]:
-    """Return a function from a model's name to its directory, which is written when it is first asked for."""
-    return functools.cache(lambda name: save(make_folder(name), models[name], **options))
 
 
 def pad_header(path: Path, shift: int) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashLLM
-from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, computed_once, saved_once, stock
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, computed_once, stock
+from saved_models import models_fixture
 from zoo import configuration
 
 STEP = 16
@@ -33,10 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 Directories = Callable[[str], Path]
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    return saved_once(tmp_path_factory.mktemp, MODELS)
+directories = models_fixture(MODELS)
 
 
 @computed_once

@@ -1,8 +1,71 @@
-"""Entries that make mlx-vlm's architectures tiny where the names of their settings do not tell how."""
+"""The zoo of mlx-vlm's models as data: tiny configurations, and pictures in the forms that their processors make."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import mlx.core as mx
+
+IMAGE = 290
+"""The token that stands for a part of a picture."""
+
+# Settings by their names
+
+
+def by_name(*values: tuple[Any, str]) -> dict[str, Any]:
+    """Return settings that are given as values and the names that have each."""
+    return {name: value for value, names in values for name in names.split()}
+
+
+TEXT = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+}
+VISION = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "patch_size": 14,
+    "image_size": 56,
+}
+PARTS = ("text", "vision", "audio", "projector", "perceiver")
+SMALL = TEXT | by_name(
+    (0, "num_kv_shared_layers pad_token_id"),
+    (1, "first_k_dense_replace n_group topk_group"),
+    (2, "num_global_layers mlp_ratio num_experts_per_tok linear_num_key_heads"),
+    (3, "depth num_layers n_layers"),
+    (4, "num_heads num_experts num_local_experts n_routed_experts linear_num_value_heads"),
+    (16, "sliding_window"),
+    (32, "hidden_size_per_layer_input q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim"),
+    (32, "v_head_dim linear_key_head_dim linear_value_head_dim"),
+    (64, "moe_intermediate_size shared_expert_intermediate_size"),
+    (128, "d_model embed_dim out_hidden_size projection_dim"),
+    (256, "intermediate_size_mlp"),
+    (300, "vocab_size_per_layer_input"),
+    (512, "max_position_embeddings"),
+    (10000.0, "rope_theta"),
+)
+TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
+OTHERS = {"video_token_id": 289, "video_token_index": 289, "vision_start_token_id": 288, "audio_token_id": 287}
+
+KINDS = {
+    "text_config": ("{name}", "{name}_text", "llama", "mistral", "qwen2", "gemma", "gemma2"),
+    "vision_config": (
+        *("{name}", "{name}_vision", "{name}_vision_model", "siglip_vision_model", "clip_vision_model", "pixtral"),
+        *("intern_vit_6b", "siglip2_vision_model", "vit", "radio", "vision"),
+    ),
+}
+"""Values of ``model_type`` that parts of models have; the first one that mlx-vlm takes is used."""
+
+# Architectures by their names
 
 PARTIAL_MROPE = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 QWEN_VISION = {
@@ -31,21 +94,13 @@ ERNIE_TEXT = {
     "freq_allocation": 4,
 }
 
-OMNI_TEXT = {
-    "num_hidden_layers": 3,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+OMNI_TEXT = TEXT | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "moe_intermediate_size": 64,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 300,
-    "rope_theta": 1e4,
+    "rope_theta": 10000.0,
     "max_position_embeddings": 512,
     "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
 }
@@ -340,11 +395,164 @@ ENTRIES: dict[str, dict[str, Any]] = {
 }
 """By architecture: entries that replace those of the generated configuration."""
 
+MODELS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "image_token_index": IMAGE,
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
+    },
+    "qwen2_vl": TEXT
+    | {
+        "image_token_id": IMAGE,
+        "vision_start_token_id": 288,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "text_config": {},
+        "vision_config": {"depth": 3, "embed_dim": 128, "hidden_size": 128, "num_heads": 4, "patch_size": 14},
+    },
+    "qwen3_vl_moe": {
+        "image_token_id": IMAGE,
+        "vision_start_token_id": 288,
+        "text_config": TEXT
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 1024,  # the smallest budget holds a part of the experts
+            "norm_topk_prob": True,
+            "rope_theta": 1e4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+        },
+        "vision_config": QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [1]},
+    },
+    "gemma3": {
+        "image_token_index": IMAGE,
+        "hidden_size": 128,
+        "text_config": TEXT
+        | {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2, "mm_tokens_per_image": 4},
+        "vision_config": VISION | {"model_type": "siglip_vision_model"},
+    },
+}
+"""Configurations, by mlx-vlm's names of architectures."""
 
-def merged(config: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with some entries replaced, those inside of others included."""
-    found = dict(config)
-    for key, value in entries.items():
-        inner = found.get(key)
-        found[key] = merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
-    return found
+# Pictures
+
+PATCHES = {"spatial_shapes": mx.array([[4, 4]]), "pixel_attention_mask": mx.ones((1, 16), mx.int32)}
+Picture = tuple[mx.array, Any, dict[str, Any]]
+"""Tokens, the numbers of a picture, and further arguments of ``get_input_embeddings``."""
+
+
+def _tokens(count: int, image: int = IMAGE) -> mx.array:
+    return mx.array([[1, 288, *[image] * count, 2, 3]])
+
+
+def _marks(count: int) -> mx.array:
+    """Return which of the tokens stand for a picture."""
+    return _tokens(count) == IMAGE
+
+
+def _pixels(*shape: int) -> mx.array:
+    return mx.random.normal(shape)
+
+
+def _of_qwen() -> Picture:
+    return _tokens(4), _pixels(16, 3 * 2 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}
+
+
+def _of_molmo() -> Picture:
+    extra = {"image_masks": mx.ones((1, 1, 16)), "image_input_idx": mx.arange(2, 6)[None, None]}
+    return _tokens(4), _pixels(1, 1, 16, 3 * 14 * 14), extra
+
+
+def _of_kimi() -> Picture:
+    return _tokens(4), _pixels(16, 3, 14, 14), {"image_grid_hws": mx.array([[4, 4]])}
+
+
+def _of_moondream() -> Picture:
+    return _tokens(16), _pixels(1, 56, 56, 3), {"num_crops": [1], "crop_layouts": [(1, 1)]}
+
+
+def _deepseek_v4() -> Picture:
+    """Return a picture whose tokens are behind the vocabulary, of which each kind has its own."""
+    kinds = mx.array([0, 2, 2, 2, 2, 4])
+    tokens = mx.concatenate([mx.array([1, 5]), 300 + kinds, mx.array([2, 3])])[None]
+    extra = {"image_grid_hw": [[4, 4]], "image_sample_indices": [0], "image_offsets": [2], "image_types": kinds}
+    extra |= {"image_type_offsets": [0, 6], "image_permutations": [2, 0, 1, 3]}
+    return tokens, _pixels(16, 3 * 14 * 14), {name: mx.array(value) for name, value in extra.items()}
+
+
+FORMS: dict[str, Callable[[], Picture]] = {
+    "llava": lambda: (_tokens(16), _pixels(1, 3, 56, 56), {}),
+    "gemma3": lambda: (_tokens(4), _pixels(1, 3, 56, 56), {}),
+    "qwen2_vl": _of_qwen,
+    "qwen3_vl_moe": _of_qwen,
+    "deepseek_v4": _deepseek_v4,
+    "deepseek_vl_v2": lambda: (
+        _tokens(41),
+        _pixels(1, 2, 3, 64, 64),
+        {"images_spatial_crop": mx.array([[[1, 1]]]), "images_seq_mask": _marks(41)},
+    ),
+    "ernie4_5_moe_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
+    "fastvlm": lambda: (_tokens(1), _pixels(1, 3, 56, 56), {}),
+    "granite4_vision": lambda: (_tokens(16), _pixels(1, 1, 3, 112, 112), {}),
+    "idefics2": lambda: (
+        _tokens(64),
+        _pixels(1, 1, 3, 56, 56),
+        {"pixel_attention_mask": mx.ones((1, 1, 56, 56), mx.int32)},
+    ),
+    "inkling": lambda: (_tokens(2), _pixels(2, 2, 40, 40, 3), {}),
+    "jina_vlm": _of_molmo,
+    "kimi_k25": _of_kimi,
+    "kimi_k3": lambda: (_tokens(4), _pixels(16, 3, 14, 14), {"grid_thws": mx.array([[1, 4, 4]])}),
+    "kimi_vl": _of_kimi,
+    "lfm2_vl": lambda: (_tokens(4), _pixels(1, 16, 3 * 14 * 14), PATCHES),
+    "llava_bunny": lambda: (_tokens(1), _pixels(1, 3, 378, 378), {}),
+    "llava_onevision": lambda: (_tokens(36), _pixels(1, 2, 3, 56, 56), {"image_sizes": mx.array([[56, 56]])}),
+    "locateanything": _of_kimi,
+    "minicpmv4_6": lambda: (
+        _tokens(1),
+        [[_pixels(3, 14, 14 * 16)]],
+        {"tgt_sizes": [mx.array([[4, 4]])], "image_bound": [mx.array([[2, 3]])]},
+    ),
+    "mllama": lambda: (
+        _tokens(1),
+        _pixels(1, 1, 4, 3, 56, 56),
+        {
+            "aspect_ratio_ids": mx.array([[1]]),
+            "aspect_ratio_mask": mx.array([[[1, 0, 0, 0]]]),
+            "cross_attention_mask": mx.array([[[[0] * 4], *[[[1, 0, 0, 0]]] * 4]]),
+        },
+    ),
+    "molmo": _of_molmo,
+    "molmo2": lambda: (
+        mx.array([[1, *[IMAGE] * 4, 289, *[IMAGE] * 4, 289, 2]]),
+        _pixels(2, 16, 3 * 14 * 14),
+        {
+            "image_token_pooling": mx.array([[2 * i + j for j in (0, 1, 4, 5)] for i in range(8)]),
+            "image_grids": mx.array([[2, 2, 2, 2]]),
+            "image_num_crops": mx.array([2]),
+        },
+    ),
+    "moondream2": _of_moondream,
+    "moondream3": _of_moondream,
+    "muse_glimmer": _of_qwen,
+    "paddleocr_vl": lambda: (_tokens(4), _pixels(1, 16, 3, 14, 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
+    "step3p7": lambda: (_tokens(1), _pixels(1, 3, 56, 56), {}),
+    "phi4_siglip": lambda: (_tokens(1, -200), _pixels(1, 16, 3 * 14 * 14), PATCHES),
+    "phi4mm": lambda: (_tokens(1), _pixels(1, 16, 3 * 14 * 14), PATCHES),
+    "plamo2vl": lambda: (_tokens(16), _pixels(1, 1, 3, 56, 56), {}),
+    "qwen3_omni_moe": _of_qwen,
+    "youtu_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"spatial_shapes": mx.array([[4, 4]])}),
+}
+"""By architecture: a function that makes the same picture in every run, after ``mx.random.seed``."""
+
+
+def picture_of(name: str) -> Picture:
+    """Return the picture for an architecture of :data:`FORMS`."""
+    mx.random.seed(6)
+    picture = FORMS[name]()
+    mx.eval(picture)
+    return picture

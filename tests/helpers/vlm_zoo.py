@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -22,9 +23,20 @@ from mlx_vlm.models.cache import make_prompt_cache
 from mlx_flash import BudgetError, FlashConfig, FlashError
 from mlx_flash.compat.vlm import language_part
 from mlx_flash.vision.flashvlm import load_vlm_model
-from tiny_vlms import MODELS, TEXT, VISION
-from vlm_configs import ENTRIES, merged
-from vlm_pictures import FORMS, IMAGE, Picture, picture_of
+from vlm_configs import (
+    ENTRIES,
+    FORMS,
+    IMAGE,
+    KINDS,
+    MODELS,
+    OTHERS,
+    PARTS,
+    SMALL,
+    TOKENS,
+    VISION,
+    Picture,
+    picture_of,
+)
 from zoo.compare import Outcome, one_line
 from zoo.pool import Case
 
@@ -33,49 +45,6 @@ MAX_BYTES = 2e9
 
 SPARE_GB = 0.04
 """Added to the smallest budget where a picture has no room in it."""
-
-PARTS = ("text", "vision", "audio", "projector", "perceiver")
-SMALL = {
-    **TEXT,
-    "d_model": 128,
-    "embed_dim": 128,
-    "depth": 3,
-    "num_layers": 3,
-    "n_layers": 3,
-    "num_heads": 4,
-    "num_global_layers": 2,
-    "mlp_ratio": 2,
-    "out_hidden_size": 128,
-    "projection_dim": 128,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "intermediate_size_mlp": 256,
-    "shared_expert_intermediate_size": 64,
-    "hidden_size_per_layer_input": 32,
-    "vocab_size_per_layer_input": 300,
-    "num_kv_shared_layers": 0,
-    "sliding_window": 16,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "pad_token_id": 0,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
-TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
-OTHERS = {"video_token_id": 289, "video_token_index": 289, "vision_start_token_id": 288, "audio_token_id": 287}
 
 
 def architectures() -> list[str]:
@@ -87,19 +56,9 @@ def architectures() -> list[str]:
     return sorted(found)
 
 
-KINDS = {
-    "text_config": ("{name}", "{name}_text", "llama", "mistral", "qwen2", "gemma", "gemma2"),
-    "vision_config": (
-        *("{name}", "{name}_vision", "{name}_vision_model", "siglip_vision_model", "clip_vision_model", "pixtral"),
-        *("intern_vit_6b", "siglip2_vision_model", "vit", "radio", "vision"),
-    ),
-}
-"""Values of ``model_type`` that parts of models have; the first one that mlx-vlm takes is used."""
-
-
-def candidates(name: str, package: Any) -> Iterator[dict[str, Any]]:
+def candidates(name: str) -> Iterator[dict[str, Any]]:
     """Yield configurations that differ in the ``model_type`` of their parts."""
-    config = configuration(name, package)
+    config = configuration(name)
     yield config
     for text in KINDS["text_config"]:
         for vision in KINDS["vision_config"]:
@@ -108,10 +67,11 @@ def candidates(name: str, package: Any) -> Iterator[dict[str, Any]]:
             yield {**config, **parts}
 
 
-def configuration(name: str, package: Any) -> dict[str, Any]:
+def configuration(name: str) -> dict[str, Any]:
     """Return a tiny configuration, with the defaults of mlx-vlm's classes where they do not matter."""
     if name in MODELS:
-        return {"model_type": name, "vocab_size": 300, **MODELS[name]}
+        return copy.deepcopy({"model_type": name, "vocab_size": 300, **MODELS[name]})
+    package = importlib.import_module(f"mlx_vlm.models.{name}")
     config: dict[str, Any] = {}
     for part in PARTS:
         kind = getattr(package, f"{part.title()}Config", None)
@@ -120,6 +80,15 @@ def configuration(name: str, package: Any) -> dict[str, Any]:
     text = config.get("text_config", {})
     found = {**text, **_small(package.ModelConfig, SMALL), **config, "model_type": name}
     return merged(found, ENTRIES.get(name, {}))
+
+
+def merged(config: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with some entries replaced, those inside of others included."""
+    found = dict(config)
+    for key, value in entries.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return found
 
 
 def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
@@ -142,11 +111,10 @@ def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
 
 def save(folder: Path, name: str) -> None:
     """Write a model with random weights."""
-    package = importlib.import_module(f"mlx_vlm.models.{name}")
     first: Exception | None = None
-    for config in candidates(name, package):
+    for config in candidates(name):
         try:
-            _save(folder, package, json.dumps(config))
+            write_model(folder, config)
         except (ValueError, KeyError, AttributeError, TypeError, AssertionError) as error:
             first = first or error
         else:
@@ -154,7 +122,9 @@ def save(folder: Path, name: str) -> None:
     raise first or ValueError("no configuration")
 
 
-def _save(folder: Path, package: Any, text: str) -> None:
+def write_model(folder: Path, config: dict[str, Any], spread: float | None = None) -> Path:
+    """Write a model with random weights of a spread, by default of one that suits their width. Return its folder."""
+    text, package = json.dumps(config), importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     config = json.loads(text)
     config.setdefault("text_config", {})
     config.setdefault("vision_config", {})
@@ -166,7 +136,9 @@ def _save(folder: Path, package: Any, text: str) -> None:
     if sum(array.nbytes for _, array in flat) > MAX_BYTES:
         raise ValueError(f"its smallest configuration has {sum(array.nbytes for _, array in flat) / 1e9:.1f} GB")
     widths = {key: array.shape[-1] if array.ndim else 1 for key, array in flat}
-    weights = {key: mx.random.normal(array.shape) * (0.5 / math.sqrt(widths[key] or 1)) for key, array in flat}
+    weights = {
+        key: mx.random.normal(array.shape) * (spread or 0.5 / math.sqrt(widths[key] or 1)) for key, array in flat
+    }
     weights |= {key: mx.abs(array) for key, array in weights.items() if key.endswith("running_var")}
     # Such as experts of tokens.
     integers = {key: array for key, array in flat if mx.issubdtype(array.dtype, mx.integer)}
@@ -174,6 +146,7 @@ def _save(folder: Path, package: Any, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(text)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
 
 
 def pictures() -> Iterator[Picture]:

@@ -24,6 +24,7 @@ from mlx_flash import BudgetError, FlashConfig, FlashLLM, StreamedWeightsError, 
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
+from saved_models import random_model_fixture
 
 ORIGINAL = mlx_lm.utils.load_model
 PROMPT = "Tell me about the sea, and what lives in it."
@@ -42,11 +43,7 @@ def _undone() -> Iterator[None]:
     assert mlx_lm.utils.load_model is ORIGINAL
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "llama"
-    make_random_model(path, *SHAPE.split())
-    return path
+model_dir = random_model_fixture(SHAPE, "llama")
 
 
 def tokens(directory: Path, **options: Any) -> list[int]:

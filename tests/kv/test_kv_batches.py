@@ -27,6 +27,7 @@ from mlx_flash.generation import RowGenerator
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import save, stock
+from saved_models import model_fixture
 from served import serving, stock_serving
 from streamed import streamed_whole
 
@@ -36,15 +37,8 @@ STEP, NUM_TOKENS = 64, 6
 LENGTHS = [400, 130, 300, 70, 222, 350]
 PROMPTS = [[(7 * i * i + 3 * i + k) % 300 for i in range(length)] for k, length in enumerate(LENGTHS)]
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), SMALL)
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("wide"), SMALL | {"num_hidden_layers": 3, "head_dim": 128})
+directory = model_fixture(SMALL)
+wide = model_fixture(SMALL | {"num_hidden_layers": 3, "head_dim": 128})
 
 
 NUM_CONTEXTS = 6

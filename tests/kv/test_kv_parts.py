@@ -20,7 +20,8 @@ from mlx_flash import FlashLLM
 from mlx_flash.engine.need import need
 from mlx_flash.engine.passes import waiting_bytes
 from mlx_flash.residency.ledger import Ledger
-from models import saved_once, stock
+from models import stock
+from saved_models import models_fixture
 from streamed import streamed_whole
 
 __all__ = ["little_under_way"]
@@ -34,10 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Plain caches; with sliding windows beside them; with recurrent states."""
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return saved_once(tmp_path_factory.mktemp, MODELS)
+directories = models_fixture(MODELS)
 
 
 def streamed(directory: Path, cut: Any, more_bytes: int = 10**9) -> FlashLLM:

@@ -47,7 +47,8 @@ from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.options import KVOptions
-from models import save, saved_once, stock
+from models import save, stock
+from saved_models import models_fixture
 from waiting import eventually
 
 __all__ = ["little_under_way"]
@@ -65,10 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Plain caches; with sliding windows beside them; with keys and values of unlike widths; with recurrent states."""
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return saved_once(tmp_path_factory.mktemp, MODELS)
+directories = models_fixture(MODELS)
 
 
 def generated(model: Any, num_tokens: int = 10, **options: Any) -> list[tuple[int, mx.array]]:

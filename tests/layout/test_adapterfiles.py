@@ -19,14 +19,12 @@ from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.layout.adapterfiles import CONFIG_NAME, WEIGHTS_NAME, check_adapter
 from mlx_flash.loading import apply_adapter
-from models import LLAMA, save
+from models import LLAMA
+from saved_models import model_fixture
 
 Damage = Callable[[Path], object]
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("models") / "base", LLAMA)
+base = model_fixture(LLAMA, name="base")
 
 
 def of_settings(change: dict[str, Any]) -> Damage:

@@ -37,9 +37,10 @@ from mlx_flash.monitor.frames import GLYPHS, PARTS, REST, bar, chart, frame, pas
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.words import STATES, duration, printable, rate, size, speed
 from mlx_flash.telemetry import SCHEMA, Json, Publisher
-from models import LLAMA, save
+from models import LLAMA
 from monitored import MACHINE, canvas, pool, published, run, state, text_of
 from monitored import runtime as runtime  # a fixture
+from saved_models import model_fixture
 from terminals import Shell
 
 # Speeds
@@ -458,10 +459,7 @@ while True:
         mx.eval(model(mx.array([tokens]), cache=cache))
 """
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("tiny") / "tiny-model", {**LLAMA, "num_hidden_layers": 24}, mx.bfloat16)
+model = model_fixture({**LLAMA, "num_hidden_layers": 24}, mx.bfloat16, name="tiny-model")
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import PrefixStore, clear_prefixes, list_prefixes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
+from saved_models import model_fixture
 
 SMALL: dict[str, Any] = {
     **LLAMA,
@@ -49,10 +50,7 @@ SMALL: dict[str, Any] = {
 }
 HYBRID: dict[str, Any] = {**GEMMA3, "hidden_size": 64, "num_hidden_layers": 3, "sliding_window": 64}
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), SMALL)
+llama = model_fixture(SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,12 @@ from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import clear_prefixes
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, save, stock
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
+from saved_models import model_fixture
 from zoo import configuration
 
 PROMPTS = [PROMPT, PROMPT[::-1]]
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), NARROW_LLAMA | {"num_hidden_layers": 2})
+llama = model_fixture(NARROW_LLAMA | {"num_hidden_layers": 2})
 
 
 def sequences_of(model: FlashLLM) -> list[GeneratedSequence]:

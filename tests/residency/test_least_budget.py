@@ -29,7 +29,8 @@ from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan, table_of_budgets
 from mlx_flash.residency.sizes import ModelSizes
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, WIDE_LLAMA, make_random_model, same_bits, save, saved_once, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, WIDE_LLAMA, make_random_model, same_bits, save, stock
+from saved_models import models_fixture
 from zoo import configuration
 
 NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
@@ -56,10 +57,7 @@ CASES = [
 """The finest cut, which users get, with all contexts, and every two of model, context and another cut. States do not
 grow with the context: one is enough for models with them, longer than a step of their attention's cache."""
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return saved_once(tmp_path_factory.mktemp, MODELS)
+directories = models_fixture(MODELS)
 
 
 def limit_cuts(num_finer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

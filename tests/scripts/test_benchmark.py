@@ -13,6 +13,7 @@ import pytest
 
 from benchmark_modules import ROOT, load_benchmark
 from models import LLAMA, make_random_model, save
+from saved_models import model_fixture
 
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
 TOKENS = 3
@@ -20,10 +21,7 @@ TOKENS = 3
 
 streaming, harness = load_benchmark("streaming"), load_benchmark("harness")
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("benchmark") / "tiny-llama", LLAMA, num_shards=2)
+model = model_fixture(LLAMA, num_shards=2, name="tiny-llama")
 
 
 @pytest.fixture

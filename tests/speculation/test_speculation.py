@@ -21,9 +21,10 @@ from mlx_flash.generation import speculative_generate_step
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import clear_prefixes
-from models import LLAMA, computed, guessed, same_bits, save, stock
+from models import LLAMA, computed, guessed, same_bits, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture
+from saved_models import model_fixture
 from shared_passes import MODELS, Directories
 from shared_passes import directories as directories  # a fixture
 from streamed import LARGE_GB, config, failing_once, streamed_whole
@@ -178,10 +179,8 @@ def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None
         assert {entry.offset for entry in cache} == {len(PROMPT) + 2}
 
 
-@pytest.fixture(scope="module")
-def draft_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft model that is right now and then: the first layers of the Llama."""
-    return save(tmp_path_factory.mktemp("draft"), {**LLAMA, "num_hidden_layers": 4}, mx.float32)
+draft_directory = model_fixture({**LLAMA, "num_hidden_layers": 4})
+"""A draft model that is right now and then: the first layers of the Llama."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,19 +19,13 @@ from mlx_flash.engine import need as need_module
 from mlx_flash.engine.need import make_room, need
 from mlx_flash.residency.plan import MB, TOKENS_AHEAD
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
+from saved_models import model_fixture
 from streamed import streamed_whole, wait_for_reads
 
 EVERYTHING = 1 << 40
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), WIDE_LLAMA, mx.float32, header_shift=1)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.float32, header_shift=1)
+directory = model_fixture(WIDE_LLAMA, header_shift=1)
+small = model_fixture(LLAMA, header_shift=1)
 
 
 def loans_of(model: FlashLLM) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import zoo
+from faulty import threads_of_models
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import status
 from mlx_flash.engine.prepare import prepare
@@ -27,7 +28,6 @@ from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere
 from saved_models import model_fixture
 from streamed import streamed_whole, wait_for_reads
-from threads import threads_of_models
 from waiting import eventually
 from zoo.weights import VARIANTS
 from zoo.weights import save as save_variant

@@ -27,9 +27,9 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_flash
-from disks import Disk
 from expert_pools import ARCHITECTURES, CALLS, PROMPT, QUANTIZED, check_slots, pool_of, pooled, with_pool
 from expert_pools import made as made  # a fixture
+from faulty import Disk
 from mlx_flash import ReadError, enginethread
 from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.engine.prepare import prepare

@@ -20,7 +20,6 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_c
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
-from batches import Tokens, alone, by_generator, check_equal
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step
 from mlx_flash.engine.prepare import prepare
@@ -31,7 +30,7 @@ from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.plan import rows_bytes
 from models import GEMMA3, LLAMA, VOCAB_SIZE, same_bits, save, stock
 from oracle import Oracle, free_rows, with_room
-from shared_passes import MODELS, PROMPTS, STEP, Directories, directories
+from shared_passes import MODELS, PROMPTS, STEP, Directories, Tokens, alone, by_generator, check_equal, directories
 from streamed import LARGE_GB, config, streamed_whole
 
 __all__ = ["directories", "free_rows"]

@@ -14,12 +14,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_flash
-from batches import by_generator
 from mlx_flash import CacheError, ClosedError, FlashConfig
 from mlx_flash.engine.prepared import load_tokenizer
 from mlx_flash.generation.batches import RowGenerator
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from saved_models import model_fixture
+from shared_passes import by_generator
 from streamed import LARGE_GB, config, streamed_whole
 from vocabularies import write_tokenizer
 

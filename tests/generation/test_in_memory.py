@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
-from batches import check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step
 from mlx_flash.engine.passes import Passes
@@ -23,6 +22,7 @@ from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.arena import active_memory
 from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from saved_models import model_fixture
+from shared_passes import check_equal
 from streamed import LARGE_GB, config
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2}

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import LlamaModel
 
 import mlx_flash
-from batches import alone, by_generator, check_equal
+from expert_pools import with_pool
 from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patch
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.engine.need import need
@@ -30,10 +30,8 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.generation.batches import RowGenerator
-from mlx_flash.residency.plan import Pool, Streaming
-from mlx_flash.residency.sizes import measure
 from models import LLAMA, MAMBA2, same_bits, save, save_initialised, stock
-from shared_passes import MODELS, PROMPT, PROMPTS, STEP, Directories, solo, together
+from shared_passes import MODELS, PROMPT, PROMPTS, STEP, Directories, alone, by_generator, check_equal, solo, together
 from shared_passes import directories as directories  # a fixture
 from streamed import LARGE_GB, config, streamed_whole
 from zoo import configuration
@@ -58,13 +56,7 @@ def test_experts_that_several_rows_need_are_read_once(directories: Directories) 
     """Four equal rows read no more than one: they compute each layer's experts before the next layer's are read."""
     read = []
     for prompts in ([[7]], [[7]] * 4):
-        prepared = prepare(directories("qwen3_moe"), config(expert_lookahead=False))
-        experts = measure(prepared.layout, {}).trunk.experts  # type: ignore[union-attr]
-        assert experts is not None
-        pool = Pool(experts.least_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
-        plan = replace(prepared.plan, streaming=Streaming(), pool=pool, budget_bytes=ENOUGH)
-        with FlashLLM(prepared, config(expert_lookahead=False), "test") as model:
-            model._life.carry_out(replace(prepared, plan=plan))
+        with with_pool(directories("qwen3_moe"), 0, expert_lookahead=False) as model:
             check(directories("qwen3_moe"), together(model, prompts), prompts)
             assert model.engine is not None and model.engine.experts is not None and not model.engine.stream.units
             read.append(model.engine.experts.pool.stats.read_bytes)

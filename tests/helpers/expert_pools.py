@@ -4,20 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 import zoo
 from mlx_flash import FlashLLM
-from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ABSENT, ExpertPool
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
-from mlx_flash.residency.sizes import measure
+from mlx_flash.residency.plan import ResidencyPlan, Streaming
 from models import QWEN3_MOE, stock
-from streamed import config, streamed_whole
+from streamed import carried_out, pool_with, prepared_for, streamed_whole
 from zoo.compare import trace
 from zoo.weights import VARIANTS, save
 
@@ -49,9 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 QUANTIZED = QWEN3_MOE | ({"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64} if has_own_memory() else {})
 """MLX's CUDA kernel for 4 bits reads past the end of matrices of at most 128 columns, and may end the process."""
 
-
 PROMPT = [(37 * i + i * i) % 1000 for i in range(40)]
-
 
 CALLS: list[list[Any]] = [
     [[PROMPT], [[12]], [[319]], [[5, 6, 7]], [[0]]],
@@ -63,10 +58,7 @@ CALLS: list[list[Any]] = [
 
 def pooled(plan: ResidencyPlan, layout: ModelLayout, pool_slots: int, trunk: str = "resident") -> ResidencyPlan:
     """A plan for experts one by one, with the trunk in memory, or all of it but one layer."""
-    experts = measure(layout, {}).trunk.experts  # type: ignore[union-attr]
-    assert experts is not None
-    pool = Pool(max(pool_slots, experts.least_slots), experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
-    streaming = Streaming()
+    streaming, pool = Streaming(), pool_with(layout, pool_slots)
     if trunk == "mixed":
         unit = trunk_of(layout).layers[1]
         layers = ((unit.name, tuple(p.name for p in unit.large)),)
@@ -82,13 +74,8 @@ def with_pool(
         model = streamed_whole(directory, pool_slots=pool_slots, exact_rows=exact_rows, **settings)
         model.plan = replace(model.plan, prefill_step_size=2048, budget_bytes=10**11)
         return model
-    prepared = prepare(directory, config(**settings))
-    exact_rows = exact_rows and mx.default_device() == mx.cpu
-    prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
-    model = FlashLLM(prepared, config(**settings), "test")
-    plan = pooled(prepared.plan, prepared.layout, pool_slots, trunk)
-    model._life.carry_out(replace(prepared, plan=plan))
-    return model
+    prepared = prepared_for(directory, exact_rows, **settings)
+    return carried_out(prepared, pooled(prepared.plan, prepared.layout, pool_slots, trunk), **settings)
 
 
 def pool_of(model: FlashLLM) -> ExpertPool:

@@ -1,20 +1,23 @@
-"""File systems that fail: system calls of this process that raise an error."""
+"""Disks that fail, and what is left behind: files, descriptors and threads."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mlx_flash import enginethread
-from mlx_flash.forks import wait_for_finalizers
-from threads import threads_of_models
+from mlx_flash.forks import THREAD_PREFIX, wait_for_finalizers
+from mlx_flash.storage import ranges as ranges_module
 
 CREATING = ("mkdir", "open", "replace", "rename", "ftruncate", "truncate", "pwrite", "write", "sendfile", "fsync")
 """Functions of ``os`` that write. All but the last need room on the disk."""
@@ -104,3 +107,33 @@ def unfinished(folder: Path) -> list[Path]:
         path for path in folder.rglob("*") if ".partial" in path.name or path.name.startswith("mlx-flash-session-")
     ]
     return [path for path in found if not path.name.startswith(f"{os.getpid()}-")]
+
+
+def threads_of_models() -> list[threading.Thread]:
+    """Return the threads that end with models: all but the engine thread, which stays for the next ones."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(THREAD_PREFIX) and thread.name != f"{THREAD_PREFIX}-engine"
+    ]
+
+
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Disk:
+    """The disk, as it is made to behave."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.real: Preadv = os.preadv
+        monkeypatch.setattr(ranges_module.os, "preadv", self.preadv)
+        monkeypatch.setattr(ranges_module, "RETRY_SECONDS", 0)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.gate.wait(20)
+        if self.is_broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return self.real(fd, buffers, offset)

@@ -128,7 +128,6 @@ def index(folder: Path) -> Iterator[Case]:
 
 SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 32}
 
-
 MLX_LM_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 
 

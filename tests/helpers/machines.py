@@ -26,12 +26,9 @@ from mlx_flash.storage.probe import DiskProfile
 
 MB = 1_000_000
 
-
 MIB = 1 << 20
 
-
 LLAMA_LAYER = tuple(n * MIB for n in (8, 2, 2, 8, 23, 23, 23))
-
 
 FIXED = FlashConfig(context_length=1024, prefill_step_size=64)
 
@@ -109,15 +106,11 @@ def everything(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resi
 
 tensor_bytes = st.integers(70_000, 60_000_000)
 
-
 unit_bytes = st.lists(tensor_bytes, min_size=1, max_size=7)
-
 
 alike = st.builds(lambda sizes, count: [sizes] * count, unit_bytes, st.integers(1, 40))
 
-
 unlike = st.lists(unit_bytes, min_size=1, max_size=12)
-
 
 rows = st.sampled_from([1, 63, 64, 65, 1000, 32000, 50_257, 151_936])
 
@@ -173,7 +166,6 @@ machines = st.builds(
     exact_tiles=st.booleans(),
 )
 
-
 configs = st.builds(
     FlashConfig,
     context_length=st.none() | st.integers(1, 20_000),
@@ -181,9 +173,7 @@ configs = st.builds(
     num_slots=st.none() | st.integers(1, 6),
 )
 
-
 shares = st.floats(0, 1.2)
-
 
 QWEN_EXPERT = (1_200_000, 1_200_000, 1_200_000)
 """Matrices of one expert."""

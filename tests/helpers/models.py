@@ -90,7 +90,6 @@ MAMBA2: dict[str, Any] = {
     "intermediate_size": 256,
 }
 
-
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,

@@ -12,10 +12,8 @@ from mlx_flash.loading import load_model
 
 PROMPT = [(37 * i + 11) % 1000 for i in range(700)]
 
-
 STEP = 256
 """Of prompts: so many tokens in one forward call, three calls for all but the last token."""
-
 
 Logits = list[tuple[int, mx.array]]
 

@@ -28,7 +28,6 @@ from mlx_lm.models.llama import LlamaModel
 
 import mlx_flash
 import shared_passes
-from batches import alone
 from local_ranks import join
 from mlx_flash import FlashLLM, ranks
 from mlx_flash.compat.generation import stock_generate_step
@@ -38,8 +37,8 @@ from mlx_flash.layout.units import layers_of
 from mlx_flash.residency.plan import Streaming
 from mlx_flash.streaming.stream import unit_states
 from models import PREFILL_AND_DECODE, run, same_bits, stock
-from shared_passes import PROMPT, PROMPTS, STEP, solo, together
-from streamed import config, streamed_whole
+from shared_passes import PROMPT, PROMPTS, STEP, alone, solo, together
+from streamed import carried_out, config, streamed_whole
 from zoo import configuration
 from zoo.compare import LONGEST_CALL, find_flaw, one_line, trace
 from zoo.weights import VARIANTS, save
@@ -173,10 +172,7 @@ def read_once(directory: Path) -> Found:
 def without_units(directory: Path, group: mx.distributed.Group) -> FlashLLM:
     """Return a model that keeps the weights of this rank's layers in memory."""
     prepared = prepare.prepare(directory, config(), group=group)
-    model = FlashLLM(prepared, config(), "test")
-    plan = replace(prepared.plan, streaming=Streaming(), budget_bytes=10**10)
-    model._life.carry_out(replace(prepared, plan=plan))
-    return model
+    return carried_out(prepared, replace(prepared.plan, streaming=Streaming(), budget_bytes=10**10))
 
 
 def unlike(directory: Path) -> Found:

@@ -15,7 +15,6 @@ from mlx_flash.storage.safetensors import TensorRecord
 
 PAGE = DIRECT_ALIGNMENT
 
-
 CACHING: dict[str, Caching] = {"kept": "kept", "found": "found"}
 
 

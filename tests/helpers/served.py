@@ -7,9 +7,11 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import pytest
 from mlx_lm import server
 
 from mlx_flash import FlashConfig
@@ -20,6 +22,7 @@ from mlx_flash.server.events import Answers, End, Event, Failed, Piece
 from mlx_flash.server.loaded import PromptCaches
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.room import EngineRoom
+from models import make_random_model
 
 Answer = list[tuple[str, float]]
 """Text and log-probability of every token."""
@@ -222,3 +225,48 @@ def serving(*models: str, options: BatchOptions | None = None, **settings: Any) 
         yield served
     finally:
         served.close()
+
+
+SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
+
+SYSTEM = "You answer in one sentence, and never say why. " * 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_random_model(folder, *SHAPE.split())
+    return str(folder)
+
+
+def turn(text: str, *before: dict[str, str], system: str = SYSTEM) -> list[dict[str, str]]:
+    return [*(before or [{"role": "system", "content": system}]), {"role": "user", "content": text}]
+
+
+LONG = "Because. " * 40
+
+NUM_TOKENS = 12
+
+TEXTS = ["Hi", LONG, "Tell me of the sea, and of the sky above it", "Who are you? " * 9]
+
+
+def ask(served: Served | StockServed, text: str) -> Answer:
+    """Ask a question with a system prompt of its own."""
+    return served.ask(*turn(text, system=text + "!"), max_tokens=NUM_TOKENS)
+
+
+def each_alone(served: Served | StockServed, texts: list[str]) -> list[Answer]:
+    """Ask one after another, as if each were the first: where texts begin alike, a kept cache would be gone on with.
+
+    On a GPU, last bits depend on the number of tokens in a call.
+    """
+    answers = []
+    for text in texts:
+        served.prompt_cache.trim_to(n_sequences=0)
+        answers.append(ask(served, text))
+    return answers
+
+
+def together(served: Served, texts: list[str]) -> list[Answer]:
+    with ThreadPoolExecutor(len(texts)) as pool:
+        return list(pool.map(lambda text: ask(served, text), texts))

@@ -1,3 +1,5 @@
+"""Sequences that share passes, and what mlx-lm computes for each of them alone."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -8,19 +10,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashLLM
-from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, computed_once, stock
+from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.generation import RowGenerator
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, computed_once, same_bits, stock
 from saved_models import models_fixture
 from zoo import configuration
 
 STEP = 16
 
-
 PROMPTS = [[(7 * i * i + 3 * i + k) % 300 for i in range(n)] for k, n in enumerate([2 * STEP + 6, 1, 5, STEP + 1])]
 PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(3 * STEP + 6)]
 
-
 NUM_TOKENS = 4
-
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": NARROW_LLAMA,
@@ -29,7 +30,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": configuration("qwen3_next"),
 }
-
 
 Directories = Callable[[str], Path]
 
@@ -68,3 +68,30 @@ def together(model: FlashLLM, prompts: Sequence[Sequence[int]], *, joins_every: 
             found[i].append(row.outputs[-1])
         num_rounds += 1
     return found
+
+
+Tokens = list[tuple[int, mx.array]]
+
+
+@computed_once
+def alone(directory: Path, prompt: Sequence[int], max_tokens: int = 5, **options: Any) -> Tokens:
+    """Return the tokens of stock mlx-lm, and their log probabilities. Random numbers begin with the seed 3."""
+    model, options = stock(directory), {"prefill_step_size": STEP, **options}
+    mx.random.seed(3)
+    return list(stock_generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options))
+
+
+def by_generator(generator: RowGenerator, uids: Sequence[int]) -> list[Tokens]:
+    found: dict[int, Tokens] = {uid: [] for uid in uids}
+    for _ in range(100):
+        prompts, answers = generator.next()
+        for answer in answers:
+            found[answer.uid].append((answer.token, answer.logprobs))
+        if not prompts and not answers:
+            return [found[uid] for uid in uids]
+    raise AssertionError("it does not end")
+
+
+def check_equal(got: Tokens, expected: Tokens) -> None:
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])

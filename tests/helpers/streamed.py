@@ -10,9 +10,10 @@ import mlx.core as mx
 
 from mlx_flash import FlashConfig, FlashLLM, ReadError
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.prepared import Prepared
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import trunk_of
-from mlx_flash.residency.plan import Pool
+from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.sizes import measure
 
 LARGE_GB = 2 if mx.default_device() == mx.cpu else 6
@@ -45,6 +46,28 @@ def failing_once(model: FlashLLM, number: int = 3) -> AbstractContextManager[Any
     return patch.object(stream, "acquire", failing)
 
 
+def prepared_for(
+    directory: Path, exact_rows: bool = True, group: mx.distributed.Group | None = None, **settings: Any
+) -> Prepared:
+    """Prepare a model with these settings, for rows that are exact where they are."""
+    prepared = prepare(directory, config(**settings), group=group)
+    exact_rows = exact_rows and mx.default_device() == mx.cpu
+    return replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
+
+
+def carried_out(prepared: Prepared, plan: ResidencyPlan, **settings: Any) -> FlashLLM:
+    """Return a model with these settings and this plan, whatever the planner would do."""
+    model = FlashLLM(prepared, config(**settings), "test")
+    model._life.carry_out(replace(prepared, plan=plan))
+    return model
+
+
+def pool_with(layout: ModelLayout, num_slots: int) -> Pool:
+    """Return a plan's pool of so many experts, or of the fewest there can be."""
+    experts: Any = measure(layout, {}).trunk.experts  # type: ignore[union-attr]
+    return Pool(max(num_slots, experts.least_slots), experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
+
+
 def streamed_whole(
     directory: Path,
     num_slots: int = 2,
@@ -62,15 +85,11 @@ def streamed_whole(
     (0 for the fewest) experts are read one by one; without ``exact_rows``, and on a GPU, as they are there.
     """
     settings = {"num_slots": num_slots, "io": io, **settings}
-    prepared = prepare(directory, config(**settings), group=group)
-    exact_rows = exact_rows and mx.default_device() == mx.cpu
-    prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
+    prepared = prepared_for(directory, exact_rows, group, **settings)
     full, plan = prepared.layout, prepared.plan
     layout, pool = full, None
     if pool_slots is not None:
-        layout, experts = trunk_of(full), measure(full, {}).trunk.experts
-        pool_slots = max(pool_slots, experts.least_slots)
-        pool = Pool(pool_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
+        layout, pool = trunk_of(full), pool_with(full, pool_slots)
         plan = replace(plan, budget_bytes=plan.budget_bytes + pool.nbytes)
     cuts = [layout.layers, *layout.finer]
     units = cuts[-1] if cut == "tiles" else cuts[int(cut)]
@@ -92,10 +111,7 @@ def streamed_whole(
         read_bytes=sum(unit.nbytes for unit in [*units, *heads]),
     )
     budget_bytes = plan.budget_bytes + num_slots * slot + plan.model_bytes + 50_000_000
-    plan = replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes)
-    model = FlashLLM(prepared, config(**settings), "test")
-    model._life.carry_out(replace(prepared, layout=full, plan=plan))
-    return model
+    return carried_out(prepared, replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes), **settings)
 
 
 def wait_for_reads(model: FlashLLM) -> None:

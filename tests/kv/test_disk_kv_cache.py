@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from kv_rows import same
+from kv_settings import same
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.kv.diskcache import make_caches

@@ -17,9 +17,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import children
-import exact_answers as exact_serving
-from batches import alone, check_equal
-from conversations import model
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.call import Row
@@ -28,7 +25,8 @@ from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import save, stock
 from saved_models import model_fixture
-from served import serving, stock_serving
+from served import LONG, TEXTS, ask, each_alone, model, serving, stock_serving, together
+from shared_passes import alone, check_equal
 from streamed import streamed_whole
 
 __all__ = ["little_under_way", "model"]
@@ -210,15 +208,15 @@ def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> 
 
 
 def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
-    texts = [exact_serving.LONG + text for text in exact_serving.TEXTS]
+    texts = [LONG + text for text in TEXTS]
     with stock_serving(model) as theirs:
-        expected = exact_serving.each_alone(theirs, texts)
+        expected = each_alone(theirs, texts)
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
-        assert exact_serving.together(mine, texts) == expected
+        assert together(mine, texts) == expected
         assert mine.pool.stats.num_offloaded > 4 and mine.pool.note().read_bytes
         assert mine.pool.note().memory_bytes <= 1_500_000
-        assert exact_serving.ask(mine, texts[0]) == expected[0]
+        assert ask(mine, texts[0]) == expected[0]
 
 
 def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> None:

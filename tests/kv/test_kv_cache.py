@@ -21,8 +21,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from kv_rows import adding, bits, equal, offload_all, rows_of, same
-from kv_settings import little_under_way
+from kv_settings import adding, bits, equal, little_under_way, offload_all, rows_of, same
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from kv_rows import adding
+from kv_settings import adding
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVLedger, Layers

@@ -13,8 +13,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kv_rows import adding, equal, offload_all, rows_of
-from kv_settings import little_under_way
+from kv_settings import adding, equal, little_under_way, offload_all, rows_of
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions

@@ -30,8 +30,7 @@ import children
 import zoo
 from children import HELPERS
 from faulty import FailingDisk
-from kv_rows import same
-from kv_settings import CONTEXT, FORMS, SMALL, STEP, little_under_way, settings
+from kv_settings import CONTEXT, FORMS, SMALL, STEP, little_under_way, same, settings
 from mlx_flash import (
     BudgetError,
     CacheError,

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from kv_rows import adding
+from kv_settings import adding
 from mlx_flash import BudgetError, FlashConfig, load_model
 from mlx_flash.engine.call import Lane, Row
 from mlx_flash.engine.need import check_least

@@ -10,9 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from conversations import LONG, turn
-from conversations import model as model  # a fixture
-from kv_rows import rows_of
+from kv_settings import rows_of
 from mlx_flash import enginethread
 from mlx_flash.engine.engine import Lending
 from mlx_flash.kv.diskcache import DiskKVCache
@@ -24,7 +22,8 @@ from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Begun
 from mlx_flash.server.request import GenerationRequest
-from served import Answer, Served, serving, stock_serving
+from served import LONG, Answer, Served, serving, stock_serving, turn
+from served import model as model  # a fixture
 
 LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2

@@ -21,7 +21,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import children
 from children import HELPERS
-from kv_rows import same
+from kv_settings import same
 from mlx_flash import FlashConfig, FlashLLM, cli, generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_flash
-from kv_rows import same
+from kv_settings import same
 from mlx_flash import FlashLLM
 from mlx_flash.engine.passes import Passes, waiting_bytes
 from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute

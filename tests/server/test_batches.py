@@ -17,7 +17,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
-from conversations import LONG, model, turn
 from mlx_flash import FlashConfig
 from mlx_flash.engine import passes
 from mlx_flash.engine.passes import Passes
@@ -29,7 +28,7 @@ from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Answers, Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
-from served import Served, events_of, every, serving, text_of
+from served import LONG, Served, events_of, every, model, serving, text_of, turn
 from zoo import configuration
 
 __all__ = ["model"]

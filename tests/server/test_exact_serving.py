@@ -12,14 +12,25 @@ from typing import Any
 import pytest
 
 from admission_plans import plan
-from conversations import LONG, model, turn
-from exact_answers import NUM_TOKENS, TEXTS, ask, each_alone, together
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Piece
 from mlx_flash.server.request import GenerationRequest, Sampling
-from served import Answer, Served, serving, stock_serving
+from served import (
+    LONG,
+    NUM_TOKENS,
+    TEXTS,
+    Answer,
+    Served,
+    ask,
+    each_alone,
+    model,
+    serving,
+    stock_serving,
+    together,
+    turn,
+)
 
 __all__ = ["model", "plan"]
 

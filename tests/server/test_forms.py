@@ -20,8 +20,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
-from scripted import SHAPE, TEMPLATE, make_scripted_model, saying, wishing
-from tool_models import takes, with_template
+from scripted import SHAPE, TEMPLATE, make_scripted_model, saying, takes, wishing, with_template
 
 CHAT = "/v1/chat/completions"
 OPENS = "{% if add_generation_prompt and opens %}<think>\n{% endif %}"

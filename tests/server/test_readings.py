@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from conversations import model
 from live import Live, live
 from mlx_flash.errors import BudgetError
 from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.server.batch import BatchOptions
 from models import GEMMA3, MAMBA2, QWEN3_MOE, build, save, stock
+from served import model
 from vocabularies import write_tokenizer
 from zoo import configuration
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from conversations import LONG, model, turn
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Begun, End, Event, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
-from served import events_of, every, serving, text_of
+from served import LONG, events_of, every, model, serving, text_of, turn
 
 __all__ = ["model"]
 

@@ -17,8 +17,7 @@ from dialects import text_of
 from live import TIMEOUT, Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import anthropic, loaded, replies
-from scripted import make_scripted_model, saying
-from tool_models import with_template
+from scripted import make_scripted_model, saying, with_template
 
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
 BEAT_SECONDS, READ_LIMIT, STALL_SECONDS = 0.1, 1.4, 1.8

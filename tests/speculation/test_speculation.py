@@ -13,7 +13,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_flash
-from batches import Tokens, alone, check_equal
 from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.engine.call import Row
@@ -25,7 +24,7 @@ from models import LLAMA, computed, guessed, same_bits, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture
 from saved_models import model_fixture
-from shared_passes import MODELS, Directories
+from shared_passes import MODELS, Directories, Tokens, alone, check_equal
 from shared_passes import directories as directories  # a fixture
 from streamed import LARGE_GB, config, failing_once, streamed_whole
 

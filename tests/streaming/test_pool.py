@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from disks import Disk
+from faulty import Disk
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
 from mlx_flash.memory.arena import SlotArena

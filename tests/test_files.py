@@ -61,6 +61,15 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert names(tmp_path) == ["data"]
 
 
+def test_writes_that_take_only_a_part_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, data = os.pwrite, os.urandom(100)
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, offset: pwrite(fd, part[:7], offset))
+    with atomic_file(tmp_path / "file") as file:
+        file.write(data[:33])
+        file.write(data[33:])
+    assert (tmp_path / "file").read_bytes() == data
+
+
 def test_exception_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_text("old")

@@ -228,7 +228,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         cache = DiskQuantizedKVCache(rows, group_size, bits)
         if not self.empty():
             arrays = _quantized(self.rows.fetch(), group_size, bits)
-            # the next append makes room, when this cache is dropped
+            # the next call makes room, when this cache is dropped
             rows.replace(MemoryRows(rows.options, arrays, self.rows.length))
         pass_on(self, cache)
         return cache

@@ -96,8 +96,8 @@ def encode_page(key: Mapping[str, Any], blobs: Mapping[str, Blob]) -> list[memor
 
 
 def _open(folder: Path, page: str) -> BinaryIO:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait
-    return os.fdopen(os.open(path_of(folder, page), flags), "rb")
+    # a FIFO would wait; `open` closes what is no file, which `fdopen` leaves open
+    return open(path_of(folder, page), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 _KINDS = {"page": str, "tokens": int, "model": str, "title": str}
@@ -373,7 +373,7 @@ class PrefixStore:
         return (page in self._queued and not self._queued[page].is_done) or self._has(page)
 
     def _drop(self, page: str) -> None:
-        """Remove a damaged page, also one in use."""
+        """Remove a damaged page."""
         if self.is_writable:
             try:
                 with _locked(self._directory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import itertools
 import json
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -20,7 +22,9 @@ import children
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.call import Row
+from mlx_flash.errors import WriteError
 from mlx_flash.generation import RowGenerator
+from mlx_flash.kv import disk as kv_disk
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import save, stock
@@ -283,3 +287,29 @@ def test_conversations_on_disk_begin_with_cached_prompts(directory: Path, pages:
             data = bytearray(path.read_bytes())
             data[-5000] ^= 1
             path.write_bytes(data)
+
+
+def test_a_disk_that_is_full_ends_the_copy_of_a_cached_prompt(
+    directory: Path, pages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is as before, and the next prompt is copied whole, and counted."""
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES[:1])
+    with with_prefixes(directory) as model:
+        assert model.kv is not None and model.prefixes is not None
+        with monkeypatch.context() as patch:
+            fault = OSError(errno.ENOSPC, "No space left on device")
+            patch.setattr(kv_disk, "write_at", Mock(side_effect=[*[None] * 3, *[fault] * 1000]))
+            cache = make_prompt_cache(model)
+            row = model.row(mx.array([BRANCHES[0]]), cache, STEP)
+            model.advance([row])
+            assert isinstance(row.error, WriteError) and "No space left" in str(row.error)
+            assert [entry.offset for entry in cache] == [0] * len(cache) and not model.counters.num_passes
+            model.kv.files.writer.flush()
+        written, governor = model.kv.note().written_bytes, model._life.governor
+        counted = int(governor.telemetry()["session_bytes"] or 0)
+        got, _, _ = run(model, BRANCHES[:1])
+        assert model.prefixes.counters.num_restored == len(BRANCHES[0]) - 1 and model.kv.files.writer.flush()
+        copied = model.kv.note().written_bytes - written
+        assert governor.telemetry()["session_bytes"] == counted + copied > counted
+    check_equal(got[0], alone(directory, BRANCHES[0], NUM_TOKENS, prefill_step_size=STEP))

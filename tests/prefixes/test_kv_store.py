@@ -314,6 +314,18 @@ def test_a_fifo_in_place_of_a_page_is_not_waited_for(opened: Opener) -> None:
         assert read_all(store, TOKENS, store.find(TOKENS)) == 1 == found(store, TOKENS)
 
 
+def test_a_folder_in_place_of_a_page_stays_closed(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    path = opened.path(store.find(TOKENS).pages[1])
+    path.unlink()
+    path.mkdir()
+    descriptors = len([*Path("/dev/fd").iterdir()])
+    assert list_prefixes(opened.directory)[0].pages == 5
+    assert read_all(store, TOKENS, store.find(TOKENS)) == 1
+    assert len([*Path("/dev/fd").iterdir()]) == descriptors
+
+
 def described(text: bytes) -> bytes:
     """Return a page file of a description, with right checksums."""
     return _HEAD.pack(MAGIC, _HEAD.size + len(text), len(text), zlib.crc32(text), 0) + text

@@ -447,6 +447,10 @@ def make_parser(chosen: str | None = None, *, is_full: bool = True) -> tuple[Par
     parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
     parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False)
+    if chosen in REPLACED:
+        parser.exit(
+            EXIT_USAGE, f"mlx-flash: error: there is no command {chosen!r} any more. Hint: {REPLACED[chosen]}\n"
+        )
     if chosen is not None and chosen not in COMMANDS:
         parser.error(f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)}")
     adding = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
@@ -517,6 +521,15 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
         options |= {"metavar": metavar, "type": checked(partial(parse_setting, name))}
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
+
+REPLACED = {
+    "list": "mlx-flash models",
+    "ps": "flash-monitor --once",
+    "stop": "kill PID, a process that flash-monitor --once shows",
+    "show": "mlx-flash plan MODEL",
+    "rm": "hf cache rm model/REPOSITORY",
+}
+"""Replacements of commands of earlier versions."""
 
 COMMANDS = {
     "generate": Command("generate text", GENERATE, "MODEL"),

@@ -306,7 +306,7 @@ class Conversation:
 
         Closing the iterator keeps the answer so far. An answer that ends before its first piece leaves no trace.
         """
-        pictures, self.pictures, said = self.pictures, [], ""
+        pictures, self.pictures, said, self.finish_reason = self.pictures, [], "", None
         self.messages.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
         try:
             for piece in self._pieces(_Listener(on_prompt, is_stopped), on_token):
@@ -316,7 +316,7 @@ class Conversation:
             pictures = []
             raise
         finally:
-            if said:
+            if said or self.finish_reason is not None:  # an empty answer is one, too
                 self.messages.append({"role": "assistant", "content": said})
             else:
                 self.messages.pop()
@@ -325,7 +325,6 @@ class Conversation:
     def _pieces(self, listener: _Listener, on_token: Callable[[Job], None]) -> Iterator[str]:
         loaded, parameters = self.loaded, self.modelfile.parameters
         job = self.job = Job(self._request(), loaded.source, listener)
-        self.finish_reason = None
         loaded.prepare(job)
         if parameters.get("num_predict") == -2 and "num_ctx" in parameters:  # it fills the context
             job.max_tokens = max(1, min(job.max_tokens, int(parameters["num_ctx"]) - len(job.prompt.tokens)))

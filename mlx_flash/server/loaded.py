@@ -17,6 +17,7 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from mlx_flash import enginethread
+from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import Reading
@@ -163,6 +164,10 @@ class LoadedModel:
         shared = {"draft": draft, "sight": sight, "is_shared": ranks is not None}
         self._new_batch = partial(ServedBatch, model, options, self.jobs, **shared)
         self._batch = self._new_batch()
+        self._most_kept: int | None = None
+        if options.max_kv_size is not None and not makes_own_cache(resolve(source.base)):
+            # A rotating cache adds the tokens of a call to those it keeps.
+            self._most_kept = options.max_kv_size + self._batch.prefill_step_size
         # The last token of a copy is computed once more, so it must be possible to take it out.
         self._shares_prompts = self._batch.loop is None and can_trim_prompt_cache(make_prompt_cache(model))
 
@@ -359,6 +364,9 @@ class LoadedModel:
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int], num_prompt: int, num_answer: int) -> Decision:
+        if self._most_kept is not None:
+            num_prompt = min(num_prompt, self._most_kept)
+            num_answer = min(num_answer, self._most_kept - num_prompt)
         wish = partial(
             decide,
             self._plan_for(job),

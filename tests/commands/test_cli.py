@@ -511,6 +511,10 @@ finally:
         ("serve --model x --prot 80", "Did you mean '--port'?"),
         ("chat --model x --tmep 1", "Did you mean '--temp'?"),
         ("genrate --model x", "there is no command 'genrate'. Did you mean 'generate'? Hint: mlx-flash --help"),
+        ("ps --json", "there is no command 'ps' any more. Hint: flash-monitor --once\n"),
+        ("list /models", "there is no command 'list' any more. Hint: mlx-flash models\n"),
+        ("stop 12", "there is no command 'stop' any more. Hint: kill PID, a process that flash-monitor --once shows\n"),
+        ("help show", "there is no command 'show' any more. Hint: mlx-flash plan MODEL\n"),
         ("generate --prompt x", "the following arguments are required: MODEL, as the first argument or by --model"),
     ],
 )
@@ -526,6 +530,7 @@ def test_serve_takes_several_models_and_none() -> None:
     assert parse_arguments(["serve", "--model", "a", "--model", "b=c"]).model == ["a", "b=c"]
     args = parse_arguments(["serve", "--pipeline", "--prompt-cache-bytes", "1.5GB"])
     assert (args.model, args.prompt_cache_bytes, args.max_tokens) == ([], 1_500_000_000, 4096)
+    assert args.host == "127.0.0.1"  # other machines cannot connect unless that is asked for
 
 
 def test_no_arguments_show_help_and_a_flag_the_version(capsys: pytest.CaptureFixture[str]) -> None:

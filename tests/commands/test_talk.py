@@ -6,7 +6,7 @@ import io
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from mlx_flash.commands.run import NAMES, Conversation, Talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.server.batch import BatchOptions
+from mlx_flash.server.batch import BatchOptions, Job
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
+from mlx_flash.server.request import GenerationRequest
+from models import make_random_model
 from terminals import ROOT
 
 MODEL = ROOT / "examples" / "pair" / "draft"
@@ -204,6 +206,31 @@ def test_messages_that_cannot_become_tokens_do_not_end_a_conversation(
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hello"]
     with pytest.raises(ConfigError, match="the prompt is empty"):
         list(Conversation(loaded, parse_modelfile(f"FROM {MODEL}", "Modelfile")).answer(""))
+
+
+def test_a_conversation_whose_cache_rotates_may_be_of_any_length(tmp_path: Path) -> None:
+    shape = "--architecture qwen3 --layers 2 --hidden-size 64 --heads 4 --kv-heads 4"
+    make_random_model(tmp_path / "model", *shape.split())
+    config = FlashConfig(ram_budget_gb="min", context_length=64, prefill_step_size=16, kv_cache="stock")
+    source = Source(name="model", base=str(tmp_path / "model"), config=config)
+    for most, refuses in [(None, pytest.raises(RefusedError, match="need")), (32, nullcontext())]:
+        with closing(Models(BatchOptions(is_conversation=True, max_kv_size=most))) as models:
+            model = models.load(source, lambda *_: None)
+            assert model is not None
+            with refuses:
+                asked = GenerationRequest(model="model", tokens=[5] * 2_000_000, max_tokens=5)
+                model.prepare(Job(asked, source, None))
+
+
+def test_an_answer_without_text_is_part_of_the_conversation(conversation: Conversation) -> None:
+    first = "".join(conversation.answer("Hello"))
+    conversation.clear()
+    Talk(conversation, 0.0, io.StringIO(), verbose=False).command(f"/set parameter stop {first[:1]}")
+    assert "".join(conversation.answer("Hello")) == "" and conversation.finish_reason == "stop"
+    assert [message["content"] for message in conversation.messages] == ["You are brief.", "Hello", ""]
+    with pytest.raises(ConfigError, match="is no text"):
+        list(conversation.answer("caf\udce9"))
+    assert len(conversation.messages) == 3
 
 
 def test_an_answer_cannot_control_the_terminal(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:

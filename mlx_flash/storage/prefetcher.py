@@ -318,10 +318,12 @@ class BackgroundPrefetcher:
                 step = max(read_size, LOAD_READ_SIZE)
             end, wanted_end = segment.offset + segment.nbytes, segment.wanted_end
             for start, stop in pairwise([*file.cuts(segment.offset, end, step), end]):
+                places = segment.places(start, stop)
+                if not places:  # a hole between tensors
+                    continue
                 if task and (is_kept or at >= share or at + stop - start > read_size):
                     yield task
                     task, at = [], 0
-                places = segment.places(start, stop)
                 nbytes = sum([place[2] for place in places])
                 task.append(Part(file, segment, start, stop, places, nbytes, min(stop, wanted_end) - start, at))
                 at += round_up(stop - start, DIRECT_ALIGNMENT)

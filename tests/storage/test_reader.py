@@ -226,6 +226,16 @@ def test_buffered_reads_bring_what_is_wanted_alone(shard: Path, start: int, mode
     assert sum(found) == reader.stats.nbytes == 4 * PAGE + 308
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hole_as_long_as_a_read(shard: Path, mode: str) -> None:
+    write_file(shard, 40 * PAGE)
+    load = Load(packed(shard, IN_PLACE, [2 * PAGE, 2 * PAGE], gap=PAGE))
+    reader = open_reader(shard, mode, PAGE)
+    assert len(load.placement.segments) == 1
+    load.check(reader, mode)
+    assert reader.stats.nbytes == 4 * PAGE
+
+
 def test_buffered_reads_leave_no_pages_behind(direct_shard: Path) -> None:
     load = small_load(direct_shard, nbytes=100 * PAGE)
     uncache(direct_shard)

@@ -126,7 +126,7 @@ class Unit:
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
         is_matrix = _computes_as(type(self.module), nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-        if not is_matrix or not {*map(len, map(attrgetter("records"), self.large))} <= {1}:
+        if not is_matrix or False in [len(parameter.records) == 1 for parameter in self.large]:
             return None
         return int(self.module["weight"].shape[0])
 

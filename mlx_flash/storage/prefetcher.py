@@ -247,7 +247,8 @@ class BackgroundPrefetcher:
     def prepare(self, segments: Sequence[Segment], caching: Caching = "shared") -> Reads:
         """Return reads that :meth:`start` starts.
 
-        With ``"kept"`` a segment is one task: for small reads that come again, such as embedding rows.
+        With ``"kept"`` a segment is one task, unless CUDA's driver copies: for small reads that come again, such as
+        embedding rows.
         """
         tasks = tuple(self._tasks(segments, caching))
         files = {self._files[segment.path]: segment.pieces[0].name for segment in reversed(segments)}

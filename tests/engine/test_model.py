@@ -103,6 +103,14 @@ def test_finer_cuts_equal_stock(directories: Any, stock_logits: Any, name: str, 
     assert same_bits(run(model.close(), PREFILL_AND_DECODE), expected)
 
 
+def test_stale_weights_show(directories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The poison works: without evaluating before release, the logits are visibly wrong."""
+    expected = run(stock(directories("bf16")), PREFILL_AND_DECODE)
+    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    with streamed_whole(directories("bf16")) as model:
+        assert not same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
 def test_bytes_read_are_the_plans(directories: Any) -> None:
     with streamed_whole(directories("bf16")) as model:
         row = NARROW_LLAMA["hidden_size"] * 2

@@ -58,8 +58,9 @@ class RowGenerator(BatchGenerator):
         on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
         takes_turns: compute at most a step of each prompt in a pass that others wait for.
         takes_turns_alone: do so in every pass, since another sequence may come at any time.
-        on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do. What it
-            raises, :meth:`next` raises; others of the pass keep what they have computed.
+        on_prompt: called with the number of a sequence, and the tokens of its prompt that are done and to do: during a
+            pass in which it is alone, and at the end of one that it shares. What it raises, :meth:`next` raises; others
+            of the pass keep what they have computed.
     """
 
     def __init__(

@@ -122,9 +122,8 @@ def _make_replacement(original: LoadModel) -> LoadModel:
         if config is None:
             return original(model_path, lazy, strict, model_config, **loading)
         refuse_writers(WRITERS)
-        group = (
-            None if "mlx_lm.evaluate" in calling_modules() else launched_group()
-        )  # there, each rank has its own tasks
+        # Of mlx_lm.evaluate, each rank has its own tasks.
+        group = None if "mlx_lm.evaluate" in calling_modules() else launched_group()
         prepared = prepare(model_path, config, model_config, load_model=original, strict=strict, group=group, **loading)
         return FlashLLM(prepared, config, model_name(model_path)), prepared.loaded.config
 

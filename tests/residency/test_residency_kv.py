@@ -80,7 +80,8 @@ def test_caches_stay_within_their_share(
     assert most <= share.limit <= max(room, least_share(ledger, CONTEXT))
     # the plan counts slots that take all of their memory, and a copy of the largest: less may be on disk
     assert len(pool.on_disk) <= share.num_on_disk
-    assert pool.on_disk or share.num_on_disk <= 4
+    # by up to three layers, and by rounding one more where the room is little more than all layers take
+    assert pool.on_disk or share.num_on_disk <= (4 if 1.57 < times < 1.68 else 3)
     assert pool.note().disk_bytes <= share.disk_bytes
     pool.close()
 

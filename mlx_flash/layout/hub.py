@@ -44,11 +44,11 @@ def not_found(name: str, error: Exception) -> CheckpointNotFoundError:
     found = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error  # of a dry run
     words = "Hugging Face has no such model here: " + " ".join(str(found).split()).rstrip(".")
     if constants.HF_HUB_OFFLINE:
-        words = "HF_HUB_OFFLINE is set, and it was not downloaded before"
+        words = "HF_HUB_OFFLINE is set, and no such model was downloaded before"
     elif isinstance(found, DOWNLOAD_ERRORS) and not isinstance(found, HfHubHTTPError):
         words = f"Hugging Face cannot be reached: {type(found).__name__}"
     return CheckpointNotFoundError(
-        f"there is no directory {name!r}, and {words}. Hint: names are "
+        f"there is no directory {name!r}; {words}. Hint: names are "
         f"NAMESPACE/NAME, such as {_EXAMPLE}; private and gated models need `hf auth login`"
         + did_you_mean(name, known_models())
     )

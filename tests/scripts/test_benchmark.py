@@ -92,32 +92,6 @@ def test_loops_and_sequences_take_different_passes(bench: Bench) -> None:
     assert of_long[True, 2]["bytes_per_token"] <= of_long[True, 1]["bytes_per_token"] * 1.01
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--model", "MODEL", "--tokens", "1"], "--tokens must be at least 2"),
-        (["--model", "MODEL", "--budgets", "0.001"], "ram_budget_gb is 0.001, but this model needs at"),
-        (["--model", "MODEL", "--limit"], "--limit needs --budgets in GB"),
-        (["--model", "MODEL", "--gguf", "FILE", "--llama-bench", "FILE"], "--llama-bench, --gguf and --"),
-    ],
-)
-def test_refusals(
-    model: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "bad").write_text("nothing")
-    filled = [word.replace("MODEL", str(model)).replace("FILE", str(tmp_path / "bad")) for word in arguments]
-    monkeypatch.setattr(sys, "argv", ["streaming.py", *filled])
-    with pytest.raises(SystemExit) as refused:
-        streaming.main()
-    text = f"{refused.value.code}{capsys.readouterr().err}"
-    assert refused.value.code and words in text and "Traceback" not in text
-
-
 # --- in a kernel memory limit, beside other programs -----------------------------------------------------------------
 
 LLAMA_BENCH = """#!/bin/sh

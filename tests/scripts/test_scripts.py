@@ -7,7 +7,6 @@ import functools
 import io
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,6 @@ import children
 from children import ROOT
 from models import MAKE_RANDOM_MODEL as MAKE
 from models import random_model_script
-from waiting import eventually
 from zoo import configuration
 
 Array = np.ndarray[Any, Any]
@@ -269,25 +267,6 @@ def test_tokenizer_round_trip_and_chat_template(tiny: Path, tmp_path: Path) -> N
     assert all(large.convert_ids_to_tokens(index) for index in range(0, 20000, 997))
 
 
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    code = (
-        "import resource, runpy, sys; sys.argv = sys.argv[1:]\n"
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as end: assert not end.code\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-
-    def peak(width: int) -> float:
-        shape = ["--layers=1", "--hidden-size=1024", f"--intermediate-size={width}", "--heads=8", "--vocab-size=300"]
-        done = children.run("-c", code, MAKE, tmp_path / str(width), *shape, "--dtype=float32")
-        assert done.returncode == 0, done.stderr.decode()
-        output = done.stdout.decode()
-        return float(output.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
-
-    # The large one has three tensors of 134 MB.
-    assert peak(32768) - peak(256) < 48e6
-
-
 def test_refuses_to_overwrite_without_force(tmp_path: Path) -> None:
     out = make(tmp_path / "m", "--shard-size-gb=0.00005")
     before = read_tensors(out)
@@ -298,44 +277,6 @@ def test_refuses_to_overwrite_without_force(tmp_path: Path) -> None:
     assert len(read_headers(out)) == 1
     assert not (out / "model.safetensors.index.json").exists()
     assert (out / "notes.txt").read_text() == "mine"
-
-
-def test_a_killed_run_leaves_no_model(tmp_path: Path) -> None:
-    out = tmp_path / "m"
-    process = subprocess.Popen([sys.executable, str(MAKE), str(out), "--layers=40"])
-    eventually(lambda: any(path.stat().st_size > 1e6 for path in out.glob(".*.partial")), 20)
-    process.kill()
-    process.wait()
-    assert any(out.glob(".*.partial"))
-    assert not (out / "config.json").exists()
-    make(out, "--force")
-    assert {path.name for path in out.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--heads=5"], "not divisible by --heads"),
-        (["--dtype=float8"], "unknown dtype"),
-        (["--quantize-bits=7"], "--quantize-bits is one of"),
-        (["--group-size=32"], "--group-size needs --quantize-bits"),
-        (["--vocab-size=100"], "at least 261"),
-        (["--config=absent.json"], "cannot read absent.json"),
-        (["--naming=huggingface", "--quantize-bits=4"], "does not go with quantization"),
-        ([*TINY, "--naming=huggingface"], "not known for 'llama'"),
-        ([*TINY, "--routing-skew=1"], "needs a mixture of experts"),
-        ([*TINY, "--routing-skew=1", "--architecture=mixtral", "--tie-word-embeddings"], "one head of its own"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    assert message in refused(tmp_path / "m", *arguments)
-    assert not (tmp_path / "m").exists()
 
 
 # The smaller machine
@@ -352,14 +293,6 @@ def report_of(stderr: str) -> dict[str, str]:
     line = stderr.strip().splitlines()[-1]
     assert line.startswith("small_machine: ")
     return dict(field.split("=") for field in line.split()[1:])
-
-
-@pytest.mark.parametrize("arguments", [[], ["1G"], ["1X", "true"], ["0", "true"], ["--cold", "1G", "true"]], ids=str)
-def test_machine_usage_errors(arguments: list[str]) -> None:
-    result = run_machine(*arguments)
-    assert result.returncode == 2
-    assert "usage" in result.stderr
-    assert "--warm" in run_machine("--help").stdout
 
 
 def test_machine_runs_a_command_and_reports() -> None:
@@ -392,33 +325,6 @@ def test_machine_counts_the_page_cache_and_the_reads(tmp_path: Path) -> None:
     if "stays warm" not in result.stderr and float(report["read_MB"]) > 0:  # none where the files are in memory
         assert float(report["read_MB"]) > 80
         assert 30 < float(report["peak_MB"]) < 43
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
-def test_machine_forwards_signals(number: signal.Signals) -> None:
-    run_machine("--warm", "100M", "true")
-    code = "import time\nprint('ready', flush=True)\ntry: time.sleep(20)\nexcept KeyboardInterrupt: raise SystemExit(9)"
-    process = subprocess.Popen(
-        [str(MACHINE), "--warm", "100M", sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == (9 if number == signal.SIGINT else 128 + number)
-    assert report_of(stderr)["status"] == str(process.returncode)
-
-
-def test_machine_ends_processes_that_the_command_left(tmp_path: Path) -> None:
-    mark = tmp_path / "pid"
-    result = run_machine("--warm", "100M", "bash", "-c", f"sleep 60 >/dev/null 2>&1 & echo $! >{mark}")
-    assert result.returncode == 0
-    state = Path(f"/proc/{mark.read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:

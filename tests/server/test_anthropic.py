@@ -110,33 +110,6 @@ def test_tokens_are_counted_without_an_answer(server: Live, client: Any) -> None
     assert found.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "container_upload", "file_id": "x"}]}]}, "container_upload"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": ""}}]}]},
-        "messages.0.content.0.type: blocks of type document with a source of type base64",
-    ),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"tools": [{"name": "f"}]}, "tools.0"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
-    ({"thinking": {"type": "deep"}}, "thinking.type"),
-    ({"temperature": True}, "temperature"),
-]
-
-
-@pytest.mark.parametrize(("fields", "words"), WRONG, ids=[f"{wrong[1]}-{i}" for i, wrong in enumerate(WRONG)])
-def test_wrong_requests_name_the_field(server: Live, fields: dict[str, Any], words: str) -> None:
-    body = {"model": "default_model", "messages": HELLO, "max_tokens": 2, **fields}
-    for streams in (False, True):
-        status, reply = server.post("/v1/messages", {**body, "stream": streams})
-        assert (status, reply["type"], reply["error"]["type"]) == (400, "error", "invalid_request_error")
-        assert words in reply["error"]["message"]
-
-
 def test_errors_have_anthropics_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> Any:
         raise RefusedError("late", 500)

@@ -159,28 +159,6 @@ def test_loading_is_shown_by_status_lines(server: Live, client: Any) -> None:
     assert any(part.get("status") == "prompt" and part["total"] > 0 for part in parts)
 
 
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("chat", {"messages": HELLO, "options": {"temperature": True}}, "options.temperature"),
-    ("chat", {"messages": HELLO, "options": {"top_k": -2}}, "options.top_k"),
-    ("chat", {"messages": HELLO, "format": "xml"}, "format"),
-    ("chat", {"messages": HELLO, "format": {"type": 7}}, "schema"),
-    ("chat", {"messages": HELLO, "keep_alive": "soon"}, "keep_alive"),
-    ("chat", {"messages": HELLO, "think": "deeply"}, "think"),
-    ("chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool"),
-    ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
-    ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-    ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
-    ("generate", {"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
-    ("generate", {"prompt": "x", "images": ["aGk="]}, "images"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "words"), WRONG, ids=[f"{wrong[2]}-{i}" for i, wrong in enumerate(WRONG)])
-def test_wrong_requests_name_the_field(server: Live, path: str, body: dict[str, Any], words: str) -> None:
-    status, reply = server.post(f"/api/{path}", {"model": "sea", **body})
-    assert status == 400 and isinstance(reply["error"], str) and words in reply["error"]
-
-
 def test_settings_that_change_nothing_are_ignored(server: Live, client: Any) -> None:
     options = {"mirostat": 2, "mirostat_tau": 5.0, "tfs_z": 0.5, "heat": 1, "use_mmap": True, "num_predict": 8}
     found = client.chat("sea", HELLO, options={**options, "num_keep": 4, "repeat_last_n": 0}, think=False)

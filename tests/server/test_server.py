@@ -25,6 +25,7 @@ from waiting import eventually
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 
 
 @pytest.fixture(scope="module")
@@ -238,61 +239,112 @@ def test_models_are_listed(server: Live, plain: str) -> None:
 # --- requests that are wrong -----------------------------------------------------------------------------------------
 
 
-def part(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": [fields]}]}
+def part(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [fields]}]
 
 
-WRONG_OF_TEXT: dict[str, list[Any]] = {
-    "stop": [5, [5]], "logit_bias": [{"1000": 1}, {str(2**63): 1}, {"-1": 1}, {"5": 1e300}, [1]],
-    "repetition_context_size": [2**70], "repetition_penalty": [-1], "min_p": [2], "temperature": [-1, "hot", True],
-    "seed": [-2, 2**63, 1.5], "max_tokens": [-2, "8"], "n": [0, 1000], "echo": [1], "best_of": [3], "suffix": ["y"],
-    "model": [5, "\x00"], "adapters": ["x"], "stream": ["yes"],
+def form(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": fields}
+
+
+SCHEMA_7: dict[str, Any] = {"type": 7}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+BASES: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "x"}, CHAT: {"messages": messages()}, RESPONSES: {"input": "x"},
+    MESSAGES: {"messages": messages(), "max_tokens": 2}, "/api/chat": {"messages": messages()},
+    "/api/generate": {"prompt": "x"},
 }  # fmt: skip
-WRONG_OF_CHATS: dict[str, list[Any]] = {
-    "messages": [[], "hi"], "chat_template": ["{{ 1 }}"], "thinking": ["x"], "functions": [[{"name": "f"}]],
-    "reasoning_effort": ["much"], "response_format": [
-        {"type": "json_schema"}, {"type": "text", "schema": {}}, {"type": "text", "json_schema": {"schema": {}}}],
-    "tools": [[{"type": "function", "function": {"name": "f"}}]], "tool_choice": ["required"],
+"""A right request of each dialect, without the model's name."""
+
+WRONG_FIELDS: dict[str, dict[str, list[Any]]] = {
+    TEXT: {
+        "prompt": ["", [], [[]], [1000], [-1], [2**70], ...], "stop": [5, [5]], "min_p": [2],
+        "logit_bias": [{"1000": 1}, {str(2**63): 1}, {"-1": 1}, {"5": 1e300}, [1]], "repetition_context_size": [2**70],
+        "repetition_penalty": [-1], "temperature": [-1, "hot", True], "seed": [-2, 2**63, 1.5], "max_tokens": [-2, "8"],
+        "n": [0, 1000], "echo": [1], "best_of": [3], "suffix": ["y"], "model": [5, "\x00"], "adapters": ["x"],
+        "stream": ["yes"], "top_k": [2**63], "xtc_threshold": [0.6], "structured_outputs": [{"regex": "[0-9]"}],
+    },
+    CHAT: {
+        "messages": [[], "hi", ...], "chat_template": ["{{ 1 }}"], "thinking": ["x"], "functions": [[{"name": "f"}]],
+        "reasoning_effort": ["much"], "tools": [[FUNCTION]], "tool_choice": ["required"], "guided_json": [SCHEMA_7],
+        "response_format": [form(), {"type": "text", "schema": {}}, {**form(schema={}), "type": "text"}],
+        "adapters": ["other"], "grammar": ["root ::= [0-9]"],
+    },
+    RESPONSES: {
+        "input": [[]], "background": [True], "conversation": ["x"], "prompt": [{"id": "pmpt_1"}], "n": [2],
+        "response_format": [{"type": "json_object"}],
+    },
+    MESSAGES: {
+        "max_tokens": [0], "messages": [[]], "tool_choice": [{"type": "any"}, {"type": "tool", "name": "g"}],
+        "temperature": [True], "response_format": [{"type": "json_object"}],
+    },
+    "/api/chat": {
+        "format": ["xml"], "keep_alive": ["soon"], "think": ["deeply"], "tools": [[FUNCTION]], "n": [3],
+    },
+    "/api/generate": {
+        "suffix": ["y"], "template": ["{{ .Prompt }}"], "images": [["aGk="]], "context": [[1, 2]],
+    },
+}  # fmt: skip
+"""Values that are refused, and fields whose answer would not be the one that was asked for, and nobody would see it."""
+
+DOCUMENT = {"type": "document", "source": {"type": "base64", "data": ""}}
+WRONG_PLACES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    CHAT: [
+        ("messages.0.role", {"messages": [{"role": "robot", "content": "hi"}]}),
+        ("messages.0.role", {"messages": [{"content": "hi"}]}),
+        ("messages.0.content", {"messages": [{"role": "user", "content": 5}]}),
+        ("messages.0.content.0.image_url.url", {"messages": part(type="image_url", image_url={"url": "data:"})}),
+        ("messages.0.content.0", {"messages": part(type="image_url", image_url=None)}),
+        ("messages.0.content.0.type", {"messages": part(type="input_audio")}),
+        ("messages.0.content.0.type", {"messages": part(type="file", file={})}),
+        ("messages.images", {"messages": [{**messages()[0], "images": ["x"]}]}),
+        *((f"chat_template_kwargs.{name}", {"chat_template_kwargs": {name: "x"}})
+          for name in ("chat_template", "return_tensors", "tokenize", "messages")),
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format.json_schema.schema", {"response_format": form(schema=SCHEMA_7)}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
+        ("tool_choice.type", {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools"}}),
+        ("modalities.0", {"modalities": ["audio"]}), ("tools.0", {"tools": [{"type": "function"}]}),
+    ],
+    RESPONSES: [("input.0.content.0.type", {"input": part(type="input_file", file_id="x")})],
+    MESSAGES: [
+        ("messages.0.content.0", {"messages": part(type="image", source={})}),
+        ("messages.0", {"messages": part(type="thinking", thinking="x")}),
+        ("messages.0.content.0.type: blocks of type container_upload", {"messages": part(type="container_upload")}),
+        ("messages.0.content.0.type: blocks of type document with a source of type base64",
+         {"messages": part(**DOCUMENT)}),
+        ("tools.0", {"tools": [{"name": "f"}]}), ("thinking.type", {"thinking": {"type": "deep"}}),
+        ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA_7}}}),
+    ],
+    "/api/chat": [
+        ("options.temperature", {"options": {"temperature": True}}), ("options.top_k", {"options": {"top_k": -2}}),
+        ("schema", {"format": SCHEMA_7}), ("messages.0.role", {"messages": [{"role": "robot", "content": "x"}]}),
+        ("messages.0.images", {"messages": [{**messages()[0], "images": ["aGk="]}]}),
+    ],
 }  # fmt: skip
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    *((TEXT, {"prompt": prompt}, "prompt") for prompt in ("", [], [[]], [1000], [-1], [2**70])),
-    *((TEXT, {"prompt": "x", name: value}, name) for name, values in WRONG_OF_TEXT.items() for value in values),
-    (TEXT, {"prompt": "x", "temperature": 1, "top_k": 2**63}, "top_k"),
-    (TEXT, {"prompt": "x", "temperature": 1, "xtc_probability": 1.0, "xtc_threshold": 0.6}, "xtc_threshold"),
-    (TEXT, {}, "prompt"),
-    (CHAT, {}, "messages"),
-    *((CHAT, {"messages": messages(), name: it}, name) for name, values in WRONG_OF_CHATS.items() for it in values),
-    (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
-    (CHAT, {"messages": [{"content": "hi"}]}, "messages.0.role"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-    (CHAT, part(type="image_url", image_url={"url": "data:"}), "messages.0.content.0.image_url.url"),
-    (CHAT, part(type="image_url", image_url=None), "messages.0.content.0"),
-    (CHAT, part(type="input_audio"), "messages.0.content.0.type"),
-    *(
-        (CHAT, {"messages": messages(), "chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}")
-        for name in ("chat_template", "return_tensors", "tokenize", "messages")
-    ),
-    (CHAT, {"messages": messages(), "response_format": {"type": "xml"}}, "response_format.type"),
-    (
-        CHAT,
-        {"messages": messages(), "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}},
-        "response_format.json_schema.schema",
-    ),
-    (CHAT, {"messages": messages(), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    (CHAT, {"messages": messages(), "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
-    (CHAT, {"messages": messages(), "modalities": ["audio"]}, "modalities.0"),
-    (CHAT, {"messages": messages(), "tools": [{"type": "function"}]}, "tools.0"),
-    *((RESPONSES, {"input": "x", name: it}, name) for name, it in {"background": True, "conversation": "x"}.items()),
-    (RESPONSES, {"input": []}, "input"),
-]
+    (path, {name: it}, name)
+    for path, fields in WRONG_FIELDS.items()
+    for name, values in fields.items()
+    for it in values
+] + [(path, fields, place) for path, wrong in WRONG_PLACES.items() for place, fields in wrong]
 
 
-@pytest.mark.parametrize(("path", "body", "field"), WRONG, ids=[f"{wrong[2]}-{i}" for i, wrong in enumerate(WRONG)])
-def test_wrong_requests_name_the_field(server: Live, path: str, body: dict[str, Any], field: str) -> None:
-    for fields in (body, {**body, "stream": body.get("stream", True)}):
-        status, reply = server.post(path, fields)
-        assert status == 400 and reply["error"]["param"].startswith(field), reply
-        assert reply["error"]["param"].islower()  # no names of classes
+@pytest.mark.parametrize(("path", "fields", "place"), WRONG, ids=[f"{it[2][:40]}-{i}" for i, it in enumerate(WRONG)])
+def test_wrong_requests_name_the_field(server: Live, path: str, fields: dict[str, Any], place: str) -> None:
+    whole = {"model": "default_model", "temperature": 1, "xtc_probability": 1.0, **BASES[path], **fields}
+    body = {name: value for name, value in whole.items() if value is not ...}
+    for each in (body, {**body, "stream": body.get("stream", path[:4] != "/api")}):
+        status, reply = server.post(path, each)
+        error = reply["error"]
+        assert status == 400, reply
+        if path == MESSAGES:
+            assert (reply["type"], error["type"]) == ("error", "invalid_request_error") and place in error["message"]
+        elif path.startswith("/api"):
+            assert place in error
+        else:
+            assert error["param"].startswith(place) and error["param"].islower(), reply  # no names of classes
     assert server.get("/health") == (200, {"status": "ok"})
 
 

@@ -155,34 +155,6 @@ ANSWERED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "x", "user": "me", "truncate": 5, "model": "text-davinci-003"}, "user, truncate"),
 ]
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages.0.content.0.type"),
-    (CHAT, {"messages": [{**HELLO[0], "images": ["x"]}]}, "messages.images"),
-    (CHAT, {"messages": HELLO, "guided_json": SCHEMA}, "guided_json"),
-    (CHAT, {"messages": HELLO, "adapters": "other"}, "adapters"),
-    (CHAT, {"messages": HELLO, "tools": [FUNCTION], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
-    ("/api/generate", {"prompt": "x", "context": [1, 2]}, "context"),
-    (CHAT, {"messages": HELLO, "grammar": "root ::= [0-9]"}, "grammar"),
-    (TEXT, {"prompt": "x", "structured_outputs": {"regex": "[0-9]"}}, "structured_outputs"),
-    (RESPONSES, {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
-    (RESPONSES, {"input": "x", "n": 2}, "n"),
-    (RESPONSES, {"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-     "input.0.content.0.type"),
-    (MESSAGES, {"messages": HELLO, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-    (MESSAGES, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
-    ("/api/chat", {"messages": HELLO, "n": 3}, "n"),
-]  # fmt: skip
-"""Requests whose answer would not be the one that was asked for, and nobody would see it."""
-
-
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_would_change_the_answer_unseen_is_refused(server: Live, number: int) -> None:
-    path, body, field = REFUSED[number]
-    more = {"max_tokens": 20} if path == MESSAGES else {}
-    status, reply = server.post(path, {**more, "model": "default_model", **body})
-    assert status == 400 and field in json.dumps(reply), reply
-
 
 @pytest.mark.parametrize("number", range(len(ANSWERED)))
 def test_fields_of_clients_are_answered_and_those_without_effect_listed(server: Live, number: int) -> None:

@@ -523,6 +523,7 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
 
 
 REPLACED = {
+    "bench": "mlx-flash doctor MODEL",
     "list": "mlx-flash models",
     "ps": "flash-monitor --once",
     "stop": "kill PID, a process that flash-monitor --once shows",
@@ -553,11 +554,12 @@ COMMANDS = {
         usage="install|status|logs|remove [flags of serve]",
         streams=False,
     ),
-    "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL", "bench.plan"),
-    "bench": Command("measure a model against its plan", measured(64, 16), "MODEL"),
+    "plan": Command("show what stays in memory, and the expected speed", PLAN, "MODEL", "doctor.plan"),
     "verify": Command("compare streamed output with mlx-lm's, bit for bit", VERIFY, "MODEL"),
     "doctor": Command(
-        "look at machine, disk and MLX, and compare budgets of a model", measured(16, 12), "[MODEL]", "bench.doctor"
+        "look at machine, disk and MLX; measure a model against its plan, and compare budgets",
+        measured(16, 12),
+        "[MODEL]",
     ),
     "models": Command(
         "list models here and models that people run, with the speed expected here", MODELS, usage="[FOLDER ...]"

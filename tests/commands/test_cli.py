@@ -256,9 +256,9 @@ def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
     assert report["target"] == str(tmp_path / "b") and report["num_tensors"] == 30
 
 
-def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:
-    command = ["bench", "--model", model, "--ram-budget-gb", "min", "--prompt-tokens", 20, "--max-tokens", 5]
-    report = run_json(*command)
+def test_doctor_measures_a_cold_run_against_its_plan(model: Path) -> None:
+    command = ["doctor", "--model", model, "--ram-budget-gb", "min", "--prompt-tokens", 20, "--max-tokens", 5]
+    report = run_json(*command)["run"]
     assert (report["prompt_tokens"], report["generation_tokens"], report["finish_reason"]) == (20, 5, "length")
     assert report["peak_memory_bytes"] <= report["budget_bytes"] and "dropped before loading" in report["cold"]
     assert report["generation_tokens_per_second"] > 0 and report["load_seconds"] > 0
@@ -557,7 +557,7 @@ def test_errors_are_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("mlx_flash.commands.bench.is_vision", fail)
+    monkeypatch.setattr("mlx_flash.commands.doctor.is_vision", fail)
     assert cli.main(["plan", "--model", str(ROOT)]) == status
     text = capsys.readouterr().err
     assert words in text and text.count("\n") == 1
@@ -691,7 +691,7 @@ WRONG = [
     ("generate", "--kv-ram-gb nan", "kv_ram_gb is nan"),
     *(("plan", f"--ram-budget-gb {text}", f"ram_budget_gb is '{text}'") for text in ("abc", "nan", "-1", "0")),
     ("plan", "--ranks 1000000000", "is not between 1 and 4096"),
-    ("bench", "--prompt-tokens 1e9", "'1e9' is not a whole number"),
+    ("doctor", "--prompt-tokens 1e9", "'1e9' is not a whole number"),
     ("doctor", "--prompt-tokens 100000000", "is not between 1 and 10000000"),
     ("monitor", "--interval nan", "nan"),
 ]

@@ -14,7 +14,7 @@ import pytest
 
 from machines import FIXED, make_machine, make_model, minimum_of
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.bench import Findings, advice, doctor, plan
+from mlx_flash.commands.doctor import Findings, advice, doctor, plan
 from mlx_flash.config import GB
 from mlx_flash.errors import BudgetError
 from mlx_flash.memory import footprint

@@ -15,7 +15,7 @@ from hub import Hub, serving
 from mlx_flash import CheckpointNotFoundError
 from mlx_flash.commands import models as module
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.bench import plan
+from mlx_flash.commands.doctor import plan
 from mlx_flash.commands.models import is_remote, preview
 from mlx_flash.storage import probe
 from mlx_flash.storage.safetensors import read_checkpoint

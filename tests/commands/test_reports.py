@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from mlx_flash.commands import bench, pack, report, run, verify
+from mlx_flash.commands import doctor, pack, report, run, verify
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
@@ -45,7 +45,7 @@ def test_every_place_of_a_run_and_of_a_plan_has_a_fact(folder: Path) -> None:
     facts = report.planning_to_json("llama", prepared.layout, prepared.plan)
     facts |= report._more_facts(prepared.layout, prepared.plan)
     assert not [*unknown(report.PLAN, facts)]
-    found = measured(folder, bench.bench, "bench", "-m", 2)
+    found = measured(folder, doctor.doctor, "doctor", "-m", 2)["run"]
     added = dict.fromkeys(("is_over", "is_resident", "step"))
     assert not [*unknown(report.RUN, {**found, **added, "planned": {**found["plan"], "first_seconds": 1.0}})]
     assert not [*unknown(run.BRIEF, {**found, "footprint": 1})]
@@ -56,8 +56,8 @@ def test_every_place_of_a_receipt_and_of_a_machine_has_a_fact(folder: Path) -> N
     receipt = measured(folder, verify.verify, "verify", "-m", 1)
     added = dict.fromkeys(("is_equal", "wrong", "compared", "layers", "result", "digest"))
     assert not [*unknown(verify.VERIFICATION, {**receipt, **added})]
-    machine = asdict(bench.examine(folder, FlashConfig()))
-    assert not [*unknown(bench.MACHINE, {**machine, "num_processors": 1, "lost": ""})]
+    machine = asdict(doctor.examine(folder, FlashConfig()))
+    assert not [*unknown(doctor.MACHINE, {**machine, "num_processors": 1, "lost": ""})]
 
 
 def test_every_place_of_the_other_reports_has_a_fact(folder: Path, tmp_path: Path) -> None:

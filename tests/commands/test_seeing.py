@@ -14,7 +14,7 @@ import pytest
 
 from mlx_flash import ConfigError, PictureError
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.bench import bench, plan
+from mlx_flash.commands.doctor import doctor, plan
 from mlx_flash.commands.generate import generate
 from mlx_flash.commands.verify import EXIT_DIFFERS, verify
 from mlx_flash.commands.vision import is_vision
@@ -141,8 +141,8 @@ def test_plan_counts_towers(folder: Path) -> None:
     assert "Towers:" in run(plan, "--model", folder)[1]
 
 
-def test_bench_generates_after_a_picture(folder: Path) -> None:
-    found = json.loads(run(bench, "--model", folder, "--json", "--prompt-tokens", 4, "-m", 3)[1])
+def test_doctor_generates_after_a_picture(folder: Path) -> None:
+    found = json.loads(run(doctor, "--model", folder, "--json", "--prompt-tokens", 4, "-m", 3)[1])["run"]
     assert found["generation_tokens"] == 3 and found["prompt_tokens"] > 40 and found["within_budget"] is not None
 
 

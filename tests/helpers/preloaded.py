@@ -18,6 +18,6 @@ for name in (
     "transformers.models.qwen3_moe.configuration_qwen3_moe",
 ):
     import_module(name)
-for name in ("generate", "run", "plan", "bench", "verify", "doctor", "exec", "models", "pack", "cache"):
+for name in ("generate", "run", "plan", "verify", "doctor", "exec", "models", "pack", "cache"):
     dispatch._load_command(name)
 shutil.disk_usage = roomy.disk_usage

@@ -1,4 +1,4 @@
-"""``mlx-flash plan``, ``bench`` and ``doctor``: what a plan predicts, beside what a cold run measures."""
+"""``mlx-flash plan`` and ``doctor``: what a plan predicts, and what the machine and a cold run of a model measure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from mlx_flash.commands.common import (
     emit,
     labelled,
     make_config,
-    print_json,
-    print_rich,
     tabled,
     tokenizer_if_any,
 )
@@ -56,17 +54,8 @@ from mlx_flash.storage.selftest import SelfTest, profile_for, test_now
 from mlx_flash.telemetry import ratio
 
 
-def bench(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash bench``: report the measurements of a run beside the plan."""
-    path = model_of(args)
-    report, plan, cold = measure(args, path, make_config(args))
-    report["cold"] = cold
-    emit(args, report, render_run(report, plan), out)
-    return 0
-
-
-def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, ResidencyPlan, str]:
-    """Generate tokens with a cold page cache. Return the measurements, the plan, and in words how cold the run was."""
+def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, ResidencyPlan]:
+    """Generate tokens with a cold page cache. Return the measurements and the plan."""
     for file in weight_files(path):
         drop_file(file)
     sees = is_vision(args, path, prefers=True)
@@ -95,7 +84,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         cold = _cold(model.engine)
     run.finish_reason = "length"
     del tokenizer
-    return make_report(run, args.model), model.plan, cold
+    return {**make_report(run, args.model), "cold": cold}, model.plan
 
 
 def _cold(engine: Engine) -> str:
@@ -140,17 +129,15 @@ class Findings:
 
 
 def doctor(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash doctor``."""
+    """Run ``mlx-flash doctor``: measure a short run of a model, if there is one, then look at the machine."""
     path = None if args.model is None else model_of(args)
     config = make_config(args)
-    found = examine(path, config)
-    if not args.json:
-        lost = ", ".join(f"{way} {number}" for way, number in found.selftest.lost.items())
-        facts = {**asdict(found), "num_processors": os.cpu_count(), "lost": lost}
-        print_rich(labelled([*filled(MACHINE, facts), *(("Note", words) for words in advice(found))]), out)
-    model = {} if path is None else _look_at_model(args, path, config, out)
-    if args.json:
-        print_json({**asdict(found), "advice": list(advice(found)), **model}, out)
+    facts, words = ({}, []) if path is None else _look_at_model(args, path, config)
+    found = examine(path, config)  # last: the self-test takes memory of the process, which no plan counts
+    lost = ", ".join(f"{way} {number}" for way, number in found.selftest.lost.items())
+    about = {**asdict(found), "num_processors": os.cpu_count(), "lost": lost}
+    machine = labelled([*filled(MACHINE, about), *(("Note", words) for words in advice(found))])
+    emit(args, {**asdict(found), "advice": list(advice(found)), **facts}, [machine, *words], out)
     return 0
 
 
@@ -204,18 +191,15 @@ def _numbers(release: str) -> list[int]:
     return [int(part) for part in release.split(".") if part.isdigit()]
 
 
-def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
-    """Measure a short run, then plan for several budgets. Print, or return for JSON."""
+def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, list[RenderableType]]:
+    """Measure a short run, and plan for several budgets. Return the facts, and the same in words."""
     tokenizer = tokenizer_if_any(path, args)
     sees = is_vision(args, path, prefers=True)
     prepared = prepare_model(path, config, with_vlm=sees)  # before the run, which takes memory
     del tokenizer
-    report, plan, _ = measure(args, path, config)
+    report, plan = measure(args, path, config)
     budgets = budgets_of(prepared, config)
-    if not args.json:
-        shown = {**report, "within_budget": None}  # the self-test is part of the process, but not of the plan
-        print_rich(Group("", render_run(shown, plan), tabled(BUDGETS, budgets)), out)
-    return {"run": report, "budgets": budgets}
+    return {"run": report, "budgets": budgets}, [Group("", render_run(report, plan), tabled(BUDGETS, budgets))]
 
 
 def rank_parts(prepared: Prepared, num_ranks: int) -> list[Json]:

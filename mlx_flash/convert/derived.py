@@ -11,11 +11,9 @@ A copy is good for one state of the checkpoint, the configuration, and the code:
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,7 @@ from mlx.utils import tree_flatten
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
-from mlx_flash.convert.pack import Progress, Rewrite, TensorSpec, cut, plan_shards
+from mlx_flash.convert.pack import MOST_NOTE_BYTES, NOTE_NAME, Progress, Rewrite, TensorSpec, cut, plan_shards
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     HeldLock,
@@ -37,7 +35,6 @@ from mlx_flash.files import (
     make_private,
     read_json_object,
     remove_unheld,
-    write_atomically,
     write_errors,
 )
 from mlx_flash.folders import cache_directory
@@ -96,9 +93,6 @@ def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
     return list(found.values())
 
 
-MANIFEST_NAME = "copy.json"
-_MOST_BYTES = 64_000_000  # of a description, as of a header of a checkpoint
-
 COPY_HINT = "or set derived_cache_gb=0"
 """Ends the hints of errors when a copy cannot be written."""
 
@@ -134,20 +128,14 @@ def list_copies() -> list[Copy]:
 
 
 def _look_at(folder: Path) -> Copy:
-    manifest = read_json_object(folder / MANIFEST_NAME, _MOST_BYTES)
-    about: dict[str, Any] = {key: manifest.get(key, "") for key in ("source", "model")}
+    note = read_json_object(folder / NOTE_NAME, MOST_NOTE_BYTES)
+    about: dict[str, Any] = {key: note.get(key, "") for key in ("source", "model")}
     nbytes, last_used = 0, 0.0
     with suppress(OSError):  # it is being removed
         nbytes = sum(path.stat().st_size for path in folder.iterdir())
-        last_used = (folder / MANIFEST_NAME).stat().st_mtime
-    is_complete = "files" in manifest and not folder.name.endswith(PARTIAL_SUFFIX)
+        last_used = (folder / NOTE_NAME).stat().st_mtime
+    is_complete = "files" in note and not folder.name.endswith(PARTIAL_SUFFIX)
     return Copy(folder, nbytes=nbytes, last_used=last_used, is_complete=is_complete, **about)
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Replace the description of a copy."""
-    with copy_errors(folder):
-        write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
 
 
 def remove(copy: Copy) -> bool:
@@ -242,19 +230,17 @@ class _Copying:
         metadata = {"format": "mlx", "fingerprint": self._fingerprint}
         groups = [[*group] for _, group in layers]
         self._shards = plan_shards(groups, SHARD_BYTES, metadata, "model-{number:05}.safetensors")
-        self._rewrite = Rewrite(self._folder, self._shards, checkpoint, state, 0o700, COPY_HINT)
+        about = {"source": source, "model": model_name(source)}
+        self._rewrite = Rewrite(self._folder, self._shards, checkpoint, state, about, 0o700, COPY_HINT)
 
     def use(self) -> HeldLock | None:
         try:
             held = HeldLock(self._folder, shared=True, required=False)  # keeps it from being removed
         except (FileNotFoundError, NotADirectoryError):
             return None
-        manifest, shards = read_json_object(self._folder / MANIFEST_NAME, _MOST_BYTES), self._shards
-        if manifest.get("files") == self._stamps(self._folder) and all(
-            shard.is_written(self._folder) for shard in shards
-        ):
+        if self._rewrite.is_whole():
             with suppress(OSError):  # another user's, or a disk that cannot be written: it is only removed earlier
-                os.utime(self._folder / MANIFEST_NAME)  # the copy used last
+                os.utime(self._folder / NOTE_NAME)  # the copy used last
             return held
         held.release()
         return None
@@ -274,10 +260,7 @@ class _Copying:
         return held
 
     def _write(self, load: Callable[[], LoadedModel], progress: Progress | None) -> None:
-        folder = self._rewrite.partial
         self._rewrite.clear()
-        manifest = {"source": self._source, "model": model_name(self._source)}
-        write_manifest(folder, manifest)
         missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
         other = load()
         arrays = {p.spec.name: p.array for p in derived_parameters(other) if p.spec in missing}
@@ -286,11 +269,7 @@ class _Copying:
         gc.collect()  # the rest of that model, which is in cycles
         with reads_explained(streams, self._checkpoint.directory):
             self._rewrite.write(lambda tensor: compute(tensor, arrays), progress)
-        write_manifest(folder, {**manifest, "files": self._stamps(folder)})
-        if self._folder.exists():
-            with copy_errors(self._folder):
-                shutil.rmtree(self._folder)  # damaged
-        self._rewrite.finish()
+        self._rewrite.finish(keeps_note=True)
         for copy in list_copies():  # of what the source was before, and of no known source
             if copy.source in (self._source, "") and copy.fingerprint != self._fingerprint:
                 remove(copy)
@@ -312,14 +291,6 @@ class _Copying:
     def _note(self, array: mx.array, record: TensorRecord) -> None:
         self._loaded.sources[id(array)] = (record,)
         self._loaded.keep_alive.append(array)
-
-    def _stamps(self, folder: Path) -> dict[str, list[int]]:
-        """Return size and time of each file, by which a change is found out; empty when one is missing."""
-        try:
-            found = {shard.name: (folder / shard.name).stat() for shard in self._shards}
-        except FileNotFoundError:
-            return {}
-        return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
 
     def _has_room(self, *, removes: bool = True) -> bool:
         """Return the result of :func:`make_room` for the rest of the copy. A warning says when there is none."""

@@ -17,22 +17,20 @@ import shutil
 import threading
 import time
 import zlib
-from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mlx_flash.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     FileChangedError,
-    FlashError,
     WriteError,
 )
 from mlx_flash.files import (
@@ -55,22 +53,23 @@ from mlx_flash.storage.blocks import (
     BLOCK_BYTES,
     CODED_DTYPES,
     LOGICAL_START,
+    MARGIN,
     Encoder,
     blocks_of,
-    make_head,
     num_blocks,
     num_cores,
 )
 from mlx_flash.storage.ranges import read_pieces
 from mlx_flash.storage.safetensors import (
+    CODED,
     COMPRESSED_NAME,
     DTYPE_SIZES,
     INDEX_NAME,
-    MAX_METADATA_BYTES,
     PLAIN_NAME,
     STOCK_PATTERN,
     Checkpoint,
     TensorRecord,
+    make_head,
     read_checkpoint,
     read_shard,
 )
@@ -83,8 +82,6 @@ TENSOR_ALIGNMENT = 16
 
 COPY_BYTES = 4 << 20
 """Bytes that are read, then written, at a time."""
-
-_LENGTH_BYTES = 8
 
 AGAIN = "then start it again"
 """Ends the hints of errors when something cannot be written."""
@@ -141,10 +138,7 @@ class ShardPlan:
 
     @property
     def head(self) -> bytes:
-        text = json.dumps(self.header, separators=(",", ":")).encode()
-        blanks = b" " * (-(_LENGTH_BYTES + len(text)) % self.alignment)
-        text = text[:-1] + blanks + text[-1:]  # behind it, a damaged length could move all tensors unnoticed
-        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return make_head(self.header, self.alignment)
 
     def records(self, folder: Path) -> Iterator[TensorRecord]:
         """Yield the places of the tensors in the file, written or not."""
@@ -174,12 +168,14 @@ class ShardPlan:
         pieces: Pieces,
         progress: Callable[[int], object] = lambda nbytes: None,
         check: Callable[[], object] = lambda: None,
-    ) -> dict[str, int]:
-        """Write the file. Return the CRC-32 of each tensor. Raises: WriteError.
+    ) -> None:
+        """Write the file, and read it back from the disk. Raises: WriteError.
 
         An older file is replaced at the end, after a check; an error leaves it, and removes what was written.
+        ``progress`` gets each byte twice: when it is written, and when it is read back.
         """
         path, sums = folder / self.name, dict[str, int]()
+        partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
 
         def summed(tensor: TensorSpec) -> Iterator[memoryview]:
             got = sums[tensor.name] = 0
@@ -191,15 +187,17 @@ class ShardPlan:
             if got != tensor.nbytes:
                 raise ValueError(f"{self.name}: got {got} of {tensor.nbytes} bytes of {tensor.name!r}")
 
-        with (
-            write_errors(f"cannot write {path}{PARTIAL_SUFFIX}", AGAIN),
-            atomic_file(path, mode=0o666, durable=True) as file,
-        ):
+        with write_errors(f"cannot write {partial}", AGAIN), atomic_file(path, mode=0o666, durable=True) as file:
             self._fill(file, summed, progress)
             check()
             os.fsync(file.fd)
             drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
-        return sums
+            written = {(*tensor, sums[tensor.name]) for tensor in self.tensors}
+            if wrong := written ^ {*_read_back(partial, progress)}:
+                raise WriteError(
+                    f"{min(wrong)[0]!r} in {partial} is not what was written. "
+                    "Hint: check disk and memory of this machine, then start it again."
+                )
 
     def _fill(self, file: NewFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
         file.write(self.head)
@@ -221,8 +219,10 @@ def copy_buffer() -> memoryview:
     return memoryview(mmap.mmap(-1, COPY_BYTES))
 
 
-STATE_NAME = ".mlx-flash-pack.json"
-"""In the partial folder: the files that its shards come from, and checksums of the tensors written so far."""
+NOTE_NAME = ".mlx-flash-copy.json"
+"""In a folder that is written: the files that its shards come from, and what else is to be known of it."""
+
+MOST_NOTE_BYTES = 64_000_000  # as of a header of a checkpoint
 
 Progress = Callable[[int, int], object]
 """Called with (bytes done, bytes to do). Each byte counts twice: when it is written, and when it is read back."""
@@ -260,7 +260,10 @@ def _read_back(path: Path, count: Callable[[int], object]) -> Iterator[tuple[str
 
 
 class Rewrite:
-    """A folder of shards that are made from a checkpoint in a state. A hint ends those of errors when it is written."""
+    """A folder of shards that are made from a checkpoint in a state, with a note of facts about it.
+
+    A hint ends those of errors when it is written.
+    """
 
     def __init__(
         self,
@@ -268,6 +271,7 @@ class Rewrite:
         shards: Sequence[ShardPlan],
         checkpoint: Checkpoint,
         state: State,
+        about: Mapping[str, object] | None = None,
         mode: int = 0o777,
         hint: str = AGAIN,
     ) -> None:
@@ -275,10 +279,8 @@ class Rewrite:
         self.partial = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
         self.nbytes = sum(shard.nbytes for shard in shards)
         self._checkpoint, self._state = checkpoint, state
-        self._checksums: dict[str, int] = {}
+        self._note = {"state": state, **(about or {})}
         self._mode, self._hint = mode, hint
-        self._progress: Progress | None = None
-        self._done = 0
 
     @contextmanager
     def locked(self, busy: Callable[[], object]) -> Iterator[None]:
@@ -306,28 +308,20 @@ class Rewrite:
 
     def clear(self) -> None:
         """Empty the partial folder, but for complete shards of an earlier run from the same source."""
+        is_same = _note_in(self.partial).get("state") == self._state
+        keep = {shard.name for shard in self.shards if is_same and shard.is_written(self.partial)}
         with write_errors(f"cannot empty {self.partial}", self._hint):
-            self._checksums = self._noted()
-            keep = {shard.name for shard in self.shards if all(t.name in self._checksums for t in shard.tensors)}
             for entry in self.partial.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
-                elif entry.name not in keep and entry.name != STATE_NAME:
+                elif entry.name not in keep:
                     entry.unlink()
-        self._take_note()
+        self._write_note(self._note)
 
-    def _noted(self) -> dict[str, int]:
-        """Return the checksums of an earlier run from the same source."""
-        match read_json_object(self.partial / STATE_NAME, MAX_METADATA_BYTES):
-            case {"state": self._state, "checksums": dict(checksums)}:
-                return checksums
-        return {}
-
-    def _take_note(self) -> None:
-        note = self.partial / STATE_NAME
-        with write_errors(f"cannot write {note}", self._hint):
-            text = json.dumps({"state": self._state, "checksums": self._checksums})
-            write_atomically(note, text, mode=0o666, durable=True)
+    def _write_note(self, note: Mapping[str, object]) -> None:
+        path = self.partial / NOTE_NAME
+        with write_errors(f"cannot write {path}", self._hint):
+            write_atomically(path, json.dumps(note), mode=0o666, durable=True)
 
     @property
     def missing(self) -> list[ShardPlan]:
@@ -339,11 +333,18 @@ class Rewrite:
 
     def write(self, pieces: Pieces, progress: Progress | None) -> None:
         """Write the missing shards. Raise FileChangedError if the checkpoint's files are not those that were read."""
-        self._progress, self._done = progress, 0
-        self._count(self.nbytes - self.missing_bytes)
-        for shard in self.missing:
-            self._checksums |= shard.write(self.partial, pieces, self._count, self._check_source)
-            self._take_note()
+        done = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, 2 * self.nbytes)
+
+        missing = self.missing
+        count(2 * (self.nbytes - sum(shard.nbytes for shard in missing)))
+        for shard in missing:
+            shard.write(self.partial, pieces, count, self._check_source)
 
     def _check_source(self) -> None:
         if state_of(self._checkpoint) != self._state:
@@ -351,31 +352,32 @@ class Rewrite:
                 f"the files of {self._checkpoint.directory} changed while they were copied. Hint: start it again."
             )
 
-    def _count(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, 2 * self.nbytes)
-
-    def finish(self) -> None:
-        """Check what was written, and give the folder its name. Raises: WriteError.
-
-        A file that is read back otherwise is removed, so that the next run writes it again.
-        """
-        for shard in self.shards:
-            path = self.partial / shard.name
-            written = {(*tensor, self._checksums[tensor.name]) for tensor in shard.tensors}
-            try:
-                if wrong := written ^ {*_read_back(path, self._count)}:
-                    raise WriteError(
-                        f"{min(wrong)[0]!r} in {path} is not what was written. "
-                        "Hint: check disk and memory of this machine, then start it again."
-                    )
-            except FlashError:
-                path.unlink(missing_ok=True)
-                raise
+    def finish(self, *, keeps_note: bool = False) -> None:
+        """Give the folder its name. Raises: WriteError. A note that is kept tells what later changes of files."""
+        self._write_note({**self._note, "files": self._stamps(self.partial)})
         with write_errors(f"cannot rename {self.partial} to {self.target}", self._hint):
+            if keeps_note and self.target.exists():
+                shutil.rmtree(self.target)  # damaged
             rename_durably(self.partial, self.target)
-            (self.target / STATE_NAME).unlink()
+            if not keeps_note:
+                (self.target / NOTE_NAME).unlink()
+
+    def is_whole(self) -> bool:
+        """Return whether the folder is there with its name and its note, and no file has changed since."""
+        is_as_noted = _note_in(self.target).get("files") == self._stamps(self.target)
+        return is_as_noted and all(shard.is_written(self.target) for shard in self.shards)
+
+    def _stamps(self, folder: Path) -> dict[str, list[int]]:
+        """Return size and time of each file; empty when one is missing."""
+        try:
+            found = {shard.name: (folder / shard.name).stat() for shard in self.shards}
+        except FileNotFoundError:
+            return {}
+        return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
+
+
+def _note_in(folder: Path) -> dict[str, Any]:
+    return read_json_object(folder / NOTE_NAME, MOST_NOTE_BYTES)
 
 
 def streaming_order(layout: ModelLayout, checkpoint: Checkpoint) -> list[list[str]]:
@@ -453,38 +455,46 @@ class CompressedPlan(ShardPlan):
     def data_start(self) -> int:
         return LOGICAL_START
 
+    def _head(self, stored: Mapping[str, Sequence[int]], nbytes: int = 0) -> bytes:
+        """Return the head of the file, at least so long, for the bytes of each coded block of the tensors."""
+        blocks = {name: [*sizes, *stored[name]] for name, sizes in self._sizes.items()}
+        about = json.dumps({"header": self.header, "blocks": blocks}, separators=(",", ":"))
+        coded = [TensorSpec(tensor.name, "U8", (sum(stored[tensor.name]),)) for tensor in self.tensors]
+        return make_head(ShardPlan(self.name, coded, {CODED: about}).header, self.alignment, nbytes)
+
     def _fill(self, file: NewFile, pieces: Pieces, progress: Callable[[int], object]) -> None:
-        count = sum(num_blocks(tensor.nbytes, *self._sizes[tensor.name]) for tensor in self.tensors)
-        header = {"header": self.header, "blocks": {name: list(sizes) for name, sizes in self._sizes.items()}}
-        sizes = array("I", bytes(4 * count))
-        file.write(make_head(header, sizes))  # its place
-        for number, (coded, nbytes) in enumerate(self._coded(pieces)):
+        sizes = self._sizes
+        most = {t.name: [BLOCK_BYTES + MARGIN] * num_blocks(t.nbytes, *sizes[t.name]) for t in self.tensors}
+        place = len(self._head(most))
+        file.write(bytes(place))
+        stored: dict[str, list[int]] = {name: [] for name in sizes}
+        for name, coded, nbytes in self._coded(pieces):
             file.write(coded)
-            sizes[number] = len(coded)
+            stored[name].append(len(coded))
             progress(nbytes)
-        write_at(file.fd, make_head(header, sizes), 0)
+        write_at(file.fd, self._head(stored, place), 0)
 
-    def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
-        """Yield each block, coded on all cores, and the bytes of its contents."""
+    def _coded(self, pieces: Pieces) -> Iterator[tuple[str, bytes, int]]:
+        """Yield each block, coded on all cores: its tensor, its bytes, and the number of those of its contents."""
         num_threads, encoder = num_cores(), _LocalEncoder()
-        under_way: deque[tuple[Future[bytes], int]] = deque()
+        under_way: deque[tuple[str, Future[bytes], int]] = deque()
         with ThreadPoolExecutor(num_threads) as coders:
-            for block, itemsize in self._blocks(pieces):
-                under_way.append((coders.submit(encoder.encode, block, itemsize), len(block)))
+            for name, block, itemsize in self._blocks(pieces):
+                under_way.append((name, coders.submit(encoder.encode, block, itemsize), len(block)))
                 if len(under_way) > 2 * num_threads:
-                    coded, nbytes = under_way.popleft()
-                    yield coded.result(), nbytes
-            for coded, nbytes in under_way:
-                yield coded.result(), nbytes
+                    name, coded, nbytes = under_way.popleft()
+                    yield name, coded.result(), nbytes
+            for name, coded, nbytes in under_way:
+                yield name, coded.result(), nbytes
 
-    def _blocks(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
+    def _blocks(self, pieces: Pieces) -> Iterator[tuple[str, bytes, int]]:
         for tensor in self.tensors:
             itemsize, rest = DTYPE_SIZES[tensor.dtype], bytearray()
             source = iter(pieces(tensor))
             for start, end, _ in blocks_of(0, tensor.nbytes, itemsize, *self._sizes[tensor.name]):
                 while len(rest) < end - start:
                     rest += next(source)
-                yield bytes(rest[: end - start]), itemsize
+                yield tensor.name, bytes(rest[: end - start]), itemsize
                 del rest[: end - start]
             for _ in source:  # raises ValueError at its end if there is more
                 pass
@@ -588,7 +598,7 @@ def pack(
         raise ConfigError(f"another run is writing {partial}. Hint: wait for it, or name another target.")
 
     with rewrite.locked(refuse):
-        if not any(partial.glob(f"{STATE_NAME}*")) and (found := sorted(entry.name for entry in partial.iterdir())):
+        if not any(partial.glob(f"{NOTE_NAME}*")) and (found := sorted(entry.name for entry in partial.iterdir())):
             raise ConfigError(
                 f"{partial} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away."
             )

@@ -42,7 +42,14 @@ from mlx_flash.files import check_regular, read_regular
 from mlx_flash.folders import cache_directory
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.blocks import LOGICAL_START
-from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord, absent_shards
+from mlx_flash.storage.safetensors import (
+    INDEX_NAME,
+    MAX_METADATA_BYTES,
+    Checkpoint,
+    TensorRecord,
+    absent_shards,
+    make_head,
+)
 
 _watching = threading.RLock()
 
@@ -399,7 +406,7 @@ def stock_folder(directory: Path, checkpoint: Checkpoint) -> Iterator[Path]:
                 (private.path / path.name).symlink_to(path.resolve())
         stand_ins = []
         for name, shard in paths.items():
-            path = private.path / f"model-{name.removesuffix(shard.path.suffix)}.safetensors"
+            path = private.path / f"model-{name}"
             if shard.blocks is None:
                 path.symlink_to(shard.path.resolve())
             else:
@@ -426,9 +433,9 @@ def write_stand_in(
     for name, (dtype, shape, offsets) in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
     end = max((offsets[1] for _, _, offsets in tensors.values()), default=0)
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(nbytes - 8 - end)
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end)
+    head = make_head(header, nbytes=nbytes - end)
+    path.write_bytes(head)
+    os.truncate(path, len(head) + end)
 
 
 def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> set[str]:

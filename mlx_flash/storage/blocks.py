@@ -1,29 +1,20 @@
-"""Files of compressed tensors: their head, and the table of their blocks.
+"""Compressed tensors: the blocks of their bytes, coded, and the table of these blocks.
 
-Such a file has a *logical* layout, that of a safetensors file with the same tensors. Offsets of tensors, rows and
-reads are logical ones everywhere. Only the table knows where the coded blocks lie.
+A compressed file is a safetensors file whose tensors are the coded bytes of others, one block after another. Its
+metadata has the header of those others, and for each the bytes of a block, of a run, and of each coded block. Blocks
+begin anew with each run of a tensor's bytes, such as an expert of a stack. All blocks of a run have the same size, but
+for the last one.
 
-| bytes | contents |
-| --- | --- |
-| 8 | ``MLXFLASH`` |
-| 8, 8, 8 | bytes of the header, number of blocks, CRC-32 of header and table; all numbers are little-endian |
-| header | JSON: ``format``, the safetensors ``header``, and ``blocks``: bytes of a tensor's blocks and runs |
-| 4 x number of blocks | the table: bytes of each coded block |
-| | zeros up to a whole page of 4096 bytes, then the blocks, one after another |
-
-The blocks of a tensor begin anew with each run of its bytes, such as an expert of a stack. All blocks of a run have the
-same size, but for the last one.
+Offsets of tensors, rows and reads are those of an uncompressed file everywhere, the *logical* ones. Only the table
+knows where coded blocks lie.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-import struct
 import time
-import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,13 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from mlx_flash.errors import ConfigError, HeaderError, ReadError
-from mlx_flash.files import open_regular
+from mlx_flash.errors import ConfigError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
-COMPRESSED_SUFFIX = ".flash"
-MAGIC = b"MLXFLASH"
-FORMAT = 1
 LOGICAL_START = 16 * 1024
 """Logical offset of the first tensor."""
 
@@ -50,11 +37,6 @@ BLOCK_BYTES = 512 << 10
 
 MARGIN = 64 << 10
 """A coded block is longer than its contents by less than this."""
-
-_HEAD = struct.Struct("<8sQQQ")
-_PAGE = 4096
-_MOST_BYTES = 1 << 30
-_AGAIN = "Hint: copy it again, or pack the model again."
 
 
 class BlockTable:
@@ -107,55 +89,6 @@ def blocks_of(
     for run in range(start, start + nbytes, run_bytes):
         stop = min(run + run_bytes, start + nbytes)
         yield from ((at, min(at + block_bytes, stop), itemsize) for at in range(run, stop, block_bytes))
-
-
-def make_head(header: dict[str, Any], sizes: array[int]) -> bytes:
-    """Return everything before the blocks. Its length depends on the number of sizes, not on their values."""
-    text, table = json.dumps({"format": FORMAT, **header}, separators=(",", ":")).encode(), sizes.tobytes()
-    head = _HEAD.pack(MAGIC, len(text), len(sizes), zlib.crc32(table, zlib.crc32(text))) + text + table
-    return head.ljust(round_up(len(head), _PAGE), b"\0")
-
-
-def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of a tensor's blocks and runs, from the JSON of a head. Raises: HeaderError."""
-    blocks = header.get("blocks")
-    found = blocks.get(name) if isinstance(blocks, dict) else None
-    match found:
-        case [int(block), int(run)] if itemsize <= block <= BLOCK_BYTES and run > 0 and not (block | run) % itemsize:
-            return block, run
-    raise HeaderError(f"{path}: blocks and runs of {name!r} have {found} bytes, which is not possible. {_AGAIN}")
-
-
-def read_head(path: Path) -> tuple[dict[str, Any], array[int], int]:
-    """Read and check the head of a file. Return its JSON object, the bytes of each block, and where the first is."""
-    with open(open_regular(path), "rb", buffering=0) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size or not head.startswith(MAGIC):
-            raise HeaderError(f"{path}: it must start with {MAGIC!r}, it starts with {head[:8]!r}. {_AGAIN}")
-        _, text_bytes, num_blocks, checksum = _HEAD.unpack(head)
-        body_bytes = text_bytes + 4 * num_blocks
-        if body_bytes > min(nbytes, _MOST_BYTES):
-            raise HeaderError(f"{path}: its head promises {body_bytes} bytes, the file has {nbytes}. {_AGAIN}")
-        body = file.read(body_bytes)
-    if len(body) < body_bytes or zlib.crc32(body) != checksum:
-        raise HeaderError(f"{path}: the head is damaged: its checksum does not match. {_AGAIN}")
-    try:
-        header = json.loads(body[:text_bytes])
-    except (ValueError, RecursionError) as error:
-        raise HeaderError(f"{path}: the head is not valid JSON: {error}. {_AGAIN}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT or not isinstance(header.get("header"), dict):
-        raise HeaderError(f"{path}: the head is not of format {FORMAT}, which this version reads. {_AGAIN}")
-    sizes = array("I", body[text_bytes:])
-    if max(sizes, default=0) > BLOCK_BYTES + MARGIN:
-        raise HeaderError(f"{path}: a block of {max(sizes)} bytes is longer than its contents. {_AGAIN}")
-    data_start = round_up(_HEAD.size + body_bytes, _PAGE)
-    if nbytes != data_start + sum(sizes):
-        raise HeaderError(
-            f"{path}: it has {nbytes} bytes, its head promises {data_start + sum(sizes)}: the file is truncated or "
-            f"was changed. {_AGAIN}"
-        )
-    return header, sizes, data_start
 
 
 CODED_DTYPES = frozenset({"BF16", "F16", "F32"})

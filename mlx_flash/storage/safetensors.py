@@ -23,15 +23,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
 from mlx_flash.files import open_regular, read_regular
-from mlx_flash.storage.blocks import (
-    COMPRESSED_SUFFIX,
-    LOGICAL_START,
-    BlockTable,
-    block_sizes,
-    blocks_of,
-    num_blocks,
-    read_head,
-)
+from mlx_flash.memory.pagecache import round_up
+from mlx_flash.storage.blocks import BLOCK_BYTES, LOGICAL_START, MARGIN, BlockTable, blocks_of, num_blocks
 
 # fmt: off
 DTYPE_SIZES: Mapping[str, int] = {
@@ -79,6 +72,8 @@ class TensorRecord:
     def rows(self, start: int, stop: int) -> TensorRecord:
         """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0."""
         count, *rest = self.shape
+        if not 0 <= start <= stop <= count:
+            raise ValueError(f"rows {start} to {stop} of {self.name!r}, which has {count}")
         row_bytes = self.nbytes // count if count else 0
         place = self.path, self.offset + start * row_bytes, (stop - start) * row_bytes
         return TensorRecord(self.name, self.dtype, (stop - start, *rest), *place)
@@ -155,20 +150,23 @@ def read_shard(path: Path) -> Shard:
     Holes between tensors are accepted, although the format forbids them, because MLX loads such files.
     """
     try:
-        if path.suffix == COMPRESSED_SUFFIX:
-            return _read_compressed(path)
         with open(open_regular(path), "rb", buffering=0) as file:
             identity = identity_of(file.fileno())
             raw = _read_header(file, path)
     except OSError as fault:
         refuse_unreadable(path, "file", fault)
+    data_offset, table = _LENGTH_BYTES + len(raw), None
+    records, metadata = _records(path, _json_object(path, raw), data_offset, identity.nbytes)
+    if CODED in metadata:
+        records, metadata, table = _of_coded(path, records, _json_object(path, metadata[CODED].encode()))
+    return Shard(path, identity, data_offset, records, metadata, table)
+
+
+def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header: dict[str, Any] = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as fault:
+        return dict(json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys))
+    except (ValueError, TypeError, RecursionError) as fault:
         raise HeaderError(f"{path}: the header is not valid UTF-8 JSON: {fault}. {_AGAIN}") from fault
-    data_offset = _LENGTH_BYTES + len(raw)
-    records, metadata = _records(path, header, data_offset, identity.nbytes)
-    return Shard(path, identity, data_offset, records, metadata)
 
 
 def _records(
@@ -186,16 +184,42 @@ def _records(
     return tuple(records), metadata
 
 
-def _read_compressed(path: Path) -> Shard:
-    identity = identity_of(path)
-    head, sizes, data_start = read_head(path)
-    records, metadata = _records(path, head["header"], LOGICAL_START, _MAX_SIZE)
-    divided = [(record, *block_sizes(path, head, record.name, record.itemsize)) for record in records]
-    needed = sum(num_blocks(record.nbytes, *sizes_) for record, *sizes_ in divided)
-    if needed != len(sizes):
-        raise HeaderError(f"{path}: its tensors have {needed} blocks, its table has {len(sizes)}. {_AGAIN}")
-    blocks = (block for r, *sizes_ in divided for block in blocks_of(r.offset, r.nbytes, r.itemsize, *sizes_))
-    return Shard(path, identity, data_start, records, metadata, BlockTable(blocks, sizes, data_start))
+def _of_coded(
+    path: Path, coded: tuple[TensorRecord, ...], about: dict[str, Any]
+) -> tuple[tuple[TensorRecord, ...], Mapping[str, str], BlockTable]:
+    """Return the tensors that a compressed file has the coded bytes of, their metadata, and the table of blocks."""
+    header, divided = about.get("header"), about.get("blocks")
+    if not isinstance(header, dict) or not isinstance(divided, dict):
+        raise HeaderError(f"{path}: {CODED} holds no header and no blocks. {_AGAIN}")
+    records, metadata = _records(path, header, LOGICAL_START, _MAX_SIZE)
+    if [record.name for record in records] != [each.name for each in coded]:
+        raise HeaderError(f"{path}: {CODED} names other tensors than the file has. {_AGAIN}")
+    blocks, sizes, at = list[tuple[int, int, int]](), list[int](), coded[0].offset if coded else 0
+    for record, stored in zip(records, coded, strict=True):
+        found, item = divided.get(record.name), record.itemsize
+        match found:
+            case [int(block), int(run), *own] if (
+                item <= block <= BLOCK_BYTES
+                and run > 0
+                and not (block | run) % item
+                and len(own) == num_blocks(record.nbytes, block, run)
+                and all(type(size) is int and 0 < size <= BLOCK_BYTES + MARGIN for size in own)  # true is no size
+                and (stored.offset, stored.nbytes) == (at, sum(own))
+            ):
+                blocks += blocks_of(record.offset, record.nbytes, item, block, run)
+                sizes += own
+                at = stored.end
+            case _:
+                raise HeaderError(f"{path}: {record.name!r} cannot have the blocks {brief(found)}. {_AGAIN}")
+    return records, metadata, BlockTable(blocks, sizes, at - sum(sizes))
+
+
+def make_head(header: object, alignment: int = 1, nbytes: int = 0) -> bytes:
+    """Return the start of a safetensors file, up to its data: at least so many bytes, and a multiple of others."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = max(round_up(_LENGTH_BYTES + len(text), alignment), nbytes) - _LENGTH_BYTES
+    text = text[:-1].ljust(length - 1) + text[-1:]  # blanks behind it could hide that the length is damaged
+    return length.to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -287,11 +311,14 @@ def absent_shards(directory: Path) -> list[str]:
 STOCK_PATTERN = "model*.safetensors"
 """Names of the shards that mlx-lm loads."""
 
-COMPRESSED_NAME = f"compressed-{{number:05}}-of-{{count:05}}{COMPRESSED_SUFFIX}"
+COMPRESSED_NAME = "compressed-{number:05}-of-{count:05}.safetensors"
 PLAIN_NAME = "uncompressed-{number:05}-of-{count:05}.safetensors"
 """Names of the files of a compressed copy. mlx-lm finds no shard there, and says so."""
 
-_OWN = re.compile(rf"(compressed|uncompressed)-(\d{{5}})-of-(\d{{5}})({re.escape(COMPRESSED_SUFFIX)}|\.safetensors)")
+CODED = "mlx-flash"
+"""Key of a compressed file's metadata that tells what it has the coded bytes of (:mod:`mlx_flash.storage.blocks`)."""
+
+_OWN = re.compile(r"(compressed|uncompressed)-(\d{5})-of-(\d{5})\.safetensors")
 _HINT = "Hint: copy the folder again, or pack the model again."
 
 
@@ -307,6 +334,11 @@ def find_shards(directory: Path) -> list[Path]:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as fault:
         refuse_unreadable(directory, "folder", fault)
+    if old := next((name for name in names if name.endswith(".flash")), None):
+        raise CheckpointError(
+            f"{directory / old} was made by an earlier version of `mlx-flash pack`, in a format that is not read any "
+            "more. Hint: pack the model again."
+        )
     own = [name for name in names if _OWN.fullmatch(name)]
     if own:
         return _compressed(directory, names, own)
@@ -331,11 +363,11 @@ def _compressed(directory: Path, names: list[str], own: list[str]) -> list[Path]
     stock = next((name for name in names if Path(name).match(STOCK_PATTERN)), None)
     if stock is not None:
         raise CheckpointError(f"{directory} has both {own[0]} and {stock}. Hint: remove one kind, or pack again.")
-    kinds = {(match[1], match[4]): int(match[3]) for match in map(_OWN.fullmatch, own) if match}
-    wanted = {f"{k}-{i:05}-of-{count:05}{end}" for (k, end), count in kinds.items() for i in range(1, count + 1)}
+    kinds = {match[1]: int(match[3]) for match in map(_OWN.fullmatch, own) if match}
+    wanted = {f"{kind}-{i:05}-of-{n:05}.safetensors" for kind, n in kinds.items() for i in range(1, n + 1)}
     if missing := wanted.difference(own):
         raise CheckpointNotFoundError(f"{directory} lacks {min(missing)}, a part of a compressed copy. {_HINT}")
-    if sorted(kind for kind, _ in kinds) != ["compressed", "uncompressed"] or wanted != {*own}:
+    if sorted(kinds) != ["compressed", "uncompressed"] or wanted != {*own}:
         raise CheckpointNotFoundError(
             f"{directory} holds {brief(own)}, which are not the files of one compressed copy. {_HINT}"
         )

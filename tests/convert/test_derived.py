@@ -26,7 +26,7 @@ from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import derived
 from mlx_flash.convert import derived as copies
 from mlx_flash.convert.derived import adopt_derived, derived_directory, derived_parameters, list_copies, make_room
-from mlx_flash.convert.pack import TensorSpec
+from mlx_flash.convert.pack import NOTE_NAME, TensorSpec
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock
@@ -99,7 +99,7 @@ def test_a_copy_holds_what_was_computed_and_is_used_again(directory: Path, compu
             assert file.read(record.nbytes) == bytes(memoryview(array))  # type: ignore[arg-type]
     assert same_bits(logits(loaded.model), logits(stock(directory)))
 
-    os.utime(copy.folder / "copy.json", (1, 1))
+    os.utime(copy.folder / NOTE_NAME, (1, 1))
     again = adopt(directory)
     assert len(computed) == NUM_DERIVED
     assert not derived_parameters(again)
@@ -142,10 +142,10 @@ def test_no_room_is_told_and_leaves_all_as_it_was(
     assert record.levelname == "WARNING" and "0.00 GB to" in record.message and "is 0.0001" in record.message
     assert same_bits(logits(loaded.model), logits(stock(directory)))
     usage = shutil.disk_usage(directory)._replace(total=10**9, free=10**8 + 1000)
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert derived_parameters(adopt(directory))
     assert "a tenth" in caplog.text
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage._replace(free=10**8 + 10**7))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**8 + 10**7))
     assert not derived_parameters(adopt(directory))
 
 
@@ -165,8 +165,8 @@ def test_a_wrong_bit_of_a_copy_is_found(directory: Path) -> None:
     damaged: list[Path] = []
 
     def progress(done: int, total: int) -> None:
-        if done > total // 2 and not damaged:  # all is written, the first tensor was read back
-            damaged.extend(derived_directory().glob("*.partial/*.safetensors"))
+        if done >= total // 2 and not damaged:  # all is written, nothing was read back
+            damaged.extend(derived_directory().glob("*.partial/*.safetensors.partial"))
             flip(damaged[-1])
 
     with pytest.raises(WriteError, match="is not what was written"):
@@ -365,10 +365,10 @@ def flip(path: Path, at: int = -100) -> None:
         flip,
         lambda path: flip(path, 20),
         lambda path: os.truncate(path, path.stat().st_size - 1),
-        lambda path: (path.parent / "copy.json").unlink(),
-        lambda path: ((path.parent / "copy.json").unlink(), os.mkfifo(path.parent / "copy.json")),
-        lambda path: (path.parent / "copy.json").write_text("{"),
-        lambda path: (path.parent / "copy.json").write_text('{"files": [1]}'),
+        lambda path: (path.parent / NOTE_NAME).unlink(),
+        lambda path: ((path.parent / NOTE_NAME).unlink(), os.mkfifo(path.parent / NOTE_NAME)),
+        lambda path: (path.parent / NOTE_NAME).write_text("{"),
+        lambda path: (path.parent / NOTE_NAME).write_text('{"files": [1]}'),
     ],
 )
 def test_a_damaged_copy_is_written_again(directory: Path, damage: Any, computed: list[str]) -> None:
@@ -436,8 +436,8 @@ def fake_copy(name: str, nbytes: int, age: float, source: str = "/elsewhere") ->
     folder.mkdir(parents=True)
     (folder / "model-00001.safetensors").write_bytes(bytes(nbytes))
     manifest = {"source": source, "model": name, "files": {}}
-    copies.write_manifest(folder, manifest)
-    os.utime(folder / "copy.json", (time.time() - age, time.time() - age))
+    (folder / NOTE_NAME).write_text(json.dumps(manifest))
+    os.utime(folder / NOTE_NAME, (time.time() - age, time.time() - age))
     return folder
 
 
@@ -509,7 +509,7 @@ def test_the_command_lists_and_clears(directory: Path, capsys: pytest.CaptureFix
 
 def test_what_no_longer_says_what_it_is_can_be_cleared(capsys: pytest.CaptureFixture[str]) -> None:
     folder = fake_copy("strange", 10, 10)
-    (folder / "copy.json").write_text("[]")
+    (folder / NOTE_NAME).write_text("[]")
     text = command("list", capsys=capsys)
     assert "(cannot be read)" in text and "not complete" in text
     command("clear", capsys=capsys)

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache
 from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
 from mlx_flash import DiskKVCache
 from mlx_flash.convert import derived
-from mlx_flash.convert.derived import MANIFEST_NAME, adopt_derived, list_copies
-from mlx_flash.convert.pack import pack
+from mlx_flash.convert.derived import adopt_derived, list_copies
+from mlx_flash.convert.pack import NOTE_NAME, pack
 from mlx_flash.files import HeldLock, read_json_object
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
@@ -111,7 +111,7 @@ class DerivedCopy(Writer):
         except FileNotFoundError:
             return True  # another one has replaced it
         with lock:
-            files = read_json_object(folder / MANIFEST_NAME, 1 << 20).get("files", {})
+            files = read_json_object(folder / NOTE_NAME, 1 << 20).get("files", {})
             return all(
                 (folder / name).stat().st_size == size and tensors_of(folder) for name, (size, _) in files.items()
             )

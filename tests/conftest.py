@@ -38,7 +38,6 @@ QUICK = {
     "test_layout",
     "test_memory",
     "test_modelfile",
-    "test_monitor_experts",
     "test_placement",
     "test_pool",
     "test_residency_kv",

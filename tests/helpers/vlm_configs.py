@@ -38,22 +38,37 @@ VISION = {
 }
 PARTS = ("text", "vision", "audio", "projector", "perceiver")
 SMALL = TEXT | by_name(
+    (False, "enable_audio_output block_auto_adjust_ff_dim mamba_proj_bias"),
+    (True, "use_conv_bias"),
     (0, "num_kv_shared_layers pad_token_id"),
-    (1, "first_k_dense_replace n_group topk_group"),
-    (2, "num_global_layers mlp_ratio num_experts_per_tok linear_num_key_heads"),
-    (3, "depth num_layers n_layers"),
-    (4, "num_heads num_experts num_local_experts n_routed_experts linear_num_value_heads"),
-    (16, "sliding_window"),
-    (32, "hidden_size_per_layer_input q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim"),
-    (32, "v_head_dim linear_key_head_dim linear_value_head_dim"),
-    (64, "moe_intermediate_size shared_expert_intermediate_size"),
-    (128, "d_model embed_dim out_hidden_size projection_dim"),
-    (256, "intermediate_size_mlp"),
+    (1, "first_k_dense_replace n_group topk_group insert_layer_id moe_start_layer n_groups"),
+    (2, "num_global_layers mlp_ratio num_experts_per_tok linear_num_key_heads full_attention_interval n_kv_heads"),
+    (2, "_sliding_window_pattern num_attention_groups moe_top_k"),
+    (3, "depth num_layers n_layers layers vision_n_layers image_num_layers vt_num_hidden_layers"),
+    (4, "num_heads num_experts num_local_experts n_routed_experts linear_num_value_heads heads default_output_length"),
+    (4, "vision_n_heads moe_num_experts freq_allocation image_num_heads image_num_key_value_heads prefix_attn"),
+    (4, "vt_num_attention_heads"),
+    (16, "sliding_window laurel_rank rope_dim ssm_state_size"),
+    (32, "hidden_size_per_layer_input q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_channels"),
+    (32, "v_head_dim linear_key_head_dim linear_value_head_dim global_head_dim attention_head_dim image_head_dim"),
+    (32, "swa_v_head_dim mamba_head_dim"),
+    (56, "crop_size"),
+    (64, "moe_intermediate_size shared_expert_intermediate_size share_expert_dim"),
+    (
+        128,
+        "d_model embed_dim out_hidden_size projection_dim input_dim n_embed width proj_out_dim image_emb_dim conv_dim",
+    ),
+    (128, "projector_input_dim projector_output_dim vision_output_dim image_feature_size image_proj_hidden_size"),
+    (128, "output_size vision_dim moe_hidden_size image_dim_out block_dim conv_dim_out pixel_hidden_size"),
+    (128, "vt_hidden_size qkv_hidden_size vit_hidden_size"),
+    (224, "max_image_size"),
+    (256, "intermediate_size_mlp proj_inner_dim vision_inter_dim image_mlp_dim vt_intermediate_size"),
     (300, "vocab_size_per_layer_input"),
-    (512, "max_position_embeddings"),
+    (512, "max_position_embeddings mlp_hidden_size"),
+    (1e-5, "layer_norm_epsilon"),
     (10000.0, "rope_theta"),
 )
-TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
+TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id", "im_patch_id")
 OTHERS = {"video_token_id": 289, "video_token_index": 289, "vision_start_token_id": 288, "audio_token_id": 287}
 
 KINDS = {
@@ -68,42 +83,30 @@ KINDS = {
 # Architectures by their names
 
 PARTIAL_MROPE = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-QWEN_VISION = {
-    "depth": 3,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "out_hidden_size": 128,
-    "num_heads": 4,
-    "patch_size": 14,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [],
-}
-LINEAR = {"full_attention_interval": 2, "num_hidden_layers": 4}
+FULL_MROPE = {"type": "default", "mrope_section": [4, 6, 6]}
+QWEN_VISION = by_name((3, "depth"), (128, "hidden_size out_hidden_size"), (256, "intermediate_size"), (4, "num_heads"))
+QWEN_VISION |= {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+QWEN3_5 = {"text_config": {"num_hidden_layers": 4, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION}
 DEEPSEEK = {
     "text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
-    "vision_config": {"model_type": "vision", "layers": 3, "width": 128, "image_size": 64},
-    "projector_config": {"input_dim": 128, "n_embed": 128},
+    "vision_config": {"model_type": "vision", "image_size": 64},
 }
+DEEPSEEK_2 = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}
 PROJECTOR = {"input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu", "depth": 2}
-ERNIE_TEXT = {
-    "moe_num_experts": [4, 4],
-    "moe_layer_start_index": [1, 1],
-    "moe_layer_end_index": [2, 2],
-    "moe_intermediate_size": [64, 64],
-    "mrope_section": [6, 6, 4],
-    "freq_allocation": 4,
-}
-
-OMNI_TEXT = TEXT | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 64,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
-}
+OMNI_TEXT = TEXT | by_name((4, "num_experts"), (2, "num_experts_per_tok"), (1, "decoder_sparse_step"))
+OMNI_TEXT |= {"mlp_only_layers": [], "moe_intermediate_size": 64, "rope_theta": 10000.0, "rope_scaling": FULL_MROPE}
+OMNI_TEXT |= {"max_position_embeddings": 512}
+OMNI_AUDIO = by_name(
+    (2, "encoder_layers num_hidden_layers"), (4, "encoder_attention_heads"), (32, "downsample_hidden_size")
+)
+OMNI_AUDIO |= by_name((64, "d_model"), (128, "encoder_ffn_dim output_dim"))
+OMNI_TOKENS = {"image_token_id": IMAGE, "video_token_id": 289, "vision_start_token_id": 288, "audio_token_id": 287}
+GLM_MOE = by_name((False, "use_qk_norm attention_bias"), (True, "norm_topk_prob"), (1, "n_shared_experts"))
+XDROPE = {"type": "xdrope", "xdrope_section": [4, 4, 4, 4], "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1}
+MOLMO2 = by_name((128, "hidden_size"), (256, "intermediate_size"), (4, "num_attention_heads num_key_value_heads"))
+MOLMO2 |= {"head_dim": 32}
+KDA = {"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4}
+PHI_AUDIO = {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "aya_vision": {"text_config": {"sliding_window_pattern": 2, "num_hidden_layers": 4}},
@@ -113,31 +116,19 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
             "intermediate_size": [256] * 4,
-            "laurel_rank": 16,
         }
     },
     "gemma4": {
-        "text_config": {
-            "num_hidden_layers": 4,
-            "sliding_window_pattern": 2,
-            "_sliding_window_pattern": 2,
-            "global_head_dim": 32,
-        },
-        "vision_config": {"global_head_dim": 32, "num_key_value_heads": 4, "default_output_length": 4},
+        "text_config": {"num_hidden_layers": 4, "sliding_window_pattern": 2},
+        "vision_config": {"num_key_value_heads": 4},
     },
     "llama4": {
         "text_config": {"num_experts_per_tok": 1, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 0]},
         "vision_config": {
-            "pixel_shuffle_ratio": 0.5,
-            "norm_eps": 1e-5,
-            "projector_dropout": 0.0,
-            "projector_input_dim": 128,
-            "projector_output_dim": 128,
-            "vision_output_dim": 128,
-            "intermediate_size": 512,
-            "num_channels": 3,
-            "initializer_range": 0.02,
-            "vision_feature_layer": -1,
+            **by_name(
+                (0.5, "pixel_shuffle_ratio"), (1e-5, "norm_eps"), (0.0, "projector_dropout"), (3, "num_channels")
+            ),
+            **by_name((512, "intermediate_size"), (0.02, "initializer_range"), (-1, "vision_feature_layer")),
             "vision_feature_select_strategy": "default",
         },
     },
@@ -147,13 +138,10 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "eos_token_id": [1],
         "text_config": {
-            "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
+            **GLM_MOE,
+            "rope_scaling": FULL_MROPE,
             "partial_rotary_factor": 1.0,
-            "use_qk_norm": False,
-            "attention_bias": False,
-            "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
-            "n_shared_experts": 1,
         },
     },
     "llava_bunny": {"vision_config": {"image_size": 378}},
@@ -162,8 +150,6 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "text_config": {"cross_attention_layers": [1]},
         "vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 384},
     },
-    "moondream2": {"vision_config": {"crop_size": 56, "proj_out_dim": 128, "proj_inner_dim": 256}},
-    "plamo2vl": {"vision_config": {"image_feature_size": 128, "image_proj_hidden_size": 128}},
     "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 128},
     "paddleocr_vl": {"hidden_size": 1024},
     "granite4_vision": {
@@ -172,37 +158,17 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 1, 2, 2],
     },
     "inkling": {"vision_config": {"patch_size": 40}},
-    "jina_vlm": {"vision_config": {"vit_layers": [-1, -2], "output_size": 128}},
-    "deepseek_v4": {
-        "o_groups": 2,
-        "o_lora_rank": 32,
-        "index_n_heads": 4,
-        "index_head_dim": 64,
-        "qk_rope_head_dim": 16,
-        "vision_n_layers": 3,
-        "vision_dim": 128,
-        "vision_n_heads": 4,
-        "vision_inter_dim": 256,
-        "vision_downsample_ratio": 2,
-    },
+    "jina_vlm": {"vision_config": {"vit_layers": [-1, -2]}},
+    "deepseek_v4": by_name(
+        *((2, "o_groups vision_downsample_ratio"), (4, "index_n_heads"), (16, "qk_rope_head_dim")),
+        *((32, "o_lora_rank"), (64, "index_head_dim")),
+    ),
     "qwen3_omni_moe": {
-        "enable_audio_output": False,
         "thinker_config": {
             "text_config": OMNI_TEXT,
-            "vision_config": {**QWEN_VISION},
-            "audio_config": {
-                "d_model": 64,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 4,
-                "encoder_ffn_dim": 128,
-                "num_hidden_layers": 2,
-                "output_dim": 128,
-                "downsample_hidden_size": 32,
-            },
-            "image_token_id": 290,
-            "video_token_id": 289,
-            "vision_start_token_id": 288,
-            "audio_token_id": 287,
+            "vision_config": QWEN_VISION,
+            "audio_config": OMNI_AUDIO,
+            **OMNI_TOKENS,
         },
         "talker_config": {"text_config": OMNI_TEXT},
     },
@@ -213,187 +179,88 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "final_logit_softcapping": 30.0,
             "output_multiplier": 1.0,
-            "moe_hidden_size": 128,
         },
         "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
         "audio_config": {"hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4},
         "out_hidden_size": 512,
         "projector_hidden_size": 128,
     },
-    "step3p7": {
-        "text_config": {
-            "num_attention_groups": 2,
-            "moe_num_experts": 4,
-            "moe_top_k": 2,
-            "share_expert_dim": 64,
-            "moe_layers_enum": [1, 2],
-        },
-        "vision_config": {"width": 128, "layers": 3, "heads": 4, "mlp_ratio": 2.0},
-    },
-    "phi3_v": {"vision_config": {"image_dim_out": 128}},
-    "qwen3_5": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
-    "qwen3_5_moe": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
-    "qwen4_exp": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
+    "step3p7": {"text_config": {"moe_layers_enum": [1, 2]}, "vision_config": {"mlp_ratio": 2.0}},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+    "qwen4_exp": QWEN3_5,
     "lfm2_vl": {
-        "text_config": {
-            "layer_types": ["conv", "full_attention", "conv"],
-            "block_dim": 128,
-            "conv_dim": 128,
-            "conv_dim_out": 128,
-            "block_auto_adjust_ff_dim": False,
-        },
+        "text_config": {"layer_types": ["conv", "full_attention", "conv"]},
         "vision_config": {"num_patches": 16},
         "projector_hidden_size": 128,
     },
-    "hunyuan_vl": {
-        "text_config": {
-            "attention_head_dim": 32,
-            "rope_scaling": {
-                "alpha": 1000.0,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "factor": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "type": "xdrope",
-                "xdrope_section": [4, 4, 4, 4],
-            },
-        },
-        "vision_config": {"max_image_size": 224},
-    },
-    "minicpmv4_6": {"text_config": LINEAR, "insert_layer_id": 1, "image_size": 56},
+    "hunyuan_vl": {"text_config": {"rope_scaling": XDROPE | by_name((1.0, "factor mscale mscale_all_dim"))}},
+    "minicpmv4_6": {"text_config": {"num_hidden_layers": 4}, "image_size": 56},
     "deepseek_vl_v2": {**DEEPSEEK, "projector_config": PROJECTOR},
     "deepseekocr": DEEPSEEK,
-    "deepseekocr_2": {
-        **DEEPSEEK,
-        "vision_config": {
-            "model_type": "vision",
-            "width": {"qwen2-0-5b": {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}},
-        },
+    "deepseekocr_2": {**DEEPSEEK, "vision_config": {"model_type": "vision", "width": {"qwen2-0-5b": DEEPSEEK_2}}},
+    "ernie4_5_moe_vl": {
+        **by_name(([4, 4], "moe_num_experts"), ([1, 1], "moe_layer_start_index"), ([2, 2], "moe_layer_end_index")),
+        **by_name(([64, 64], "moe_intermediate_size"), ([6, 6, 4], "mrope_section")),
     },
-    "ernie4_5_moe_vl": {**ERNIE_TEXT, "im_patch_id": 290, "pixel_hidden_size": 128},
     "molmo": {
-        "text_config": {
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "mlp_hidden_size": 512,
-            "embedding_size": 300,
-            "additional_vocab_size": 8,
-        },
+        "text_config": {"n_heads": 4, "embedding_size": 300, "additional_vocab_size": 8},
         "vision_config": {
-            "hidden_size": 256,
+            **by_name((256, "hidden_size"), (17, "image_num_pos"), (588, "intermediate_size")),
             "image_default_input_size": [56, 56],
-            "image_emb_dim": 128,
-            "image_num_heads": 4,
-            "image_num_key_value_heads": 4,
-            "image_num_layers": 3,
-            "image_head_dim": 32,
-            "image_mlp_dim": 256,
-            "image_num_pos": 17,
-            "intermediate_size": 588,
             "vit_layers": [-2, -3],
         },
     },
     "molmo2": {
         "image_end_token_id": 289,
-        "image_patch_id": 290,
+        "image_patch_id": IMAGE,
         "text_config": {"additional_vocab_size": 8},
         "vision_config": {
             "vit_config": {
-                "hidden_size": 128,
-                "intermediate_size": 256,
+                **MOLMO2,
                 "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "head_dim": 32,
                 "image_num_pos": 16,
                 "image_default_input_size": [56, 56],
             },
-            "adapter_config": {
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "text_hidden_size": 128,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "head_dim": 32,
-                "vit_layers": [-1, -2],
-            },
+            "adapter_config": {**MOLMO2, "text_hidden_size": 128, "vit_layers": [-1, -2]},
         },
     },
-    "moondream3": {
-        "text_config": {"num_key_value_heads": 4, "rope_dim": 16, "moe_start_layer": 1, "prefix_attn": 4},
-        "vision_config": {"proj_out_dim": 128, "proj_inner_dim": 256, "crop_size": 56},
-    },
+    "moondream3": {"text_config": {"num_key_value_heads": 4}},
     "multi_modality": {
         "vision_config": {"cls": "", "params": {"image_size": 56}},
-        "projector_config": {
-            "cls": "MlpProjector",
-            "model_type": "projector",
-            "params": {"depth": 2, "input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu"},
-        },
+        "projector_config": {"cls": "MlpProjector", "model_type": "projector", "params": PROJECTOR},
     },
     "mimo_v2": {
         "text_config": {
             "hybrid_layer_pattern": [0, 1, 0],
             "moe_layer_freq": [0, 1, 1],
-            "swa_head_dim": 32,
-            "swa_v_head_dim": 32,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
             "partial_rotary_factor": 0.5,
+            **by_name((2, "swa_num_key_value_heads"), (4, "swa_num_attention_heads"), (32, "swa_head_dim")),
         },
-        "vision_config": {"qk_channels": 32, "fullatt_block_indexes": [0, 1, 2], "vit_window_attn_types": [-1, -1, -1]},
+        "vision_config": {"fullatt_block_indexes": [0, 1, 2], "vit_window_attn_types": [-1, -1, -1]},
     },
     "kimi_k3": {
-        "text_config": {
-            "linear_attn_config": {
-                "kda_layers": [1, 2],
-                "full_attn_layers": [3],
-                "num_heads": 4,
-                "head_dim": 32,
-                "short_conv_kernel_size": 4,
-            },
-            "num_key_value_heads": 4,
-            "num_experts": None,
-        },
-        "vision_config": {
-            "vt_num_attention_heads": 4,
-            "vt_num_hidden_layers": 3,
-            "vt_hidden_size": 128,
-            "vt_intermediate_size": 256,
-            "qkv_hidden_size": 128,
-            "mm_hidden_size": 128,
-            "text_hidden_size": 128,
-            "init_pos_emb_height": 8,
-            "init_pos_emb_width": 8,
-        },
+        "text_config": {"linear_attn_config": KDA, "num_key_value_heads": 4, "num_experts": None},
+        "vision_config": by_name(
+            (128, "text_hidden_size mm_hidden_size"), (8, "init_pos_emb_height init_pos_emb_width")
+        ),
     },
     "nemotron_h_nano_omni": {
-        "text_config": {
-            "hybrid_override_pattern": "M*-M",
-            "mamba_head_dim": 32,
-            "ssm_state_size": 16,
-            "n_groups": 1,
-            "layer_norm_epsilon": 1e-5,
-            "attention_bias": False,
-            "mamba_proj_bias": False,
-            "mlp_bias": False,
-            "use_bias": False,
-            "use_conv_bias": True,
-        },
-        "vit_hidden_size": 128,
+        "text_config": by_name(("M*-M", "hybrid_override_pattern"), (False, "attention_bias mlp_bias use_bias")),
         "projector_hidden_size": 128,
     },
     "phi4_siglip": {"mm_hidden_size": 128},
-    "phi4mm": {
-        "mm_hidden_size": 128,
-        "audio_processor": {
-            "config": {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}
-        },
-    },
+    "phi4mm": {"mm_hidden_size": 128, "audio_processor": {"config": PHI_AUDIO}},
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
 }
 """By architecture: entries that replace those of the generated configuration."""
+
+QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": 288}
+QWEN3_MOE = by_name(
+    (8, "num_experts"), (2, "num_experts_per_tok"), (1, "decoder_sparse_step"), (True, "norm_topk_prob")
+)
+QWEN3_MOE |= {"mlp_only_layers": [], "rope_theta": 1e4, "max_position_embeddings": 512, "tie_word_embeddings": False}
+QWEN3_MOE |= {"moe_intermediate_size": 1024}  # the smallest budget holds a part of the experts
 
 MODELS: dict[str, dict[str, Any]] = {
     "llava": {
@@ -402,28 +269,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
     },
     "qwen2_vl": TEXT
+    | QWEN_TOKENS
     | {
-        "image_token_id": IMAGE,
-        "vision_start_token_id": 288,
         "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
         "text_config": {},
-        "vision_config": {"depth": 3, "embed_dim": 128, "hidden_size": 128, "num_heads": 4, "patch_size": 14},
+        "vision_config": by_name((3, "depth"), (128, "embed_dim hidden_size"), (4, "num_heads"), (14, "patch_size")),
     },
-    "qwen3_vl_moe": {
-        "image_token_id": IMAGE,
-        "vision_start_token_id": 288,
+    "qwen3_vl_moe": QWEN_TOKENS
+    | {
         "text_config": TEXT
+        | QWEN3_MOE
         | {
             "model_type": "qwen3_vl_moe_text",
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": 1024,  # the smallest budget holds a part of the experts
-            "norm_topk_prob": True,
-            "rope_theta": 1e4,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
             "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
         },
         "vision_config": QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [1]},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +18,17 @@ import pytest
 from live import live
 from mlx_flash import FlashConfig
 from mlx_flash.config import GB
+from mlx_flash.errors import CheckpointError, RefusedError
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.plan import together_bytes
 from mlx_flash.server.batch import BatchOptions
-from mlx_flash.server.catalog import Source
+from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import End, Failed, Progress
 from mlx_flash.server.loaded import LoadedModel
+from mlx_flash.server.models import Models
+from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.room import EngineRoom
 from models import make_random_model
 from served import serving
 from waiting import eventually
@@ -195,3 +202,42 @@ def test_requests_one_after_another(small_models: list[str], kind: str) -> None:
             assert found[:2] == expected
         assert server.say("Hi") == found[0]  # from a kept cache
         assert server.say("Hi", stop=[found[0][1:3]]) == found[0][:1]
+
+
+# --- where the generation thread cannot load its model ----------------------------------------------------------------
+
+
+def new_room() -> EngineRoom:
+    config = FlashConfig()
+    return EngineRoom(Catalog([Source(name="x", base="x", config=config)], Source(config=config)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("owner", "name"), [(Ranks, "of_process"), (Models, "__init__"), (Models, "load")])
+def test_a_thread_that_dies_before_it_has_a_model_is_told(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    monkeypatch.setattr(owner, name, lambda *_: 1 / 0)
+    room = new_room()
+    with pytest.raises(RefusedError, match="the generation thread died"):
+        room.start()
+    assert not room.is_ready and not room.is_alive and not room.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_a_thread_that_loaded_nothing_is_waited_for_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX aborts the process if a thread ends while Python does, and Python joins a thread before it has ended."""
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+
+    def load(*_: Any) -> None:
+        libc.pthread_setspecific(key, ctypes.c_void_p(200_000))
+        raise CheckpointError("no model")
+
+    monkeypatch.setattr(Models, "load", load)
+    room = new_room()
+    monkeypatch.setattr(room, "_loaded", SimpleNamespace(put=lambda _: None, get=room._thread.join))
+    with pytest.raises(CheckpointError, match="no model"):
+        room.start()
+    assert not Path(f"/proc/self/task/{room._native_id}").exists()
+    libc.pthread_key_delete(key)

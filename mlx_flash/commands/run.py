@@ -372,10 +372,14 @@ class Conversation:
 
 
 def _picture(file: str) -> dict[str, str]:
+    _check_picture(file)
+    return picture_part(data_url(base64.b64encode(Path(file).read_bytes()).decode()), file)
+
+
+def _check_picture(file: str) -> None:
     from mlx_flash.vision.pictures import size_of
 
     size_of(Path(file), file)  # whose errors name the file
-    return picture_part(data_url(base64.b64encode(Path(file).read_bytes()).decode()), file)
 
 
 INFO = """
@@ -648,6 +652,8 @@ def _source(args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig)
             "Hint: run mlx_lm.chat, or remove the setting."
         )
     sees = is_vision(args, fetched(modelfile.base), prefers=False)
+    for file in args.image or ():
+        _check_picture(str(file))
     if sees and (modelfile.chat_template is not None or args.max_kv_size):
         raise ConfigError(
             f"{modelfile.base} sees, and mlx-vlm takes no TEMPLATE or --max-kv-size. "

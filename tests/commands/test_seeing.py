@@ -16,6 +16,7 @@ from mlx_flash import ConfigError, PictureError
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.doctor import doctor, plan
 from mlx_flash.commands.generate import generate
+from mlx_flash.commands.run import run as run_command
 from mlx_flash.commands.verify import EXIT_DIFFERS, verify
 from mlx_flash.commands.vision import is_vision
 from mlx_flash.vision import detect
@@ -132,6 +133,9 @@ def test_generate_refuses_flags_and_files_that_it_cannot_use(folder: Path, tmp_p
         run(generate, *words, tmp_path / "missing.png")
     with pytest.raises(PictureError, match=r"text.png is no picture of a known kind"):
         run(generate, *words, tmp_path / "text.png")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PictureError, match=r"missing.png does not exist"):
+        patch.setattr("mlx_flash.commands.run.Models.load", None)  # nothing is loaded before
+        run(run_command, folder, "What?", "--image", tmp_path / "missing.png")
 
 
 def test_plan_counts_towers(folder: Path) -> None:

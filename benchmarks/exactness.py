@@ -184,7 +184,7 @@ def copies(model: Path, kinds: Sequence[str], folder: Path) -> Iterator[tuple[Pa
         path, unfinished = folder / f"{model.name}-{kind}", folder / f"{model.name}-{kind}-unfinished"
         words = ["mlx_lm", "convert", "--hf-path", model, "--mlx-path", unfinished, "--quantize", "--q-bits", kind]
         if kind == "compressed":
-            words = ["mlx_flash", "pack", model, unfinished, "--compress-always"]
+            words = ["mlx_flash", "pack", model, unfinished, "--compress"]
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)

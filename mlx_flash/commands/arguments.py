@@ -307,8 +307,7 @@ SERVICE = (
 )
 PACK = (
     flag("target", "directory to make"),
-    flag("--compress", "compress what shrinks, if that is expected to pay on this machine"),
-    flag("--compress-always", "compress what shrinks"),
+    flag("--compress", "compress what shrinks; it pays where the disk is slower than the decoder"),
     JSON,
     YES,
 )

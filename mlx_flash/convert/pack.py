@@ -569,12 +569,11 @@ def pack(
     *,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
-    compress: Callable[[float], bool] | None = None,
+    compresses: bool = False,
 ) -> PackReport:
     """Write a checkpoint again, in streaming order, to a folder that does not exist, or is empty. Raises: FlashError.
 
-    Shards are cut between units only. ``compress`` is called with the share of the bytes that a compressed copy is
-    expected to take. True makes one, which stock mlx-lm does not load.
+    Shards are cut between units only. A copy that ``compresses`` what shrinks is not loaded by stock mlx-lm.
     """
     began = time.perf_counter()
     if shard_bytes <= 0:
@@ -585,11 +584,9 @@ def pack(
     state = state_of(checkpoint)
     layout = make_layout(load_lazily(source, checkpoint))
     units = streaming_order(layout, checkpoint)
-    ratios = {} if compress is None else worth_compressing(layout, checkpoint)
+    ratios = worth_compressing(layout, checkpoint) if compresses else {}
     saved = sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items())
     ratio = 1 - saved / max(checkpoint.nbytes, 1)
-    if compress is not None and not (ratios and compress(ratio)):
-        ratio, ratios = 1.0, {}
     tables = frozenset(record.name for unit in layout.embeddings for p in unit.large for record in p.records)
     rewrite = Rewrite(target, _plan_files(units, checkpoint, shard_bytes, tables, ratios), checkpoint, state)
     partial = rewrite.partial

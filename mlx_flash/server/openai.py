@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -316,53 +315,62 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 class Chunks(Writer):
     """A reply: a whole one, or a stream of chunks, each with a part of one answer. Usage counts each prompt once."""
 
-    names: ClassVar[tuple[str, str, str]]  # of its number, and of a whole reply and of a chunk
-
     def __init__(self, body: SamplingFields, num_answers: int, num_prompts: int = 1) -> None:
         self._wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        prefix, whole, part = self.names
-        self._head = head(prefix, part if body.stream else whole, body.model)
-        self._num_answers, self._num_prompts = num_answers, num_prompts
+        self._is_chat = isinstance(body, ChatRequest)
+        kind = f"chat.completion{'.chunk' if body.stream else ''}" if self._is_chat else "text_completion"
+        self._head = head("chatcmpl" if self._is_chat else "cmpl", kind, body.model)
+        self._num_prompts, self._num_calls = num_prompts, [0] * num_answers
         self._ends: dict[int, End] = {}
 
     def whole(self, wholes: list[Whole]) -> dict[str, Any]:
         choices = [
-            self._choice(i, self.message(whole), whole.tokens, whole.end.reason) for i, whole in enumerate(wholes)
+            self._choice(i, self._message(whole), whole.tokens, whole.end.reason) for i, whole in enumerate(wholes)
         ]
         return {**self._head, "choices": choices, "usage": usage_of([each.end for each in wholes], self._num_prompts)}
 
-    @abstractmethod
-    def message(self, whole: Whole) -> dict[str, Any]:
-        """Return a complete answer."""
+    def _message(self, whole: Whole) -> dict[str, Any]:
+        if not self._is_chat:
+            return {"text": whole.text}
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+        if whole.reasoning:
+            message["reasoning"] = whole.reasoning
+        if whole.calls:
+            message |= {"tool_calls": [_call(call) for call in whole.calls], "content": whole.text or None}
+        return {"message": message}
 
-    @abstractmethod
-    def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
-        """Return the part of an answer for an event, an empty one for None; None for events that have no part."""
-
-    @abstractmethod
-    def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
-        """Return details of the tokens of a part."""
+    def begin(self) -> Iterator[bytes]:
+        for number in range(len(self._num_calls) if self._is_chat else 0):
+            yield self._chunk(self._choice(number, {"delta": {"role": "assistant", "content": ""}}))
 
     def write(self, number: int, event: Event) -> Iterator[bytes]:
         """Yield the parts for an event. A comment shows how far the work before the next token is."""
         if isinstance(event, Progress):
             yield f": {event.stage} {event.done}/{event.total}\n\n".encode()
+        elif isinstance(event, Piece):
+            name = "content" if event.kind == "text" else "reasoning"
+            yield self._chunk(self._choice(number, self._part(**{name: event.text}), event.tokens))
+        elif isinstance(event, ToolCall):
+            call = {"index": self._num_calls[number], **_call(event)}
+            self._num_calls[number] += 1
+            yield self._chunk(self._choice(number, self._part(tool_calls=[call])))
         elif isinstance(event, End):
-            yield self._chunk(self._choice(number, self.part(number, None), reason=event.reason))
+            yield self._chunk(self._choice(number, self._part(), reason=event.reason))
             self._ends[number] = event
-            if len(self._ends) == self._num_answers:
+            if len(self._ends) == len(self._num_calls):
                 yield from self._close()
-        elif (part := self.part(number, event)) is not None:
-            yield self._chunk(self._choice(number, part, event.tokens if isinstance(event, Piece) else ()))
 
     def beat(self) -> bytes:
-        return self._chunk(self._choice(0, self.part(0, None)))
+        return self._chunk(self._choice(0, self._part()))
+
+    def _part(self, **delta: Any) -> dict[str, Any]:
+        return {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
 
     def _choice(
-        self, number: int, part: dict[str, Any] | None, tokens: Sequence[TokenDetail] = (), reason: str | None = None
+        self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
     ) -> dict[str, Any]:
-        logprobs = self.logprobs(tokens) if tokens else None
-        return {"index": number, **(part or {}), "logprobs": logprobs, "finish_reason": reason}
+        details = {"content": shown_logprobs(tokens), "refusal": None} if self._is_chat else _text_logprobs(tokens)
+        return {"index": number, **part, "logprobs": details if tokens else None, "finish_reason": reason}
 
     def _chunk(self, *choices: dict[str, Any]) -> bytes:
         return sent({**self._head, **({"usage": None} if self._wants_usage else {}), "choices": choices})
@@ -413,7 +421,7 @@ def chat(body: ChatRequest) -> Asked:
         one_call=body.parallel_tool_calls is False,
         continues=bool(body.continue_final_message),
     )
-    return Asked([asked], _MessageChunks(body, asked.num_choices), streams=bool(body.stream))
+    return Asked([asked], Chunks(body, asked.num_choices), streams=bool(body.stream))
 
 
 def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]]:
@@ -466,35 +474,15 @@ def shown_logprobs(tokens: Sequence[TokenDetail]) -> list[dict[str, Any]]:
     return [{**shown(chosen), "top_logprobs": [shown(chance) for chance in likeliest]} for chosen, *likeliest in tokens]
 
 
-class _MessageChunks(Chunks):
-    names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
-
-    def __init__(self, body: ChatRequest, num_answers: int) -> None:
-        super().__init__(body, num_answers)
-        self._num_calls = [0] * num_answers
-
-    def message(self, whole: Whole) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
-        if whole.reasoning:
-            message["reasoning"] = whole.reasoning
-        if whole.calls:
-            message |= {"tool_calls": [_call(call) for call in whole.calls], "content": whole.text or None}
-        return {"message": message}
-
-    def begin(self) -> Iterator[bytes]:
-        for number in range(len(self._num_calls)):
-            yield self._chunk(self._choice(number, {"delta": {"role": "assistant", "content": ""}}))
-
-    def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
-        if isinstance(event, Piece):
-            return {"delta": {"content" if event.kind == "text" else "reasoning": event.text}}
-        if isinstance(event, ToolCall):
-            self._num_calls[number] += 1
-            return {"delta": {"tool_calls": [{"index": self._num_calls[number] - 1, **_call(event)}]}}
-        return {"delta": {}} if event is None else None
-
-    def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
-        return {"content": shown_logprobs(tokens), "refusal": None}
+def _text_logprobs(tokens: Sequence[TokenDetail]) -> dict[str, Any]:
+    return {
+        "tokens": [chosen.text for chosen, *_ in tokens],
+        "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
+        "top_logprobs": [
+            None if chosen.logprob is None else {each.text: each.logprob for each in likeliest}
+            for chosen, *likeliest in tokens
+        ],
+    }
 
 
 def prompts_in(given: str | Sequence[Any]) -> list[str | list[int]]:
@@ -517,30 +505,8 @@ def complete(body: CompletionRequest) -> Asked:
     )
     prompts = prompts_in(body.prompt)
     asked = [replace(plain, prompt=each) if isinstance(each, str) else replace(plain, tokens=each) for each in prompts]
-    writer = _TextChunks(body, plain.num_choices * len(prompts), len(prompts))
+    writer = Chunks(body, plain.num_choices * len(prompts), len(prompts))
     return Asked(asked, writer, streams=bool(body.stream))
-
-
-class _TextChunks(Chunks):
-    names = ("cmpl", "text_completion", "text_completion")
-
-    def message(self, whole: Whole) -> dict[str, Any]:
-        return {"text": whole.text}
-
-    def part(self, number: int, event: Event | None) -> dict[str, Any] | None:
-        if isinstance(event, Piece):
-            return {"text": event.text}
-        return {"text": ""} if event is None else None
-
-    def logprobs(self, tokens: Sequence[TokenDetail]) -> dict[str, Any]:
-        return {
-            "tokens": [chosen.text for chosen, *_ in tokens],
-            "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
-            "top_logprobs": [
-                None if chosen.logprob is None else {each.text: each.logprob for each in likeliest}
-                for chosen, *likeliest in tokens
-            ],
-        }
 
 
 _NUM_TOGETHER = 64

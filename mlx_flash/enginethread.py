@@ -115,12 +115,15 @@ class _Call(Generic[T]):
 
 
 class _Here(threading.local):
-    """The work that the present thread does: that of the engine thread; None in all others."""
+    """The work that the present thread does: that of the engine thread; None in all others.
+
+    Layers ask it for ``is_to_end`` themselves: a call of :func:`check` for each is felt in a token.
+    """
 
     call: _Call[Any] | None = None
 
 
-_here = _Here()
+here = _Here()
 
 
 class _EngineThread(threading.Thread):
@@ -137,9 +140,9 @@ class _EngineThread(threading.Thread):
         try:
             with LoadingStreams().in_force():  # what is left to be computed may be computed by any thread
                 while (call := self.calls.get()) is not None:
-                    _here.call = self.call = call
+                    here.call = self.call = call
                     call.run()
-                    _here.call = self.call = None
+                    here.call = self.call = None
                     del call  # its result belongs to its caller
         finally:
             self.has_ended = True
@@ -166,7 +169,7 @@ def _forget() -> None:
     global _starting
     _starting = threading.Lock()
     _threads.clear()
-    _here.call = None
+    here.call = None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -204,7 +207,7 @@ def run(work: Callable[[], T]) -> T:
         BaseException: what the work raises; or what a signal handler, or a function that was told, raised here. Then
             the work has ended. After a second interrupt and :data:`UNDONE_SECONDS` it ends without its caller.
     """
-    if _here.call is not None:
+    if here.call is not None:
         return work()
     call, thread = _Call(work), _thread()
     if not thread.has_ended:
@@ -229,9 +232,9 @@ def leave(work: Callable[[], object]) -> None:
 
 
 def _do(call: _Call[Any]) -> None:
-    _here.call = call
+    here.call = call
     call.run()
-    _here.call = None
+    here.call = None
 
 
 def check() -> bool:
@@ -239,7 +242,7 @@ def check() -> bool:
 
     In :func:`whole`, nothing ends.
     """
-    call = _here.call
+    call = here.call
     if call is None:
         return False
     if call.is_to_end and not call.num_whole:
@@ -250,7 +253,7 @@ def check() -> bool:
 @contextmanager
 def whole() -> Iterator[None]:
     """Go on to the end of a block: what it changes cannot be put back."""
-    if (call := _here.call) is None:
+    if (call := here.call) is None:
         yield
         return
     call.num_whole += 1
@@ -265,7 +268,7 @@ def tell(news: Tell) -> None:
 
     What the function raises ends the work. It may use the model: such work is done after this one.
     """
-    if _here.call is None:
+    if here.call is None:
         news()
     else:
-        _here.call.news.put(news)
+        here.call.news.put(news)

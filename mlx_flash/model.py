@@ -300,7 +300,8 @@ class FlashLLM(ModelFacade):
             cache = make_prompt_cache(cast(nn.Module, self))
             return self._call(passes, token_call(call.arguments[0], cache, wants_logits=call.wants_logits))  # in parts
 
-        return self._life.run(compute, lambda: (call.arguments, call.keywords))
+        own = (call.arguments, call.keywords) if not call.is_plain else (call.tokens, arrays_of(call.cache or ()))
+        return self._life.run(compute, lambda: own)
 
     def row(
         self,

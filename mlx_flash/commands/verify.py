@@ -27,6 +27,7 @@ from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.status import plan_numbers
 from mlx_flash.errors import FileChangedError
+from mlx_flash.experts.pool import ABSENT
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
@@ -77,7 +78,7 @@ class ByteCheck:
         pool = engine.experts.pool if engine.experts is not None else None
         for number in range(len(pool.layers) if pool is not None else 0):
             assert pool is not None
-            for expert in np.flatnonzero(pool.ready(number)):
+            for expert in np.flatnonzero(pool.ready(number) != ABSENT):
                 self.segments(*pool.reads((number, int(expert))))
 
     def segments(self, segments: Sequence[Segment], memory: Buffer) -> None:

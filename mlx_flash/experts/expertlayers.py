@@ -9,8 +9,9 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import itemgetter
 from typing import Any, cast
 
@@ -19,8 +20,8 @@ import numpy as np
 
 from mlx_flash import enginethread
 from mlx_flash.compat.expertstacks import SORTED_SIZE, answered_by
-from mlx_flash.experts.pool import ABSENT, ExpertPool, Mask, Numbers
-from mlx_flash.experts.pooledstacks import PooledStacks, Routing, Stage, is_whole, join_rows
+from mlx_flash.experts.pool import ABSENT, ExpertPool, Numbers, Slots
+from mlx_flash.experts.pooledstacks import PooledStacks, Routing, Stage, join_rows
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, swap_class
 from mlx_flash.layout.trace import scores_of
@@ -49,24 +50,22 @@ class GuessedError(GuessEndedError):
     """The end of a speculative call: the router has chosen. Its only argument is their array, ``(..., top_k)``."""
 
 
-@dataclass(frozen=True)
-class Guess:
-    """The experts that a router would choose now, not evaluated."""
+Guess = list[mx.array]
+"""The experts that a router would choose now, ``(..., top_k)``, and if they can be observed its scores of them,
+``(tokens, top_k)``. Not evaluated."""
 
-    indices: mx.array  # ``(..., top_k)``
-    scores: mx.array | None  # the router's scores of them, ``(tokens, top_k)``; None when they cannot be observed
 
-    def ranks(self) -> dict[int, int]:
-        """Return for each expert the best rank that a token gave it, best first. Unknown ranks are 0."""
-        indices = np.array(self.indices)
-        if self.scores is None:
-            return dict.fromkeys(indices.reshape(-1).tolist(), 0)
-        ranks: dict[int, int] = {}  # in plain Python: calls of numpy cost more here
-        tokens = indices.reshape(-1, indices.shape[-1]).tolist()
-        for chosen, scores in zip(tokens, np.array(self.scores).tolist(), strict=True):
-            for rank, (_, expert) in enumerate(sorted(zip(scores, chosen, strict=True), reverse=True)):
-                ranks[expert] = min(rank, ranks.get(expert, rank))
-        return dict(sorted(ranks.items(), key=itemgetter(1)))
+def ranks_of(guess: Guess) -> dict[int, int]:
+    """Return for each expert the best rank that a token gave it, best first. Unknown ranks are 0."""
+    indices, *scores = map(np.array, guess)
+    if not scores:
+        return dict.fromkeys(indices.reshape(-1).tolist(), 0)
+    ranks: dict[int, int] = {}  # in plain Python: calls of numpy cost more here
+    tokens = indices.reshape(-1, indices.shape[-1]).tolist()
+    for chosen, of_chosen in zip(tokens, scores[0].tolist(), strict=True):
+        for rank, (_, expert) in enumerate(sorted(zip(of_chosen, chosen, strict=True), reverse=True)):
+            ranks[expert] = min(rank, ranks.get(expert, rank))
+    return ranks if len(tokens) == 1 else dict(sorted(ranks.items(), key=itemgetter(1)))
 
 
 class Odds:
@@ -101,8 +100,6 @@ class _Stack:
     route: tuple[Callable[..., mx.array], Callable[..., object]] | None = None
     is_asked: bool = False  # whether its router is called speculatively
     said: Any = None  # what the router's module returned then
-    # guesses that its next call will settle: the odds they count for, and the ranks of missing experts
-    unsettled: list[tuple[Odds, dict[int, int]]] = field(default_factory=list)
 
 
 class _Norm(SwappedClass):
@@ -160,6 +157,8 @@ class Lookahead:
         self._pool = pool
         self._stream = stream
         self._states = [_Stack(route=_route_of(stack)) for stack in stacks]
+        # Guesses that the next call of a stack will settle: the odds they count for, and the ranks of missing experts.
+        self.unsettled: list[list[tuple[Odds, dict[int, int]]]] = [[] for _ in stacks]
         self._early, self._late = Odds(least_odds), Odds(least_odds)
         if enabled:
             for layer in range(len(stacks) - 1):
@@ -196,7 +195,8 @@ class Lookahead:
             block(norm(residual))
         except GuessedError as guessed:
             indices: mx.array = guessed.args[0]
-            return Guess(indices, scores_of(state.said, indices, self._stacks[layer].num_experts))
+            scores = scores_of(state.said, indices, self._stacks[layer].num_experts)
+            return [indices] if scores is None else [indices, scores]
         except GuessEndedError:
             return None
         finally:
@@ -206,30 +206,28 @@ class Lookahead:
 
     def read(self, layer: int, guess: Guess, *, is_early: bool) -> None:
         """Evaluate a guess, and start to read the experts that a stack will probably need."""
-        table, odds = self._pool.slot_of[layer], self._early if is_early else self._late
-        missing, likely = dict[int, int](), list[int]()
-        for expert, rank in guess.ranks().items():
-            if table[expert] == ABSENT:
-                missing[expert] = rank
-                likely += [expert] * (rank < odds.num_good)
-        self._states[layer].unsettled.append((odds, missing))
+        ranks, odds = ranks_of(guess), self._early if is_early else self._late
+        missing = dict(compress(ranks.items(), self._pool.slot_of[layer][[*ranks]] == ABSENT))
+        if not missing:
+            return
+        self.unsettled[layer].append((odds, missing))
+        likely = [expert for expert, rank in missing.items() if rank < odds.num_good]
         most = int(self._pool.slots.num_slots * POOL_SHARE)
         if likely and most:
             self._pool.read_ahead(layer, likely, most, urgent=not is_early)
 
-    def settle(self, layer: int, experts: Numbers) -> None:
-        unsettled = self._states[layer].unsettled
-        needed = set(experts.tolist()) if unsettled else set()
-        for odds, missing in unsettled:
-            if missing:
-                odds.note(missing, needed)
-        unsettled.clear()
+    def settle(self, layer: int, needed: Collection[int]) -> None:
+        """Learn from the guesses of a call's experts which it needs."""
+        for odds, missing in self.unsettled[layer]:
+            odds.note(missing, set(needed))
+        self.unsettled[layer].clear()
 
     def let_go(self) -> None:
         """Drop the residuals and guesses of a pass that has failed."""
         for state in self._states:
             state.before = state.after = None
-            state.unsettled.clear()
+        for unsettled in self.unsettled:
+            unsettled.clear()
 
 
 def _route_of(stack: ExpertStack) -> tuple[Callable[..., mx.array], Callable[..., object]] | None:
@@ -248,8 +246,12 @@ class _Routed(SwappedClass):
     """A stack of experts whose calls go through the pool."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        run: Callable[..., mx.array] = self._flash_state if enginethread.check() else partial(hand_in, self)
-        return run(*args, **kwargs)
+        if (work := enginethread.here.call) is None:
+            return cast(mx.array, hand_in(self, *args, **kwargs))
+        if work.is_to_end:
+            enginethread.check()
+        result: mx.array = self._flash_state(*args, **kwargs)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ class _Begun:
 
     rows: mx.array  # ``(pairs, width)``; those of experts that were missing are of no use
     pairs: mx.array | None  # numbers of the (token, expert) pairs of the rows; None for all
-    ready: Mask  # for each expert whether it was in its slot
+    ready: Slots  # of the experts that were in their slots
 
 
 class Experts:
@@ -299,49 +301,65 @@ class Experts:
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
         """Compute tokens ``(..., width)`` with experts ``(..., top_k)`` of a layer. Raises: ReadError, IndexError."""
-        if self._stream.is_guessing:
+        stream, pool, ahead = self._stream, self.pool, self._ahead
+        if stream.is_guessing:
             raise GuessedError(indices)
-        if self._stream.wait_turn is not None and not self._stream.holds_units:
+        if stream.wait_turn is not None and not stream.holds_units:
             mx.eval(x, indices)
-            self._stream.wait_turn(("experts", layer))  # so that experts that several calls need are read once
+            stream.wait_turn(("experts", layer))  # so that experts that several calls need are read once
         next_guess = begun = None
         known = [indices]  # evaluated before anything is computed with them
+        takes_slots, num_slots, top_k = self._pooled.takes_slots[layer], pool.slots.num_slots, indices.shape[-1]
         is_small = indices.size < SORTED_SIZE
-        if is_small and self._stream.wait_turn is None:  # the last residual may be another call's
+        is_whole = x.size // x.shape[-1] * top_k == indices.size  # every token has experts of its own
+        if is_small and stream.wait_turn is None:  # the last residual may be another call's
             # A processor that computes a layer in less time than a guess takes would wait for the guess.
-            guess = self._ahead.guess(layer, is_early=False) if self._exact_rows else None
+            guess = ahead.guess(layer, is_early=False) if self._exact_rows else None
             if guess is not None:
-                mx.async_eval(guess.indices, guess.scores)
+                mx.async_eval(guess)
                 mx.async_eval(indices)  # the layer's attention computes while Python looks at the guess
-                self._ahead.read(layer, guess, is_early=False)
-            next_guess = self._ahead.guess(layer + 1, is_early=True)
-            if next_guess is not None:
-                known += [next_guess.indices, *([] if next_guess.scores is None else [next_guess.scores])]
-            begun = self._begin(layer, x, known, guess)
-        self._evaluate_pending(known)
+                ahead.read(layer, guess, is_early=False)
+            next_guess = ahead.guess(layer + 1, is_early=True)
+            known += next_guess or []
+            if takes_slots and is_whole and indices.size <= num_slots:
+                begun = self._begin(layer, x, known, guess)
+        pending, self._pending = self._pending, []  # dropped even after an error
+        mx.eval(known, pending)
+        del pending  # a prompt's are large
         routing = np.array(indices)
         counts = self._count(layer, routing)
         experts = counts.nonzero()[0]
         needed: list[int] = experts.tolist()
-        self.pool.stats.num_calls += 1
+        pool.stats.num_calls += 1
+        if ahead.unsettled[layer]:
+            ahead.settle(layer, needed)
+        num_tokens = max(1, routing.size // top_k)
         # Sorted calls on a GPU need all experts: CUDA's kernel for them ignores the gaps between slots.
-        is_exact = self._pooled.takes_slots[layer] and (self._exact_rows or is_small)
-        if is_exact and len(needed) <= self.pool.slots.num_slots:
-            late = self.pool.request(layer, needed)
+        if not takes_slots or not (self._exact_rows or is_small) or len(needed) > num_slots:
+            pool.stats.num_full += 1
+            pool.use(layer, experts, counts[experts], num_tokens)
+            hottest = sorted(needed, key=lambda i: -counts[i])
+            quota = max(1, 2 * num_slots // len(self.stacks))  # twice its share, since layers compete
+            return self._stage.run(layer, x, indices, hottest, quota)
+        late = pool.request(layer, needed)
+        if is_small:
+            self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _NUM_CALLS
+        pool.use(layer, experts, counts[experts], num_tokens)
+        if next_guess is not None and not self._exact_rows:  # nothing else happens until all experts are there
+            ahead.read(layer + 1, next_guess, is_early=True)
+        if begun is not None and begun.pairs is None and ABSENT not in begun.ready[experts]:
+            result = begun.rows.reshape(*routing.shape, -1)
+        else:
+            result = self._compute(layer, x, routing, begun, late, is_whole=is_whole)
             if is_small:
-                self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _NUM_CALLS
-            self._note(layer, routing, experts, counts[experts])
-            if next_guess is not None and not self._exact_rows:  # nothing else happens until all experts are there
-                self._ahead.read(layer + 1, next_guess, is_early=True)
-            result = self._compute(layer, x, routing, begun, experts, late)
-            if next_guess is not None and self._exact_rows:  # not before: it would delay the experts that rows wait for
-                self._ahead.read(layer + 1, next_guess, is_early=True)
-            return result
-        self.pool.stats.num_full += 1
-        self._note(layer, routing, experts, counts[experts])
-        hottest = sorted(needed, key=lambda i: -counts[i])
-        quota = max(1, 2 * self.pool.slots.num_slots // len(self.stacks))  # twice its share, since layers compete
-        return self._stage.run(layer, x, indices, hottest, quota)
+                # It computes while Python goes through the rest of the model. A prompt's results are large: they wait.
+                mx.async_eval(result)
+        self._pending.append(result)
+        if layer == len(self.stacks) - 1:
+            self._evaluate_pending()  # nothing of a pass waits for the next one
+        if next_guess is not None and self._exact_rows:  # not before: it would delay the experts that rows wait for
+            ahead.read(layer + 1, next_guess, is_early=True)
+        return result
 
     def _begin(self, layer: int, x: mx.array, known: list[mx.array], guess: Guess | None) -> _Begun | None:
         """Start to compute a small call before its indices are known, so that the processor need not wait for Python.
@@ -350,25 +368,21 @@ class Experts:
         is of no use. Where rows depend on each other's number, it computes all of them or none. ``known`` begins with
         the indices, goes on with what is evaluated with them, and gets the pairs of the rows.
         """
-        indices, num_slots = known[0], self.pool.slots.num_slots
-        if not self._pooled.takes_slots[layer] or indices.size > num_slots or not is_whole(x, indices):
-            return None
-        ready = self.pool.ready(layer)
-        if guess is None or guess.indices.size != indices.size:
+        indices, ready = known[0], self.pool.ready(layer)
+        if guess is None or guess[0].size != indices.size:
             num_late = int(indices.size * self._late_share)
         else:
-            num_late = int(np.count_nonzero(~ready[np.array(guess.indices)]))
+            num_late = ready[np.array(guess[0])].ravel().tolist().count(ABSENT)
         num_rows = indices.size - num_late  # of experts that will probably be there
-        if not num_rows or (num_rows < indices.size and not self._exact_rows):
+        if not num_rows or (num_late and not self._exact_rows):
             return None
-        table = np.where(ready, self.pool.slot_of[layer], num_slots).astype(np.uint32)
-        slots = mx.array(table)[mx.clip(indices, 0, len(table) - 1)]  # they are not checked yet
+        slots = mx.array(ready)[mx.clip(indices, 0, len(ready) - 1)]  # they are not checked yet
         pairs = None
-        if num_rows < indices.size:
-            pairs = mx.argsort(slots.reshape(-1))[:num_rows]
+        if num_late:
+            pairs = mx.argsort(slots.reshape(-1))[:num_rows]  # those without a slot last
             known.append(pairs)
         mx.async_eval(known)  # in a call of its own: whatever is evaluated with the rows has to wait for them
-        slots = mx.minimum(slots, num_slots - 1)
+        slots = mx.minimum(slots, self.pool.slots.num_slots - 1)
         if pairs is None:
             rows = self._pooled.run(layer, x, slots).reshape(num_rows, -1)
         else:
@@ -377,18 +391,12 @@ class Experts:
         return _Begun(rows, pairs, ready)
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
-        num_experts = self.stacks[layer].num_experts
-        lowest = int(routing.min(initial=0)) if routing.dtype.kind == "i" else 0
-        highest = int(routing.max(initial=0))
-        if lowest < 0 or highest >= num_experts:
-            asked = f"experts {lowest} to {highest}"
+        """Return for how many tokens each expert of a layer is needed. Raises: IndexError: there is no such expert."""
+        num_experts, flat = self.stacks[layer].num_experts, routing.reshape(-1)
+        if np.maximum.reduce(flat.view(f"u{flat.itemsize}"), initial=0) >= num_experts:  # negative ones are large so
+            asked = f"experts {flat.min()} to {flat.max()}"
             raise IndexError(f"'{self.stacks[layer].unit.name}' was asked for {asked}: it has {num_experts}")
-        return np.bincount(routing.reshape(-1), minlength=num_experts)
-
-    def _note(self, layer: int, routing: Routing, experts: Numbers, counts: Numbers) -> None:
-        """Tell look-ahead and pool which experts a call needs, and for how many tokens each."""
-        self._ahead.settle(layer, experts)
-        self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
+        return np.bincount(flat, minlength=num_experts)
 
     def _compute(
         self,
@@ -396,29 +404,19 @@ class Experts:
         x: mx.array,
         routing: Routing,
         begun: _Begun | None,
-        experts: Numbers,
         late: Sequence[int],
+        *,
+        is_whole: bool,
     ) -> mx.array:
         """Compute a call from the slots: rows that have begun, the needed experts, and those of them in flight."""
-        is_small = routing.size < SORTED_SIZE
-        rows: mx.array | None = None
-        if begun is not None and not self._exact_rows and begun.ready[experts].all():
-            rows = begun.rows
-        if rows is not None:
-            result = rows.reshape(*routing.shape, -1)
-        elif self._exact_rows and routing.size and is_whole(x, routing):
+        if self._exact_rows and routing.size and is_whole:
             # Each expert of a small call computes when it comes, but the last; those of a prompt when all have come.
-            parts, late = self._compute_parts(layer, x, routing, begun, late, 1 if is_small else len(late))
+            most_left = 1 if routing.size < SORTED_SIZE else len(late)
+            parts, late = self._compute_parts(layer, x, routing, begun, late, most_left)
             result = join_rows(parts, routing.shape)
         else:
-            result = self._pooled.run_routing(layer, x, routing)
+            result = self._pooled.run(layer, x, self._pooled.slots(layer, routing))
         self.pool.wait(layer, late)  # the part that computes with them is not evaluated yet
-        if is_small and rows is None:
-            # It computes while Python goes through the rest of the model. A prompt's results are large: they wait.
-            mx.async_eval(result)
-        self._pending.append(result)
-        if layer == len(self.stacks) - 1:
-            self._evaluate_pending()  # nothing of a pass waits for the next one
         return result
 
     def _compute_parts(
@@ -434,7 +432,7 @@ class Experts:
         if begun is not None:
             pairs = left if begun.pairs is None else cast("list[int]", begun.pairs.tolist())
             parts.append((begun.rows, pairs))
-            done = {pair for pair in pairs if begun.ready[experts[pair]]}
+            done = {pair for pair in pairs if begun.ready[experts[pair]] != ABSENT}
             left = [pair for pair in left if pair not in done]
         while True:
             absent, here, others = set(late), list[int](), list[int]()
@@ -480,6 +478,6 @@ class Experts:
         self._pending.clear()
         self._ahead.let_go()
 
-    def _evaluate_pending(self, others: Sequence[mx.array] = ()) -> None:
-        pending, self._pending = self._pending, []  # dropped even after an error: they may be of another thread
-        mx.eval(pending, others)
+    def _evaluate_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        mx.eval(pending)

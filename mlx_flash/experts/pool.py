@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
@@ -31,7 +32,11 @@ _MOST_USES = 1 / (1 - 2 ** (-1 / HALF_LIFE))
 """The sum of the uses of an expert that every pass needs."""
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+Slots = np.ndarray[Any, np.dtype[np.uint32]]
+"""Numbers of slots, as MLX takes them for indices. An expert without one has :data:`ABSENT`, which is more than any."""
+
+ABSENT = 2**32 - 1
 
 
 class Uses:
@@ -53,8 +58,8 @@ class Uses:
         self._now = 0.0
         self._last = -1
 
-    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Numbers) -> None:
-        """Count a call of a layer: distinct experts, how many tokens each computes, and their slots, if not negative.
+    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Slots) -> None:
+        """Count a call of a layer: distinct experts, how many tokens each computes, and their slots.
 
         Tokens of one call count as if they were spread evenly over as many passes.
         """
@@ -65,7 +70,8 @@ class Uses:
         weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
         sums = self._sums[layer]
         found = sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
-        self._in_slots[slots[slots >= 0]] = found[slots >= 0]
+        is_there = slots != ABSENT
+        self._in_slots[slots[is_there]] = found[is_there]
 
     def enter(self, slot: int, key: Expert) -> None:
         self.holders[slot] = key
@@ -113,7 +119,6 @@ class Uses:
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-ABSENT = -1
 
 
 @dataclass(slots=True)
@@ -192,8 +197,9 @@ class ExpertPool:
     ) -> None:
         self.slots = slots
         self.layers = layers
-        # By layer and expert.
-        self.slot_of: list[Numbers] = [np.full(len(layer.placements), ABSENT) for layer in layers]
+        # By layer and expert: the slots, and those of experts that are not in flight any more.
+        self.slot_of = [np.full(len(layer.placements), ABSENT, np.uint32) for layer in layers]
+        self._ready = [table.copy() for table in self.slot_of]
         self.stats = ExpertStats()
         self.poison = poison
         self.reader = reader
@@ -216,16 +222,13 @@ class ExpertPool:
         """Number of slots that hold experts, or may."""
         return self.slots.num_slots - self._num_cleared
 
-    def ready(self, layer: int) -> Mask:
-        """Return for each expert of a layer whether it is in its slot."""
-        in_flight = self._in_flight[layer]
-        if in_flight:
-            self._settle(layer, list(in_flight))
-        mask: Mask = self.slot_of[layer] != ABSENT
-        mask[list(in_flight)] = False
-        return mask
+    def ready(self, layer: int) -> Slots:
+        """Return the slots of the experts of a layer that are in them."""
+        if self._in_flight[layer]:
+            self._settle(layer, list(self._in_flight[layer]))
+        return self._ready[layer].copy()
 
-    def request(self, layer: int, experts: Sequence[int]) -> list[int]:
+    def request(self, layer: int, experts: list[int]) -> list[int]:
         """Start to read the missing ones of distinct experts, in the order of their files. Raises: ClosedError.
 
         All of them stay until the next request, or :meth:`clear_head`. Return those in flight, in the order of reads.
@@ -235,13 +238,16 @@ class ExpertPool:
         if in_flight:
             self._settle(layer, experts)
         missing = self.count(layer, experts)
-        if not self._free_slots(len(missing), lambda: self.spared(layer, experts)) and not self._free_slots(
-            len(missing), lambda: self.spared(layer, experts, ())
-        ):
-            raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
-        for expert in sorted(missing, key=self.layers[layer].placements.starts.__getitem__):
-            self._read((layer, expert), urgent=True)
-        self._held = self.slot_of[layer][list(experts)].tolist()
+        if missing:
+            if not self._free_slots(len(missing), lambda: self.spared(layer, experts)) and not self._free_slots(
+                len(missing), lambda: self.spared(layer, experts, ())
+            ):
+                raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
+            for expert in sorted(missing, key=self.layers[layer].placements.starts.__getitem__):
+                self._read((layer, expert), urgent=True)
+        self._held = self.slot_of[layer][experts].tolist()
+        if not in_flight:
+            return []
         needed = set(experts)
         late = [expert for expert in in_flight if expert in needed]
         for expert in late:
@@ -249,13 +255,13 @@ class ExpertPool:
                 in_flight[expert].hurry()
         return late
 
-    def read_ahead(self, layer: int, experts: Sequence[int], most: int, *, urgent: bool = False) -> None:
+    def read_ahead(self, layer: int, experts: list[int], most: int, *, urgent: bool = False) -> None:
         """Start to read experts that the next call of a layer may need, the likeliest first.
 
         Over all layers, at most ``most`` predicted experts have slots. Urgent reads are for a call that comes soon.
         """
-        table, num_left = self.slot_of[layer], most - sum(map(len, self._predicted))
-        missing = [expert for expert in experts if table[expert] == ABSENT][: max(0, num_left)]
+        num_left = most - sum(map(len, self._predicted))
+        missing = [*compress(experts, self.slot_of[layer][experts] == ABSENT)][: max(0, num_left)]
         self._free_slots(len(missing), lambda: self.spared(layer, experts))
         for expert in missing[: len(self._free)]:
             self._read((layer, expert), urgent=urgent)
@@ -269,7 +275,7 @@ class ExpertPool:
             for expert in experts:
                 if expert in in_flight:
                     self.stats.wait_seconds += in_flight[expert].wait()
-                    del in_flight[expert]
+                    self._arrive(layer, expert)
         except ReadError:
             for expert in list(in_flight):
                 self.leave((layer, expert))
@@ -282,26 +288,24 @@ class ExpertPool:
         self.wait(layer, came)
         return came
 
-    def count(self, layer: int, wanted: Sequence[int]) -> list[int]:
+    def count(self, layer: int, wanted: list[int]) -> list[int]:
         """Count the experts that a call of a layer needs. Return those that have no slots."""
-        stats, table, predicted = self.stats, self.slot_of[layer], self._predicted[layer]
-        missing = [expert for expert in wanted if table[expert] == ABSENT]
+        stats, predicted = self.stats, self._predicted[layer]
+        missing = [*compress(wanted, self.slot_of[layer][wanted] == ABSENT)]
         stats.num_routed += len(wanted)
         stats.num_hits += len(wanted) - len(missing)
-        stats.num_predicted_right += len(predicted.intersection(wanted))
-        predicted.clear()
+        if predicted:
+            stats.num_predicted_right += len(predicted.intersection(wanted))
+            predicted.clear()
         return missing
 
     def use(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
         """Count the uses of one call, as :meth:`Uses.add` does. The experts used most stay longest."""
-        slots = self.slot_of[layer][experts]
-        self._uses.add(layer, experts, counts, num_tokens, slots)
+        self._uses.add(layer, experts, counts, num_tokens, self.slot_of[layer][experts])
 
-    def spared(
-        self, layer: int, experts: Sequence[int], predicted: Sequence[Collection[int]] | None = None
-    ) -> set[int]:
+    def spared(self, layer: int, experts: list[int], predicted: Sequence[Collection[int]] | None = None) -> set[int]:
         """Return the slots of some experts, of held ones, and of predicted ones of any layer."""
-        slots = {*self._held, *self.slot_of[layer][list(experts)].tolist()}
+        slots = {*self._held, *self.slot_of[layer][experts].tolist()}
         for other, some in enumerate(self._predicted if predicted is None else predicted):
             if some:
                 slots.update(self.slot_of[other][list(some)].tolist())
@@ -352,6 +356,10 @@ class ExpertPool:
         self._uses.enter(slot, key)
         return slot
 
+    def _arrive(self, layer: int, expert: int) -> None:
+        del self._in_flight[layer][expert]
+        self._ready[layer][expert] = self.slot_of[layer][expert]
+
     def leave(self, key: Expert) -> None:
         layer, expert = key
         ticket = self._in_flight[layer].pop(expert, None)
@@ -359,7 +367,7 @@ class ExpertPool:
             ticket.cancel()
         self._predicted[layer].discard(expert)
         slot = int(self.slot_of[layer][expert])
-        self.slot_of[layer][expert] = ABSENT
+        self.slot_of[layer][expert] = self._ready[layer][expert] = ABSENT
         self._uses.leave(slot)
         if self.poison:
             self.slots.fill(slot, POISON)
@@ -375,7 +383,7 @@ class ExpertPool:
                 except ReadError:  # it is read again
                     self.leave((layer, expert))
                 else:
-                    del in_flight[expert]
+                    self._arrive(layer, expert)
 
     def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
         self._settle(layer, experts)
@@ -413,7 +421,7 @@ class ExpertPool:
                     break
                 self.stats.num_evicted += 1
                 self.leave(least[0])
-            slot = adopted[expert] = self._enter((layer, expert))
+            slot = adopted[expert] = self._ready[layer][expert] = self._enter((layer, expert))
             spared.add(slot)
         return adopted
 
@@ -436,7 +444,7 @@ class ExpertPool:
         before, going = self.slots.num_slots, range(num_slots, self.slots.capacity)
         self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
         self._uses.reorder()
-        num_leaving = sum([int(np.count_nonzero(table >= num_slots)) for table in self.slot_of])
+        num_leaving = len(self._uses.holders[num_slots:]) - self._uses.holders[num_slots:].count(None)
         leaving = self._uses.least(range(num_slots), num_leaving)
         others = iter(self._uses.least(going, num_leaving))
         for key in reversed(leaving):
@@ -453,7 +461,7 @@ class ExpertPool:
             to = self._free.pop()
             self.slots.touch(to)
             self.slots.memory(to)[:] = self.slots.memory(slot)
-            self.slot_of[key[0]][key[1]] = to
+            self.slot_of[key[0]][key[1]] = self._ready[key[0]][key[1]] = to
             self._uses.leave(slot)
             self._uses.enter(to, key)
         else:

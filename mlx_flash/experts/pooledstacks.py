@@ -112,13 +112,10 @@ class PooledStacks:
         result: mx.array = self._modules[layer](x, slots)
         return result
 
-    def run_routing(self, layer: int, x: mx.array, routing: Routing) -> mx.array:
-        return self.run(layer, x, self._slots(layer, routing))
-
     def run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: list[int]) -> mx.array:
         if len(pairs) == routing.size:
-            return self.run_routing(layer, x, routing).reshape(routing.size, -1)
-        slots = self._slots(layer, routing.reshape(-1)[pairs])
+            return self.run(layer, x, self.slots(layer, routing)).reshape(routing.size, -1)
+        slots = self.slots(layer, routing.reshape(-1)[pairs])
         return self.run_pairs(layer, x, slots, mx.array(pairs, mx.uint32), routing.shape[-1])
 
     def run_pairs(self, layer: int, x: mx.array, slots: mx.array, pairs: mx.array, top_k: int) -> mx.array:
@@ -128,12 +125,13 @@ class PooledStacks:
             return self.run(layer, tokens, slots[None])[0]
         return self.run(layer, tokens[pairs // top_k], slots[:, None])[:, 0]
 
-    def _slots(self, layer: int, experts: Routing) -> mx.array:
+    def slots(self, layer: int, experts: Routing) -> mx.array:
+        """Return the slots of experts, each of which has one."""
         slots = self.pool.slot_of[layer][experts]
-        if slots.size and not 0 <= slots.min() <= slots.max() < self.pool.slots.num_slots:
+        if np.maximum.reduce(slots, None, initial=0) >= self.pool.slots.num_slots:
             # A kernel would not say so.
             raise AssertionError(f"experts {experts} of stack {layer} are in slots {slots}")
-        return mx.array(slots.astype(np.uint32))
+        return mx.array(slots)
 
 
 def try_slots(module: nn.Module, first: Any) -> bool:
@@ -155,11 +153,6 @@ def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
     except RuntimeError:
         return False
     return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
-
-
-def is_whole(x: mx.array, indices: mx.array | Routing) -> bool:
-    """Return whether every token has experts of its own."""
-    return x.size // x.shape[-1] * indices.shape[-1] == indices.size
 
 
 def join_rows(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[int]) -> mx.array:
@@ -246,7 +239,7 @@ class Stage:
                     swap_class(matrix.module, _Staged, (self, matrix))
         return copy
 
-    def run(self, layer: int, x: mx.array, indices: mx.array, hottest: Sequence[int], quota: int) -> mx.array:
+    def run(self, layer: int, x: mx.array, indices: mx.array, hottest: list[int], quota: int) -> mx.array:
         """Compute tokens with a stack, and evaluate the result. Raises: ReadError.
 
         Of the needed experts, those of most tokens first, a quota is to be in the pool afterwards.

@@ -132,6 +132,7 @@ class Ticket:
         self._failed = len(reads.tasks)  # number of the first task that failed: of several errors, its own is told
         self._began_at = self._ended_at = 0.0
         self._in_flight = threading.Lock()  # held until all has ended
+        self.has_come = not reads.tasks  # every byte is there
         if reads.tasks:
             self._in_flight.acquire()
 
@@ -187,6 +188,7 @@ class Ticket:
                 self._failed, self._error = number, error
             self._drop()
         self._num_left -= 1
+        self.has_come = not self._num_left and self._error is None
         return not self._num_left
 
 

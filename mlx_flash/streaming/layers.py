@@ -44,8 +44,10 @@ class StreamedLayer(SwappedClass):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not enginethread.check():
+        if (work := enginethread.here.call) is None:
             return hand_in(self, *args, **kwargs)
+        if work.is_to_end:
+            enginethread.check()
         index, stream, compute_with = self._flash_state
         if stream.is_guessing:
             raise GuessEndedError
@@ -57,14 +59,14 @@ class StreamedLayer(SwappedClass):
             return result
         # What comes before is computed while we wait. MLX holds what is evaluated until it is computed, and copies a
         # cache that it holds when a layer adds to it. So caches are left out.
-        inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)]
-        mx.async_eval(inputs)
-        stream.acquire(index)
+        is_matrix = len(args) == 1 and not kwargs and isinstance(args[0], mx.array)
+        inputs = args if is_matrix else [each for each in (*args, *kwargs.values()) if isinstance(each, mx.array)]
+        stream.acquire(index, inputs)
         wait: Callable[[], None] | None = None
         try:
             result = compute_with(self, *args, **kwargs)
-            if isinstance(result, mx.array) and len(inputs) == len(args) + len(kwargs):
-                effects = [result, *inputs]  # of a single matrix, for which a search takes too long
+            if is_matrix and isinstance(result, mx.array):
+                effects = [result, *inputs]  # a search takes too long
             else:
                 effects = arrays_in(result, args, kwargs)
             if stream.computes_ahead:

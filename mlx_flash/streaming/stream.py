@@ -144,10 +144,11 @@ class WeightStream:
         for unit in self.units[: len(self._slots)]:
             unit.slot.ticket, unit.slot.unit = self._reader.start(unit.reads, unit.slot.arena.memory), unit
 
-    def acquire(self, index: int) -> None:
+    def acquire(self, index: int, inputs: Sequence[mx.array] = ()) -> None:
         """Wait until the unit's weights are in its slot; they stay until :meth:`release`. Raises: ReadError.
 
-        A unit whose release waits is released before, unless the weights are there while it is still computed.
+        Meanwhile its inputs are computed. A unit whose release waits is released before, unless the weights are there
+        while it is still computed.
         """
         unit = self.units[index]
         slot = unit.slot
@@ -162,12 +163,15 @@ class WeightStream:
                 self.release_computed()
         self.stats.num_acquired += 1
         self._last = unit  # in this order: see unit_states()
+        ticket = slot.ticket
         if slot.unit is not unit:
+            mx.async_eval(inputs)
             self.stats.num_unpredicted += 1
             self._read_now(unit)
-        elif slot.ticket is not None:
+        elif ticket is not None and not ticket.has_come:
+            mx.async_eval(inputs)
             try:
-                self.stats.wait_seconds += slot.ticket.wait()
+                self.stats.wait_seconds += ticket.wait()
             except ReadError:  # of a read ahead: the disk may work again since
                 self._read_now(unit)
         slot.ready_at = time.perf_counter()

@@ -97,8 +97,8 @@ def test_a_flipped_byte_in_a_slot_is_found(
     """The lowest bit of a weight, in one call only: it may round away in the output."""
     acquire, count = WeightStream.acquire, iter(range(1 << 30))
 
-    def spoiled(self: WeightStream, index: int) -> None:
-        acquire(self, index)
+    def spoiled(self: WeightStream, index: int, inputs: Sequence[mx.array] = ()) -> None:
+        acquire(self, index, inputs)
         if next(count) == 3:
             pieces = [piece for segment in self.units[index].reads.segments for piece in segment.pieces]
             piece = pieces[-1] if where == "last byte" else pieces[0]

@@ -303,7 +303,7 @@ def test_a_failed_token_is_not_computed_again(directories: Directories, monkeypa
         next(steps)
         calls: list[int] = []
 
-        def failing(index: int) -> None:
+        def failing(index: int, inputs: Sequence[mx.array]) -> None:
             calls.append(index)
             raise ReadError("a disk that was unplugged")
 

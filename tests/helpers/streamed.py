@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +39,10 @@ def failing_once(model: FlashLLM, number: int = 3) -> AbstractContextManager[Any
     stream = model.engine.stream  # type: ignore[union-attr]
     acquire, count = stream.acquire, iter(range(1 << 30))
 
-    def failing(index: int) -> None:
+    def failing(index: int, inputs: Sequence[mx.array] = ()) -> None:
         if next(count) == number:
             raise ReadError("a disk that was unplugged")
-        acquire(index)
+        acquire(index, inputs)
 
     return patch.object(stream, "acquire", failing)
 

@@ -25,6 +25,10 @@ class FakeTicket:
     def done(self) -> bool:
         return self not in self.reader.in_flight
 
+    @property
+    def has_come(self) -> bool:
+        return self.done()
+
     def done_by(self, moment: float) -> bool:
         if self.reader.is_quick and self.unit not in self.reader.failing:
             self.wait()

@@ -126,7 +126,7 @@ def in_flight(pool: ExpertPool) -> set[tuple[int, int]]:
 
 
 def bring(pool: ExpertPool, layer: int, *experts: int) -> None:
-    pool.wait(layer, pool.request(layer, experts))
+    pool.wait(layer, pool.request(layer, [*experts]))
 
 
 LAYERS = st.integers(0, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -202,9 +202,9 @@ def recorded(model: FlashLLM, *, is_quick: bool) -> Iterator[list[str]]:
     stream, events = model.engine.stream, list[str]()  # type: ignore[union-attr]
     acquire, release, done_by = stream.acquire, stream.release, Ticket.done_by
 
-    def acquiring(index: int) -> None:
+    def acquiring(index: int, inputs: Sequence[mx.array] = ()) -> None:
         events.append(str(index))
-        acquire(index)
+        acquire(index, inputs)
 
     def releasing(index: int, wait: Callable[[], None] | None = None) -> None:
         events.append("computed" if wait is None else "ahead")

@@ -165,7 +165,7 @@ def own_privates() -> set[str]:
                 names |= {node.attr} if ast.unparse(node.value) == "self" else set()
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-    return {name for name in names if name.startswith("_")}
+    return {"_replace", *(name for name in names if name.startswith("_"))}  # the one of named tuples
 
 
 PURE = {"isinstance", "len", "all", "any", "callable", "type", "set", "sorted", "empty"}

@@ -20,8 +20,7 @@ from mlx_flash import enginethread
 from mlx_flash.compat.caches import entries_of, refuses_single_tokens
 from mlx_flash.enginethread import Progress
 from mlx_flash.kv.checkpoints import Checkpoints
-from mlx_flash.kv.diskcache import PooledCache
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import KVPool, OnDisk, PooledCache
 from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks import is_elsewhere
@@ -246,7 +245,7 @@ class Lane:
             self.others = [entry for entry in others if not is_elsewhere(entry)]
         kinds = {*map(type, self.own), *map(type, self.others)}
         is_fused = not any(issubclass(kind, QuantizedKVCache) for kind in kinds)
-        self.lengths = [entry.rows.store.length for entry in self.own]
+        self.lengths = [vars(entry)["disk"].length if entry.is_on_disk else vars(entry)["offset"] for entry in self.own]
         lengths = [*(self.lengths if is_fused else [entry.offset for entry in self.own])]
         lengths += map(_num_attended, self.others)
         num_tokens, batch_size = sum([call.num_tokens for call in calls]), first.batch_size
@@ -266,16 +265,15 @@ class Lane:
     @property
     def pools(self) -> set[KVPool]:
         """The pools of its own caches: one, unless a program made them one by one."""
-        return {entry.rows.pool for entry in self.own}
+        return {entry.pool for entry in self.own}
 
 
 def _quantized_row(entry: Any) -> int:
     """Return the bytes of a token of all sequences in an entry; 0 if it is not quantized, or empty."""
     if not isinstance(entry, QuantizedKVCache):
         return 0
-    if isinstance(entry, PooledCache):
-        layout = entry.rows.store.layout
-        return 0 if layout is None else layout.token_bytes
+    if isinstance(entry, OnDisk):
+        return entry.disk.layout.token_bytes
     return 0 if entry.keys is None else nbytes_in(entry) // int(entry.keys[0].shape[2])
 
 

@@ -13,7 +13,7 @@ from mlx_flash.engine.engine import Lending
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvledger import KVLedger, Way
-from mlx_flash.kv.kvpool import Adding, KVPool, LayerRows
+from mlx_flash.kv.kvpool import Adding, KVPool, PooledCache
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.arena import active_memory, commits_lazily
@@ -182,14 +182,14 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
 
 def _adding(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Adding:
     """Return the tokens that calls add to caches of the pool."""
-    step, tokens = 0, dict[LayerRows, tuple[int, int]]()
+    step, tokens = 0, dict[PooledCache, tuple[int, int]]()
     for lane in lanes:
         if lane.own:
             rows, new = plan.kv.rows, lane.tokens
             step, num_new = max(step, new.num_at_once // new.batch_size), new.num_tokens // new.batch_size
             known = rows if len(rows) == len(lane.own) else [max(rows, default=0)] * len(lane.own)
             for entry, nbytes in zip(lane.own, known, strict=True):
-                tokens[entry.rows] = num_new, new.batch_size * nbytes
+                tokens[entry] = num_new, new.batch_size * nbytes
     return Adding(tokens, step)
 
 

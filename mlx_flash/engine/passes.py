@@ -25,7 +25,8 @@ from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to, trimmable
-from mlx_flash.kv.diskcache import PooledCache, arrays_of
+from mlx_flash.kv.diskcache import arrays_of
+from mlx_flash.kv.kvpool import OnDisk
 from mlx_flash.kv.owed import Debt, Owed, owed_to
 from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
 from mlx_flash.layout.parts import body_of, head_of
@@ -327,7 +328,7 @@ class Passes:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
         if self._chain is not None:
             return "how many are guessed depends on measured times, which differ between ranks"
-        if any(isinstance(entry, PooledCache) and entry.rows.disk is not None for entry in cache):
+        if any(isinstance(entry, OnDisk) for entry in cache):
             return "keys and values are on disk"
         return self._refusal(cache)
 

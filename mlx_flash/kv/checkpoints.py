@@ -12,13 +12,12 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.diskcache import PooledCache
-from mlx_flash.kv.memory import MemoryRows, shortened
+from mlx_flash.kv.kvpool import OnDisk, shortened
 from mlx_flash.layout.reachable import arrays_in
 
 PutBack = Callable[[], None]
 
-_TRIMMABLE = (PooledCache, KVCache, QuantizedKVCache)
+_TRIMMABLE = (KVCache, QuantizedKVCache)
 """Classes of caches from which any number of the last tokens can be removed."""
 
 
@@ -50,7 +49,7 @@ def checkpoint(entry: Any, found: Any = None) -> PutBack:
     that have grown since are cut: on GPUs the kernel of attention, and so its last bits, may depend on whether keys
     fill their buffer.
     """
-    if isinstance(entry, PooledCache | KVCache | QuantizedKVCache):
+    if isinstance(entry, _TRIMMABLE):
         offset, capacity = entry.offset, _capacity(entry)
 
         def trim() -> None:
@@ -106,22 +105,16 @@ def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
 
 def _capacity(entry: Any) -> int:
     """Return the number of tokens that the buffers of an entry have room for; 0 if it has none in memory."""
-    if isinstance(entry, PooledCache):
-        return entry.rows.memory.capacity
+    if isinstance(entry, OnDisk):
+        return 0
     return max([array.shape[2] for array in arrays_in([entry.keys, entry.values])], default=0)
 
 
 def _shrink_to(entry: Any, capacity: int) -> None:
     """Cut the buffers of an entry that have grown."""
-    if capacity >= _capacity(entry):
-        return
-    if not isinstance(entry, PooledCache):
+    if capacity < _capacity(entry):
         shorter = partial(shortened, length=capacity)
         entry.keys, entry.values = tree_map(shorter, (entry.keys, entry.values)) if capacity else (None, None)
-    elif capacity:
-        rows, memory = entry.rows, entry.rows.memory
-        arrays = [shortened(array, capacity) for array in memory.arrays]
-        rows.replace(MemoryRows(rows.options, arrays, memory.length))
 
 
 def _kept(value: Any) -> Any:

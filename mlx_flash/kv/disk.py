@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import WriteError
 from mlx_flash.files import close_all, free_bytes, write_at
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
-from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, runs, segments
 from mlx_flash.layout.reachable import Opaque
@@ -217,7 +215,8 @@ class DiskRows(Opaque):
     """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
 
     Attributes:
-        file: the layer's own.
+        file: the layer's own, from :meth:`begin` on.
+        layout: of the rows; without components before that.
         pages: in the order of their tokens.
         paged_tokens: number of tokens in them.
         length: number of all tokens.
@@ -225,15 +224,21 @@ class DiskRows(Opaque):
         expected: tokens after the pass, if parts of a prompt share it, this one's or another's; else 0.
     """
 
-    def __init__(self, file: LayerFile) -> None:
-        self.file = file
-        self.layout = file.layout
+    file: LayerFile
+
+    def __init__(self, new_file: Callable[[RowLayout], LayerFile]) -> None:
+        self._new_file = new_file
+        self.layout = RowLayout((), 1)
         self.expected = 0
         self.pages: tuple[FilePage, ...] = ()
         self.paged_tokens = self.length = self.capacity = 0
-        components, step = self.layout.components, self.layout.step
-        # room for a page; rows behind the last token mean nothing
-        self._tail: RowBytes = [np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components]
+        self._tail: RowBytes = []  # room for a page; rows behind the last token mean nothing
+
+    def begin(self, layout: RowLayout, file: LayerFile | None = None) -> None:
+        """Make the file, or share another's. Raises: WriteError."""
+        self.file = file or self._new_file(layout)
+        self._tail = [np.empty((c.heads, layout.step, c.width_bytes), np.uint8) for c in layout.components]
+        self.layout = layout
 
     @property
     def tail_bytes(self) -> int:
@@ -283,7 +288,9 @@ class DiskRows(Opaque):
 
     def fork(self) -> DiskRows:
         """Return a copy that shares the pages."""
-        other = DiskRows(self.file)
+        other = DiskRows(self._new_file)
+        if self.layout.components:
+            other.begin(self.layout, self.file)
         for mine, copy in zip(self._tail, other._tail, strict=True):
             copy[:] = mine
         other.pages, other.paged_tokens = self.pages, self.paged_tokens
@@ -312,12 +319,16 @@ def sessions_directory() -> Path:
 
 
 class KVFiles:
-    """The files of layers on disk, and the threads that read and write them. The first layer makes the folder."""
+    """The files of layers on disk, and the threads that read and write them. The first layer makes the folder.
+
+    Attributes:
+        num_layers: layers that went to disk.
+    """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
         self._options = options
         self.writer = WriteBehind(count=count_written)
-        self._numbers = count()
+        self.num_layers = 0
         self._folder: PrivateFolder | None = None
 
     @cached_property
@@ -333,21 +344,13 @@ class KVFiles:
         """Bytes of pages that were read."""
         return self._reader.stats.nbytes if self._folder is not None else 0
 
-    def write(self, memory: MemoryRows, new: Sequence[mx.array]) -> DiskRows:
-        """Write the rows of a layer to disk, page by page. Raises: WriteError.
-
-        ``new`` are arrays with the shapes of the first tokens, if there are no rows yet.
-        """
-        step = self._options.step
+    def new_file(self, layout: RowLayout) -> LayerFile:
+        """Make the file of a layer. Raises: WriteError."""
         if self._folder is None or not self._folder.path.is_dir():  # somebody may have removed the old one
             self._folder = PrivateFolder(self._options.directory or sessions_directory())
-        path, layout = self._folder.path / f"layer-{next(self._numbers)}.kv", memory.layout or RowLayout.of(new, step)
-        disk = DiskRows(LayerFile(path, layout, self._reader, self.writer))
-        while disk.length < memory.length:
-            disk.append(disk.layout.to_rows(memory.read(disk.length, min(disk.length + step, memory.length))))
-            disk.file.flush()  # memory is short: nothing waits
-        disk.capacity, disk.expected = memory.had_capacity, memory.expected
-        return disk
+        path = self._folder.path / f"layer-{self.num_layers}.kv"
+        self.num_layers += 1
+        return LayerFile(path, layout, self._reader, self.writer)
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""

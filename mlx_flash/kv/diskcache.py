@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -17,151 +17,23 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.caches import CacheKinds
-from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import CheckpointError, ConfigError
 from mlx_flash.kv.history import merged, pass_on
-from mlx_flash.kv.kvpool import CacheGroup, KVPool, LayerRows
-from mlx_flash.kv.memory import MemoryRows, append_pair
+from mlx_flash.kv.kvpool import CacheGroup, KVPool, OnDisk, PooledCache, pair
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.safetensors import read_shard
-
-C = TypeVar("C", bound="PooledCache")
 
 
 def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
     """Return every array of a prompt cache that is in memory. Those of common entries need no search."""
     found: list[mx.array] = []
     for entry in cache:
-        if isinstance(entry, PooledCache):
-            store = entry.rows.store
-            found += store.arrays if isinstance(store, MemoryRows) else ()
-        elif type(entry) in (KVCache, RotatingKVCache):
+        if type(entry) in (DiskKVCache, KVCache, RotatingKVCache):
             found += [] if entry.keys is None else [entry.keys, entry.values]
         else:
             found += arrays_in(entry)
     return found
-
-
-class PooledCache:
-    """A cache of one layer, plain or quantized, whose rows belong to a pool.
-
-    Its sizes are computed from the rows, so none can contradict them.
-    """
-
-    rows: LayerRows
-    _form: ClassVar[tuple[str, ...]] = ()
-    """Attributes that follow the offset in ``state``."""
-
-    @property
-    def offset(self) -> int:
-        """Position of the next token."""
-        return self.rows.store.length
-
-    @property
-    def pool(self) -> KVPool:
-        """The pool that the cache shares with others."""
-        return self.rows.pool
-
-    @property
-    def is_on_disk(self) -> bool:
-        """True when the pages are on disk."""
-        return self.rows.disk is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, shared ones included. Those on disk do not count."""
-        store = self.rows.store
-        return store.nbytes if isinstance(store, MemoryRows) else store.tail_bytes
-
-    def size(self) -> int:
-        """Return the number of tokens."""
-        return self.offset
-
-    def empty(self) -> bool:
-        """Return whether the cache never held a token."""
-        return self.rows.store.layout is None
-
-    def trim(self, n: int) -> int:
-        """Remove up to ``n`` of the newest tokens. Return how many were removed."""
-        n = max(0, min(self.offset, n))
-        if n:
-            self.rows.truncate(self.offset - n)
-        return n
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """Return all tokens."""
-        return pair(self.rows.fetch())
-
-    @property
-    def keys(self) -> Any:
-        """Keys with the room behind them, a triple if they are quantized. Those on disk are read."""
-        return pair(buffers(self.rows))[0]
-
-    @property
-    def values(self) -> Any:
-        """Values with the room behind them, as the keys."""
-        return pair(buffers(self.rows))[1]
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """Keys, values, offset, and what else mlx-lm's class has there.
-
-        Keys and values are None when mlx-lm asks only in order to evaluate them, and they are on disk.
-        """
-        arrays = [] if self.is_on_disk and evaluates_only() else contents(self.rows)
-        return *pair(arrays), self.offset, *[getattr(self, name) for name in self._form]
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        keys, values, offset, *form = state
-        for name, value in zip(self._form, form, strict=True):
-            setattr(self, name, value)
-        if keys is not None:
-            self.rows.set(_flat(keys, values), offset)
-
-    def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
-        key, is_alone = (KVPool, id(self.pool)), not memo  # else the list that it is in was noted first
-        if key not in memo:  # caches that are copied together belong to one list
-            memo[key] = CacheGroup(), {}
-        group, copies = memo[key]
-        if self.rows not in copies:
-            copies |= self.pool.fork(self.rows, group, is_alone=is_alone)
-        other = type(self).__new__(type(self))
-        other.rows = copies[self.rows]
-        for name in self._form:
-            setattr(other, name, getattr(self, name))
-        pass_on(self, other)
-        return other
-
-
-def buffers(rows: LayerRows) -> list[mx.array]:
-    """Return the buffers in memory, with the room behind the tokens; read the arrays that are on disk."""
-    return rows.memory.arrays or contents(rows)
-
-
-def contents(rows: LayerRows) -> list[mx.array]:
-    """Return arrays that the caller may keep: those in a slot are copied."""
-    if rows.store.layout is None:
-        return []
-    found = rows.fetch()
-    if rows.disk is not None:
-        found = [mx.contiguous(array) for array in found]
-        mx.eval(found)
-    return found
-
-
-def pair(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-    """Return keys and values: an array each, a triple each if they are quantized, None each if there are none."""
-    if not arrays:
-        return None, None
-    half = len(arrays) // 2
-    return (arrays[0], arrays[1]) if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))
-
-
-def _flat(keys: Any, values: Any) -> list[mx.array]:
-    """Return the arrays of :func:`pair`."""
-    return [keys, values] if isinstance(keys, mx.array) else [*keys, *values]
 
 
 class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
@@ -189,7 +61,6 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         directory: the folder for files, which is created; None for the cache folder.
         max_tokens: only None, for every token: mlx-lm's ``RotatingKVCache`` keeps the last ones, in memory.
         cache_dir: another name of the folder.
-        rows: storage that a pool has made. With it the other arguments are not used.
 
     Raises:
         ConfigError: ``max_tokens`` is given.
@@ -202,7 +73,6 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         max_tokens: int | None = None,
         *,
         cache_dir: str | Path | None = None,
-        rows: LayerRows | None = None,
     ) -> None:
         if max_tokens is not None:
             raise ConfigError(
@@ -210,35 +80,26 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
                 "Hint: mlx_lm.models.cache.RotatingKVCache(max_size) keeps the last ones."
             )
         directory = cache_dir if directory is None else directory
-        self.rows = rows or _rows_on_disk(None if directory is None else Path(directory).expanduser())
+        super().__init__()
+        _pool_of(None if directory is None else Path(directory).expanduser()).add(self, CacheGroup(), 0)
+        self.offload()
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)``. Return all. Raises: as its rows do."""
-        rows = self.rows
-        with rows.pool.lock:
-            store = rows.store
-            if isinstance(store, MemoryRows) and not rows.goes_to_disk:
-                return append_pair(store, keys, values)
-            all_keys, all_values = rows.append([keys, values])
-            return all_keys, all_values
+    state = KVCache.state.setter(PooledCache.set_state)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        """Return a cache of quantized keys and values in the same pool. This one must not be used afterwards."""
-        rows = self.pool.new_rows(self.rows.group, self.rows.index)
-        cache = DiskQuantizedKVCache(rows, group_size, bits)
-        if not self.empty():
-            arrays = _quantized(self.rows.fetch(), group_size, bits)
-            # the next call makes room, when this cache is dropped
-            rows.replace(MemoryRows(rows.options, arrays, self.rows.length))
+        """Return a cache of quantized keys and values in the same pool. This one must not be used afterwards.
+
+        The next call makes room for it, when this one is dropped.
+        """
+        cache = self.as_stock().to_quantized(group_size, bits)
+        mx.eval(cache.keys, cache.values)
         pass_on(self, cache)
-        return cache
+        return _pooled(cache, self.pool, self.group, self.index)
 
     def as_stock(self) -> KVCache:
         """Return mlx-lm's own cache with the same contents, all in memory."""
         cache = KVCache()
-        if not self.empty():
-            cache.keys, cache.values = contents(self.rows)
-            cache.offset = self.offset
+        cache.state = self.state
         return cache
 
     @classmethod
@@ -246,42 +107,53 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         """Return mlx-lm's cache of a batch, in memory."""
         if len(caches) > 1 and all(cache.empty() for cache in caches):  # of each layer of each sequence that begins
             return BatchKVCache([0] * len(caches))
-        return merged([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches], caches)
+        return merged([c.as_stock() if isinstance(c, _OnDisk) else c for c in caches], caches)
 
 
 class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
     """mlx-lm's ``QuantizedKVCache`` whose tokens may be on disk."""
 
-    _form = ("group_size", "bits")
+    form = ("group_size", "bits")
+    state = QuantizedKVCache.state.setter(PooledCache.set_state)
 
-    def __init__(self, rows: LayerRows, group_size: int = 64, bits: int = 8) -> None:
-        self.rows = rows
-        self.group_size = group_size
-        self.bits = bits
 
+class _OnDisk(OnDisk, DiskKVCache):
+    pass
+
+
+class _QuantizedOnDisk(OnDisk, DiskQuantizedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all, as triples."""
-        return pair(self.rows.append(_quantized([keys, values], self.group_size, self.bits)))
+        new = [
+            part for rows in (keys, values) for part in mx.quantize(rows, group_size=self.group_size, bits=self.bits)
+        ]
+        return pair(self.append(new))
 
 
-# mlx-lm's functions for saving write down the name of the class, and those for loading look it up among mlx-lm's.
-DiskKVCache.__name__ = KVCache.__name__
-DiskQuantizedKVCache.__name__ = QuantizedKVCache.__name__
-
-
-def _quantized(arrays: Sequence[mx.array], group_size: int, bits: int) -> list[mx.array]:
-    return [part for array in arrays for part in mx.quantize(array, group_size=group_size, bits=bits)]
+for _kind, _elsewhere in ((DiskKVCache, _OnDisk), (DiskQuantizedKVCache, _QuantizedOnDisk)):
+    # mlx-lm's functions for saving write down the name of the class, and those for loading look it up among mlx-lm's.
+    _elsewhere.__name__ = _kind.__name__ = _kind.__mro__[2].__name__
+    _kind.kind_in_memory, _kind.kind_on_disk = _kind, _elsewhere
 
 
 _pools: weakref.WeakValueDictionary[Path | None, KVPool] = weakref.WeakValueDictionary()
 """The pool of all caches that were constructed with the same folder."""
 
 
-def _rows_on_disk(directory: Path | None) -> LayerRows:
+def _pool_of(directory: Path | None) -> KVPool:
     pool = _pools.get(directory)
     if pool is None:
         pool = _pools[directory] = KVPool(KVOptions(directory=directory, always_on_disk=True))
-    return pool.new_rows(CacheGroup(), 0)
+    return pool
+
+
+def _pooled(entry: Any, pool: KVPool, group: CacheGroup, index: int) -> Any:
+    """Have a pool count a cache of mlx-lm's, the one at ``index`` of a list, from now on."""
+    entry.__class__ = DiskKVCache if type(entry) is KVCache else DiskQuantizedKVCache
+    pool.add(entry, group, index)
+    if pool.options.always_on_disk:
+        entry.offload()
+    return entry
 
 
 def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | None = None) -> list[Any]:
@@ -295,11 +167,12 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
     caches = list[Any](model_caches)
     for index, entry in enumerate(model_caches):
         if type(entry) in CacheKinds.plain:
-            caches[index] = DiskKVCache(rows=pool.new_rows(group, index))
+            plain = KVCache()
         elif type(entry) is QuantizedKVCache:
-            caches[index] = DiskQuantizedKVCache(pool.new_rows(group, index), entry.group_size, entry.bits)
+            plain = QuantizedKVCache(entry.group_size, entry.bits)
         else:
             continue
+        caches[index] = _pooled(plain, pool, group, index)
         if entry.keys is not None:
             caches[index].state = entry.state
     return caches

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_flash.compat.caches import is_window, token_fits
-from mlx_flash.kv.diskcache import PooledCache
-from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.kvpool import PooledCache, buffers_of
 from mlx_flash.kv.owed import OWED
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
@@ -36,12 +36,13 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
     if not cache or OWED in vars(cache[0]) or OWED in vars(cache[-1]):
         return False
     for entry in cache:
-        if not isinstance(entry, PooledCache):
-            if not token_fits(entry):
+        if type(entry) is DiskKVCache:  # no function is called for it
+            if (keys := entry.keys) is None or entry.offset >= keys.shape[2]:
                 return False
-            continue
-        store = entry.rows.store
-        if not isinstance(store, MemoryRows) or store.length >= store.capacity:
+        elif isinstance(entry, PooledCache):
+            if not (arrays := buffers_of(entry)) or entry.offset >= arrays[0].shape[2]:
+                return False
+        elif not token_fits(entry):
             return False
     return True
 

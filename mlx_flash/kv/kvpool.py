@@ -16,17 +16,21 @@ from functools import partial
 from itertools import count
 from math import inf
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from mlx_flash import enginethread
+from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import DiskRows, KVFiles
+from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.kvledger import KVLedger, Layers, Way, no_room
-from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions, queued_bytes
+from mlx_flash.kv.owed import owing, own_kind
+from mlx_flash.kv.pages import RowLayout
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.arena import commits_lazily
@@ -54,7 +58,7 @@ class Adding(NamedTuple):
         step: how many of them go through the model at a time.
     """
 
-    tokens: Mapping[LayerRows, tuple[int, int]]
+    tokens: Mapping[PooledCache, tuple[int, int]]
     step: int = 1
 
 
@@ -68,93 +72,267 @@ class CacheGroup:
     used_at: int = 0
 
 
-class LayerRows:
-    """The rows of one layer. Made by :meth:`KVPool.new_rows`.
+class PooledCache:
+    """mlx-lm's cache of one layer, plain or quantized, that a pool counts, and may send to disk.
 
-    What cannot change in one step is replaced as a whole, so that an error leaves the old rows or the new ones.
+    In memory it computes as mlx-lm's: a token calls nothing that is defined here. On disk the object has another
+    class, of :class:`OnDisk`. That class alone says where the tokens are, so one assignment moves them.
+
+    Passes of other sequences may move it while tokens are owed, so its pool looks at attributes with ``vars()``.
+
+    Attributes:
+        pool: the pool that the cache shares with others.
+        group: the list of caches that it belongs to.
+        index: its place in that list.
+        shortened: the capacity of the buffers after :meth:`shorten`, and before. MLX's kernels on CUDA depend on it, so
+            copies get it back.
     """
 
-    def __init__(self, pool: KVPool, group: CacheGroup, index: int) -> None:
-        self.pool = pool
-        self.options = pool.options
-        self.store: MemoryRows | DiskRows = MemoryRows(self.options)
-        self.group = group  # the list of caches that the layer belongs to
-        self.index = index  # its place in that list
-        self.goes_to_disk = self.options.always_on_disk  # with the next tokens, if it is not there
+    is_on_disk: ClassVar[bool] = False
+    form: ClassVar[tuple[str, ...]] = ()
+    """Attributes that follow the offset in ``state``."""
+    kind_in_memory: ClassVar[type[PooledCache]]
+    kind_on_disk: ClassVar[type[PooledCache]]
 
-    def offload(self, new: Sequence[mx.array] = ()) -> None:
-        """Go to disk: at once, or with the first tokens if there are none. Raises: WriteError."""
-        if new or self.memory.layout is not None:
-            self.replace(self.pool.files.write(self.memory, new))
-            self.pool.stats.num_offloaded += 1
-        self.goes_to_disk = True
+    pool: KVPool
+    group: CacheGroup
+    index: int
+    offset: int
+    shortened: tuple[int, int]
 
-    def replace(self, store: MemoryRows | DiskRows) -> None:
-        """Hold other rows from now on."""
-        self.store = store
-        self.goes_to_disk = isinstance(store, DiskRows) or self.options.always_on_disk
+    def offload(self) -> None:
+        """Go to disk: page by page, or with the first tokens if there are none. Raises: WriteError."""
+        held, step, arrays = vars(self), self.pool.options.step, buffers_of(self)
+        disk = DiskRows(self.pool.files.new_file)
+        if arrays:
+            disk.begin(RowLayout.of(arrays, step))
+            disk.capacity = capacity_of(self)
+        while disk.length < held["offset"]:
+            page = slice(disk.length, min(disk.length + step, held["offset"]))
+            disk.append(disk.layout.to_rows([array[..., page, :] for array in arrays]))
+            disk.file.flush()  # memory is short: nothing waits
+        held["disk"] = disk
+        become(self, type(self).kind_on_disk)
+        held.update(keys=None, values=None, offset=0)
 
-    @property
-    def memory(self) -> MemoryRows:
-        """The rows while they are in memory; empty while they are on disk."""
-        return self.store if isinstance(self.store, MemoryRows) else self.pool.no_rows
+    def set_state(self, state: Sequence[Any]) -> None:
+        """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
+        keys, values, offset, *form = state
+        for name, value in zip(type(self).form, form, strict=True):
+            setattr(self, name, value)
+        if keys is None:
+            return
+        pool = self.pool
+        with pool.lock:
+            pool.use([self.group])
+            mx.eval(keys, values)
+            vars(self).update(keys=keys, values=values, offset=offset, shortened=(0, 0))
+            become(self, type(self).kind_in_memory)
+            vars(self).pop("disk", None)
+            if pool.options.always_on_disk:
+                self.offload()
+            pool.fit(lambda: pool.memory_bytes, offset)
 
-    @property
-    def disk(self) -> DiskRows | None:
-        """The rows on disk; None while they are in memory."""
-        return self.store if isinstance(self.store, DiskRows) else None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.store.length
-
-    def append(self, new: Sequence[mx.array], *, fetches: bool = True) -> list[mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all.
-
-        On disk they take a slot and are returned if it ``fetches``. Raises: WriteError, ReadError.
-        """
-        with self.pool.lock:
-            self.pool.use([self.group])
-            if self.goes_to_disk and self.disk is None:
-                self.offload(new)
-            store = self.store
-            if isinstance(store, DiskRows):
-                store.capacity = self.options.capacity_after(store.length, store.capacity, new[0].shape[2])
-                if fetches:
-                    return self.pool.ring.append(store, new)
-                store.append(store.layout.to_rows(new))
-                return []
-            store.append(new)
-            return store.fetch()
-
-    def fetch(self) -> list[mx.array]:
-        """Return all tokens. Raises: ReadError."""
-        with self.pool.lock:
-            disk = self.disk
-            return self.memory.fetch() if disk is None else self.pool.ring.fetch(disk)
+    def append_rows(self, new: Sequence[mx.array]) -> None:
+        """Add tokens in the form of the buffers, ``(batch, heads, new tokens, width)`` for each."""
+        held, arrays = vars(self), buffers_of(self) or [array[..., :0, :] for array in new]
+        start, num_new = held["offset"], new[0].shape[2]
+        if start + num_new > arrays[0].shape[2]:
+            capacity = self.pool.options.capacity_after(start, 0, num_new)
+            arrays = [with_room(array, start, capacity) for array in arrays]
+        for array, rows in zip(arrays, new, strict=True):
+            array[..., start : start + num_new, :] = rows
+        mx.eval(arrays)
+        keys, values = pair(arrays)
+        held.update(keys=keys, values=values, offset=start + num_new)
 
     def read(self, start: int, stop: int) -> list[mx.array]:
-        """Return the rows of some tokens. Those on disk take no slot. Raises: ReadError."""
-        with self.pool.lock:
-            disk = self.disk
-            return self.memory.read(start, stop) if disk is None else disk.layout.to_arrays(disk.read(start, stop))
+        """Return the rows of some tokens, for each buffer."""
+        return [array[..., start:stop, :] for array in buffers_of(self)]
 
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from ``length`` on. Raises: ReadError."""
-        with self.pool.lock:
-            if (disk := self.disk) is not None:
-                self.pool.ring.forget(disk, length)
-            self.store.truncate(length)
+    def drop_room(self, num_new: int) -> None:
+        """Have buffers without room for new tokens grow behind the last token.
 
-    def set(self, arrays: Sequence[mx.array], length: int) -> None:
-        """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
+        mlx-lm's caches keep room that a trim to a multiple of their step left, and grow behind that.
+        """
+        arrays, length = buffers_of(self), vars(self)["offset"]
+        if arrays and length < arrays[0].shape[2] < length + num_new:
+            keys, values = pair([array[..., :length, :] for array in arrays])
+            vars(self).update(keys=keys, values=values)
+
+    def shorten(self) -> None:
+        """Give back the room behind the tokens, until others come."""
+        arrays, length, before = buffers_of(self), vars(self)["offset"], capacity_of(self)
+        if length and arrays:
+            keys, values = pair([shortened(array, length) for array in arrays])
+            vars(self).update(keys=keys, values=values, shortened=(length, before))
+
+    def copy_to(self, group: CacheGroup) -> Any:
+        """Return an evaluated copy for another list, with buffers of its own."""
+        held, kind = vars(self), own_kind(type(self))
+        copied: dict[str, Any] = {name: held[name] for name in kind.form}
+        if self.is_on_disk:
+            copied |= {"keys": None, "values": None, "offset": 0, "disk": held["disk"].fork()}
+        else:
+            arrays = [with_room(array, held["offset"], capacity_of(self)) for array in buffers_of(self)]
+            mx.eval(arrays)
+            keys, values = pair(arrays)
+            copied |= {"keys": keys, "values": values, "offset": held["offset"]}
+        other = kind.__new__(kind)
+        vars(other).update(copied)
+        self.pool.add(other, group, self.index)
+        pass_on(self, other)
+        return other
+
+    def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
+        key, is_alone = (KVPool, id(self.pool)), not memo  # else the list that it is in was noted first
+        if key not in memo:  # caches that are copied together belong to one list
+            memo[key] = CacheGroup(), {}
+        group, copies = memo[key]
+        if self not in copies:
+            copies |= self.pool.fork(self, group, is_alone=is_alone)
+        return cast(C, copies[self])
+
+
+C = TypeVar("C", bound=PooledCache)
+
+
+class OnDisk(PooledCache):
+    """A cache whose tokens are on disk, or go there with the first ones."""
+
+    is_on_disk = True
+    disk: DiskRows
+
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        """Position of the next token."""
+        return self.disk.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory. Those on disk do not count."""
+        return self.disk.tail_bytes
+
+    def empty(self) -> bool:
+        """Return whether the cache never held a token."""
+        return not self.disk.layout.components
+
+    def trim(self, n: int) -> int:
+        """Remove up to ``n`` of the newest tokens. Return how many were removed. Raises: ReadError."""
+        n = max(0, min(self.offset, n))
+        if n:
+            with self.pool.lock:
+                self.pool.ring.forget(self.disk, self.offset - n)
+                self.disk.truncate(self.offset - n)
+        return n
+
+    def append(self, new: Sequence[mx.array], *, fetches: bool = True) -> list[mx.array]:
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array, which take a slot if it ``fetches``.
+
+        Return all then. Raises: WriteError, ReadError.
+        """
+        pool, disk = self.pool, self.disk
+        with pool.lock:
+            pool.use([self.group])
+            if not disk.layout.components:
+                disk.begin(RowLayout.of(new, pool.options.step))
+            disk.capacity = pool.options.capacity_after(disk.length, disk.capacity, new[0].shape[2])
+            if fetches:
+                return pool.ring.append(disk, new)
+            disk.append(disk.layout.to_rows(new))
+            return []
+
+    def append_rows(self, new: Sequence[mx.array]) -> None:
+        self.append(new, fetches=False)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add tokens, ``(batch, heads, new tokens, width)``. Return all. Raises: WriteError, ReadError."""
+        return pair(self.append([keys, values]))
+
+    def read(self, start: int, stop: int) -> list[mx.array]:
+        """Return the rows of some tokens, which take no slot. Raises: ReadError."""
         with self.pool.lock:
-            self.pool.use([self.group])
-            self.replace(MemoryRows(self.options, arrays, length))
-            if self.options.always_on_disk:
-                self.offload()
-            self.pool.fit(lambda: self.pool.memory_bytes, length)
+            return self.disk.layout.to_arrays(self.disk.read(start, stop))
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return all tokens, in a slot. Raises: ReadError."""
+        with self.pool.lock:
+            return pair(self.pool.ring.fetch(self.disk))
+
+    @property
+    def keys(self) -> Any:
+        """A copy of the keys, a triple if they are quantized."""
+        return self._contents()[0]
+
+    @property
+    def values(self) -> Any:
+        """A copy of the values, as the keys."""
+        return self._contents()[1]
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Keys, values, offset, and what else mlx-lm's class has there.
+
+        Keys and values are None when mlx-lm asks only in order to evaluate them.
+        """
+        found = (None, None) if evaluates_only() else self._contents()
+        return *found, self.offset, *[getattr(self, name) for name in self.form]
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self.set_state(state)
+
+    def _contents(self) -> tuple[Any, Any]:
+        """Return arrays that the caller may keep."""
+        if self.empty():
+            return None, None
+        found = tree_map(mx.contiguous, self.keys_and_values())
+        mx.eval(found)
+        keys, values = found
+        return keys, values
+
+
+def become(entry: PooledCache, kind: type[PooledCache]) -> None:
+    """Change the class of a cache, which says the same of tokens that are owed."""
+    entry.__class__ = owing(kind) if type(entry) is not own_kind(type(entry)) else kind
+
+
+def buffers_of(entry: Any) -> list[mx.array]:
+    """Return the buffers of a cache in memory, with the room behind its tokens; none of one on disk."""
+    held = vars(entry)
+    keys, values = held["keys"], held["values"]
+    if keys is None:
+        return []
+    return [keys, values] if isinstance(keys, mx.array) else [*keys, *values]
+
+
+def capacity_of(entry: PooledCache) -> int:
+    """Return the tokens that the buffers of a cache in memory have room for, or had before they were shortened."""
+    arrays, (after, before) = buffers_of(entry), vars(entry)["shortened"]
+    capacity = int(arrays[0].shape[2]) if arrays else 0
+    return before if capacity == after else capacity
+
+
+def pair(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
+    """Return keys and values: an array each, a triple each if they are quantized, None each if there are none."""
+    if not arrays:
+        return None, None
+    half = len(arrays) // 2
+    return (arrays[0], arrays[1]) if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))
+
+
+def shortened(array: mx.array, length: int) -> mx.array:
+    """Return a copy of the first rows, ``(batch, heads, tokens, width)``; it is evaluated."""
+    found = mx.contiguous(array[..., :length, :])
+    mx.eval(found)
+    return found
+
+
+def with_room(array: mx.array, length: int, capacity: int) -> mx.array:
+    """Return a copy of the first rows of a buffer, with room for so many."""
+    half = length // 2  # MLX would not copy one part alone
+    room = mx.zeros((*array.shape[:2], capacity - length, array.shape[3]), array.dtype)
+    return mx.concatenate([array[..., :half, :], array[..., half:length, :], room], axis=2)
 
 
 def _spread(index: int) -> int:
@@ -182,8 +360,7 @@ class KVPool(Opaque):
         self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to offload a layer
         self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
-        self._by_number: weakref.WeakValueDictionary[int, LayerRows] = weakref.WeakValueDictionary()
-        self.no_rows = MemoryRows(options)  # in memory, of a layer on disk
+        self._by_number: weakref.WeakValueDictionary[int, PooledCache] = weakref.WeakValueDictionary()
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
@@ -194,21 +371,20 @@ class KVPool(Opaque):
         if options.always_on_disk:  # nobody closes these pools
             finalize(self, enginethread.leave, self.files.close)
 
-    def new_rows(self, group: CacheGroup, index: int) -> LayerRows:
-        """Return empty rows for the layer at ``index`` of a list."""
-        rows, number = LayerRows(self, group, index), next(self._numbers)
-        self._by_number[number] = rows
-        return rows
+    def add(self, entry: PooledCache, group: CacheGroup, index: int) -> None:
+        """Count a cache from now on, the one at ``index`` of a list."""
+        vars(entry).update(pool=self, group=group, index=index, step=self.options.step, shortened=(0, 0))
+        self._by_number[next(self._numbers)] = entry
 
     @property
-    def layers(self) -> list[LayerRows]:
-        """The layers of all caches. One leaves with the last reference to it. Any thread may add some."""
-        return [rows for reference in self._by_number.valuerefs() if (rows := reference()) is not None]
+    def layers(self) -> list[PooledCache]:
+        """All caches. One leaves with the last reference to it. Any thread may add some."""
+        return [entry for reference in self._by_number.valuerefs() if (entry := reference()) is not None]
 
     @property
-    def on_disk(self) -> dict[LayerRows, DiskRows]:
-        """The layers whose rows are on disk."""
-        return {rows: disk for rows in self.layers if (disk := rows.disk) is not None}
+    def on_disk(self) -> dict[PooledCache, DiskRows]:
+        """The caches on disk, and their rows."""
+        return {entry: vars(entry)["disk"] for entry in self.layers if entry.is_on_disk}
 
     @property
     def memory_bytes(self) -> int:
@@ -224,14 +400,21 @@ class KVPool(Opaque):
         """Return the layers of all caches in numbers, and the tokens that a call adds to some."""
         alike, tokens_of, none = Counter[Any](), adding.tokens.get, (0, 0)
         for reference in self._by_number.valuerefs():  # for each pass: no function is called for a layer
-            if (rows := reference()) is None:
+            if (entry := reference()) is None:
                 continue
-            store, (num_new, token_bytes) = rows.store, tokens_of(rows, none)
-            if store.layout is not None:
-                token_bytes = store.layout.token_bytes
-            is_on_disk = isinstance(store, DiskRows)
-            capacity = self.options.step if is_on_disk else store.capacity
-            alike[token_bytes, store.length, capacity, is_on_disk or (rows.goes_to_disk and not capacity), num_new] += 1
+            held, (num_new, token_bytes) = vars(entry), tokens_of(entry, none)
+            length, capacity, keys = held["offset"], 0, held["keys"]
+            if is_on_disk := entry.is_on_disk:
+                disk = held["disk"]
+                length = disk.length
+                if disk.layout.components:
+                    capacity, token_bytes = self.options.step, disk.layout.token_bytes
+            elif keys is not None:
+                is_plain, values = keys.__class__ is mx.array, held["values"]
+                capacity = (keys if is_plain else keys[0]).shape[2]
+                nbytes = keys.nbytes + values.nbytes if is_plain else sum([each.nbytes for each in (*keys, *values)])
+                token_bytes = nbytes // max(capacity, 1)
+            alike[token_bytes, length, capacity, is_on_disk, num_new] += 1
         layers = [Layers(*each)._replace(number=number) for each, number in alike.items()]
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
         return KVLedger(self.options, layers, adding.step, *slots)
@@ -239,14 +422,14 @@ class KVPool(Opaque):
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
         ledger, files, stats = self.ledger(), self.files, self.stats
-        files_used = {disk.file for disk in self.on_disk.values()} if ledger.is_on_disk else ()
+        files_used = {disk.file for disk in self.on_disk.values() if disk.layout.components}
         self.usage = KVUsage(
             memory_bytes=ledger.now,
             disk_bytes=sum([file.nbytes for file in files_used]),
             reserved_bytes=ledger.arrays + self.ring.nbytes,
             read_bytes=files.read_bytes,
             written_bytes=files.writer.nbytes,
-            num_offloaded=stats.num_offloaded,
+            num_offloaded=files.num_layers,
             wait_seconds=stats.wait_seconds,
         )
         return self.usage
@@ -259,21 +442,25 @@ class KVPool(Opaque):
         WriteError: there is no room on the disk; BudgetError: layers on disk take more than the ledger says.
         """
         options = self.options
-        self.use(dict.fromkeys([rows.group for rows in adding.tokens]))  # a generator is entered for each layer
+        self.use(dict.fromkeys([entry.group for entry in adding.tokens]))  # a generator is entered for each layer
         way = way or self.way(self.ledger(adding), limit)
-        if way.missing or options.budget_bytes is None:
+        if way.missing:
             return way.missing
-        self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
-        in_parts = max([num_new for num_new, _ in adding.tokens.values()], default=0) > adding.step
-        for rows, (num_new, _) in adding.tokens.items():  # for each token: no function is called for a layer
-            store = rows.store
-            store.expected = store.length + num_new if in_parts else 0
+        if options.budget_bytes is not None:
+            self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
         if way.num_slots:
             self.ring.resize(way.num_slots)
             self.files.writer.limit_bytes = queued_bytes(way.num_slots)
             with self.lock:
-                tokens = max([rows.length + num_new for rows, (num_new, _) in adding.tokens.items()], default=0)
+                tokens = max([entry.offset + num_new for entry, (num_new, _) in adding.tokens.items()], default=0)
                 self.fit(lambda: self.ledger(adding).peak, tokens, adding.tokens)
+        in_parts = max([num_new for num_new, _ in adding.tokens.values()], default=0) > adding.step
+        for entry, (num_new, _) in adding.tokens.items():  # for each token: no function is called for a layer
+            if entry.is_on_disk:
+                disk = vars(entry)["disk"]
+                disk.expected = disk.length + num_new if in_parts else 0
+            elif not in_parts and not vars(entry)["offset"] % options.step:
+                entry.drop_room(num_new)
         return 0
 
     def way(self, ledger: KVLedger, limit: int) -> Way:
@@ -282,7 +469,7 @@ class KVPool(Opaque):
         self.files.check_room(way.disk_bytes)
         return way
 
-    def fork(self, layer: LayerRows, group: CacheGroup, *, is_alone: bool) -> dict[LayerRows, LayerRows]:
+    def fork(self, layer: PooledCache, group: CacheGroup, *, is_alone: bool) -> dict[PooledCache, PooledCache]:
         """Return copies: of a layer, and unless it ``is_alone`` of all others of its list. Those on disk share pages.
 
         These are copied together for another ``group``, between two passes: those of a list that is computed would
@@ -292,11 +479,10 @@ class KVPool(Opaque):
             if self.is_closed:
                 raise _closed()
             group.used_at = group.used_at or next(self._clock)
-            copies = dict[LayerRows, LayerRows]()
-            for rows in [layer] if is_alone else [rows for rows in self.layers if rows.group is layer.group]:
-                copies[rows] = other = self.new_rows(group, rows.index)
-                self.fit(partial(_with_copy, self, rows), rows.length)  # this may send the layer to disk
-                other.replace(rows.store.fork())
+            copies = dict[PooledCache, PooledCache]()
+            for entry in [layer] if is_alone else [entry for entry in self.layers if entry.group is layer.group]:
+                self.fit(partial(_with_copy, self, entry), entry.offset)  # this may send the layer to disk
+                copies[entry] = entry.copy_to(group)
             return copies
 
     def use(self, groups: Iterable[CacheGroup]) -> None:
@@ -306,7 +492,7 @@ class KVPool(Opaque):
         for group in groups:
             group.used_at = next(self._clock)
 
-    def fit(self, needed: Callable[[], int], tokens: int, coming: Container[LayerRows] = ()) -> None:
+    def fit(self, needed: Callable[[], int], tokens: int, coming: Container[PooledCache] = ()) -> None:
         """Offload layers until a need of so many tokens is within the limit. Raises: BudgetError, WriteError.
 
         The order is that of the last use of their sequences, and far from each other in the model. Layers without
@@ -314,12 +500,14 @@ class KVPool(Opaque):
         """
         while (nbytes := needed()) > self.limit:
             layers = [
-                rows for rows in self.layers if not rows.goes_to_disk and (rows.memory.capacity or rows in coming)
+                entry
+                for entry in self.layers
+                if not entry.is_on_disk and (vars(entry)["keys"] is not None or entry in coming)
             ]
             if self.ring.held and not self.on_disk:
                 self.ring.release()
             elif layers:
-                min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index)).offload()
+                min(layers, key=lambda entry: (entry.group.used_at, _spread(entry.index), entry.index)).offload()
                 release_freed_memory()
             elif self.ring.held:
                 self.ring.release()  # it was larger for a longer context
@@ -332,18 +520,16 @@ class KVPool(Opaque):
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
         with self.lock:
             self.is_closed = True
-            for rows in self.layers:
-                rows.goes_to_disk = True  # so that each use is refused
             self.ring.release()
             self.files.close()
 
 
-def _with_copy(pool: KVPool, rows: LayerRows) -> int:
-    """Return the bytes in memory with a copy of a layer."""
-    if (disk := rows.disk) is not None:
-        return pool.memory_bytes + disk.tail_bytes
-    layout = rows.memory.layout
-    return pool.memory_bytes + (0 if layout is None else rows.memory.had_capacity * layout.token_bytes)
+def _with_copy(pool: KVPool, entry: PooledCache) -> int:
+    """Return the bytes in memory with a copy of a cache."""
+    if entry.is_on_disk:
+        return pool.memory_bytes + int(vars(entry)["disk"].tail_bytes)
+    tokens = capacity_of(entry)
+    return pool.memory_bytes + sum([array[..., :1, :].nbytes * tokens for array in buffers_of(entry)])
 
 
 def _closed() -> ClosedError:

@@ -25,8 +25,8 @@ OWED = "owed"
 _OWN = "_own_kind"
 
 _NUMBERS = {"__class__", "__dict__", "offset", "size", "trim", "is_trimmable", "nbytes", "empty"}
-_NUMBERS |= {"rows", "pool", "num_forgotten", "is_on_disk"}
-"""Attributes that do not depend on the contents."""
+_NUMBERS |= {"pool", "group", "is_on_disk", "offload", "copy_to"}
+"""Attributes that do not depend on the contents, or take them as they are."""
 
 
 class Debt(NamedTuple):
@@ -75,7 +75,7 @@ class Owed(Opaque):
             other = _owed_of(entry)
             if other is None or other.debt is None:  # else it refuses every use
                 vars(entry)[OWED] = self
-                entry.__class__ = _saying(cast(Hashable, own_kind(type(entry))))
+                entry.__class__ = owing(own_kind(type(entry)))
 
     def lift(self) -> None:
         """Give the entries their own classes, for the pass that makes them right.
@@ -118,6 +118,11 @@ def own_kind(kind: type) -> Any:
 def _owed_of(entry: Any) -> Owed | None:
     owed: Owed | None = vars(entry).get(OWED) if hasattr(type(entry), _OWN) else None
     return owed
+
+
+def owing(kind: type) -> Any:
+    """Return the class that an entry of some class has while something is owed."""
+    return _saying(cast(Hashable, kind))
 
 
 def _restore(entry: Any) -> None:

@@ -36,7 +36,6 @@ from mlx_flash.storage.prefetcher import Ticket
 class KVStats:
     """Counters since the pool was made."""
 
-    num_offloaded: int = 0  # layers offloaded to disk
     num_fetched: int = 0  # uses of a layer on disk
     num_unpredicted: int = 0  # uses whose read had not been started ahead
     wait_seconds: float = 0.0  # time spent waiting for reads

@@ -26,8 +26,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.diskcache import PooledCache
 from mlx_flash.kv.growth import example_update
+from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.layout.reachable import Opaque, arrays_in
 
@@ -140,7 +140,7 @@ class CacheViews:
         self._views = [[_advanced(entry, start) for entry in self._entries] for start in starts]
         # for each call, what it takes for the prompt cache
         self.views = [_same_structure(cache, iter(parts)) for parts in self._views]
-        self._owner = [0] * len(self._entries)
+        self._lengths, self._owner = lengths, [0] * len(self._entries)
         self._seen = [_contents(entry) for entry in self._entries]
         self._observer = observer
         for number, entry in enumerate(self._entries):
@@ -168,6 +168,8 @@ class CacheViews:
         if call < len(self._views):
             if self._observer is not None:
                 self._observer.add(call, entry, entry)
+            if isinstance(entry, PooledCache):
+                entry.drop_room(self._lengths[call])
             view = self._views[call][number]
             view.__class__ = type(entry)
             view.__dict__ = entry.__dict__
@@ -193,7 +195,7 @@ def _same_structure(cache: Sequence[Any], parts: Iterator[Any]) -> list[Any]:
 
 def _advanced(entry: Any, num_tokens: int) -> Any:
     """Return an object that answers for its length as the entry will after more tokens. Evaluates nothing."""
-    if isinstance(entry, PooledCache | KVCache | QuantizedKVCache):  # the offset says everything
+    if isinstance(entry, KVCache | QuantizedKVCache):  # the offset says everything
         clone: Any = KVCache()
         clone.offset = entry.offset + num_tokens
     else:
@@ -214,9 +216,7 @@ def _advanced(entry: Any, num_tokens: int) -> Any:
 
 def _contents(entry: Any) -> list[Any]:
     """Return what an entry holds, to compare it by."""
-    if isinstance(entry, PooledCache):
-        return [entry.rows, entry.offset]
-    values = vars(entry).values()
+    values = [*vars(entry).values(), getattr(entry, "offset", None)]  # that of rows on disk is not an attribute
     return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
 
 

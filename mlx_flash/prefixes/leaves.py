@@ -21,14 +21,13 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import entries_of, is_right_padded, length_of, shortened_window
-from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, PooledCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
-from mlx_flash.kv.kvpool import LayerRows
+from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.prefixes.store import Blob
 
 _OTHERS = "others"
-_ROWS = (KVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
+_ROWS = (KVCache, BatchKVCache, LoneKVCache)
 _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
 
 
@@ -36,7 +35,8 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
     """Return the leaves of a prompt cache of one sequence; None if an entry is unknown, or forgets tokens."""
     leaves: list[Leaf] = []
     for entry in entries_of(cache):
-        leaf = RowLeaf(entry) if type(entry) in _ROWS else StateLeaf(entry) if type(entry) in _STATES else None
+        is_row = isinstance(entry, PooledCache) or type(entry) in _ROWS
+        leaf = RowLeaf(entry) if is_row else StateLeaf(entry) if type(entry) in _STATES else None
         if leaf is None or not leaf.is_plain:
             return None
         leaves.append(leaf)
@@ -108,11 +108,6 @@ class RowLeaf(Leaf):
     """Keys and values, a row each for every token."""
 
     @property
-    def own(self) -> LayerRows | None:
-        """The rows of our own cache; None for mlx-lm's."""
-        return self.entry.rows if isinstance(self.entry, PooledCache) else None
-
-    @property
     def is_empty(self) -> bool:
         return self.length == 0
 
@@ -122,15 +117,15 @@ class RowLeaf(Leaf):
 
     def read(self, start: int, stop: int) -> dict[str, Blob]:
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
-        own = self.own
-        arrays = [array[..., start:stop, :] for array in self._arrays()] if own is None else own.read(start, stop)
+        entry = self.entry
+        is_own = isinstance(entry, PooledCache)
+        arrays = entry.read(start, stop) if is_own else [array[..., start:stop, :] for array in self._arrays()]
         return {str(i): to_blob(array) for i, array in enumerate(arrays)}
 
     def append(self, arrays: Sequence[mx.array]) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them."""
-        if (own := self.own) is not None:
-            own.append(arrays, fetches=False)
-            mx.eval(own.memory.arrays)
+        if isinstance(self.entry, PooledCache):
+            self.entry.append_rows(arrays)
             return
         self.entry.update_and_fetch(*arrays)
         mx.eval(self._arrays(), self.entry.offset)

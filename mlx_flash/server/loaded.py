@@ -21,7 +21,7 @@ from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import Reading
-from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
@@ -70,9 +70,8 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
             self.trim_to(n_bytes=self.limit_bytes - nbytes)
         enginethread.run(partial(_recall, self._model, nbytes))  # copies are not evaluated yet
         for entry in prompt_cache:
-            if isinstance(entry, DiskKVCache) and entry.offset and not entry.is_on_disk:
-                with entry.pool.lock:
-                    entry.rows.memory.shorten()
+            if isinstance(entry, PooledCache):
+                entry.shorten()
             mx.eval(arrays_in(entry))
         self.insert_cache(_KEY, tokens[:], prompt_cache, cache_type=kind)
 

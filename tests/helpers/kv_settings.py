@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.kv.kvpool import Adding, KVPool, LayerRows
+from mlx_flash.kv.kvpool import Adding, KVPool, PooledCache
 from mlx_flash.residency.ledger import ledger_of
 from mlx_flash.residency.sizes import measure
 from models import LLAMA
@@ -66,9 +66,9 @@ def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def offload_all(pool: KVPool) -> None:
     """Sends every layer that has tokens to disk, as a budget would."""
-    for rows in list(pool.layers):
-        if rows not in pool.on_disk and rows.memory.length:
-            rows.offload()
+    for entry in pool.layers:
+        if not entry.is_on_disk and entry.offset:
+            entry.offload()
 
 
 def rows_of(seed: int, num_tokens: int, dtype: mx.Dtype, heads: int = 2, width: int = 32) -> mx.array:
@@ -100,8 +100,8 @@ def address(array: mx.array) -> int:
     return int(np.frombuffer(memoryview(array), np.uint8).ctypes.data)  # type: ignore[arg-type]
 
 
-def adding(layers: Iterable[LayerRows], num_new: int, step: int, nbytes: Sequence[int] | int = 0) -> Adding:
+def adding(layers: Iterable[PooledCache], num_new: int, step: int, nbytes: Sequence[int] | int = 0) -> Adding:
     """Return so many tokens for each layer; ``nbytes`` are of a token, of all layers or of each."""
     layers = list(layers)
     sizes = [nbytes] * len(layers) if isinstance(nbytes, int) else nbytes
-    return Adding({rows: (num_new, size) for rows, size in zip(layers, sizes, strict=True)}, step)
+    return Adding({entry: (num_new, size) for entry, size in zip(layers, sizes, strict=True)}, step)

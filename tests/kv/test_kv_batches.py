@@ -103,7 +103,7 @@ def test_rows_on_disk_are_their_solo_runs(
     options = settings(directory, times=times, context_length=420, kv_directory=tmp_path / "kv", ram_budget_gb="min")
     with load_model(directory, options)[0] as model:
         got, most_disk, most_memory = run(model, PROMPTS, arrivals)
-        assert model.kv is not None and model.kv.stats.num_offloaded >= 4 * SMALL["num_hidden_layers"]
+        assert model.kv is not None and model.kv.note().num_offloaded >= 4 * SMALL["num_hidden_layers"]
         token_bytes = sum(model.plan.kv.rows)
         assert most_disk > 1.5 * max(LENGTHS) * token_bytes  # of several sequences at once
         assert most_memory <= (model.plan.kv.limit or 0)
@@ -120,7 +120,7 @@ def offloaded(model: FlashLLM) -> list[Any]:
     for number, cache in enumerate(caches):
         fill(cache, number)
         for entry in cache:
-            entry.rows.offload()
+            entry.offload()
     return caches
 
 
@@ -218,7 +218,7 @@ def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
         assert together(mine, texts) == expected
-        assert mine.pool.stats.num_offloaded > 4 and mine.pool.note().read_bytes
+        assert mine.pool.note().num_offloaded > 4 and mine.pool.note().read_bytes
         assert mine.pool.note().memory_bytes <= 1_500_000
         assert ask(mine, texts[0]) == expected[0]
 
@@ -230,7 +230,7 @@ def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> Non
         advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
         for entry in cache:
             if not entry.is_on_disk:
-                entry.rows.offload()
+                entry.offload()
         written = model.kv.note().written_bytes
         caches = [copy.deepcopy(cache) for _ in range(4)]
         rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]
@@ -279,7 +279,7 @@ def test_conversations_on_disk_begin_with_cached_prompts(directory: Path, pages:
             assert model.kv is not None and model.prefixes is not None
             usage, num_restored = model.kv.note(), model.prefixes.counters.num_restored
             assert turn == 2 or (num_restored >= 4 * len(SHARED)) == (turn == 1)
-            assert model.kv.stats.num_offloaded > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
+            assert model.kv.note().num_offloaded > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
             assert 0 < most_disk <= usage.written_bytes
         assert not list(base.iterdir())
         check_branches(directory, got)

@@ -26,11 +26,10 @@ from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
-from mlx_flash.kv.kvpool import KVPool, LayerRows
-from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.kvpool import KVPool, PooledCache
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import Slot
-from mlx_flash.layout.reachable import arrays_in
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.prefixes.leaves import RowLeaf
 from mlx_flash.storage.ranges import RangeReader
 from models import LLAMA, build
@@ -113,7 +112,7 @@ class Against(RuleBasedStateMachine):
             else:
                 assert equal(found, expected)
             if index in self.disk and not mine.is_on_disk:
-                mine.rows.offload()
+                mine.offload()
 
     @rule(num_tokens=st.integers(1, 700))
     def trim(self, num_tokens: int) -> None:
@@ -187,13 +186,13 @@ class Against(RuleBasedStateMachine):
     def agree(self) -> None:
         for mine, theirs in zip(getattr(self, "mine", ()), getattr(self, "theirs", ()), strict=True):
             assert mine.offset == theirs.offset
-            assert mine.size() == theirs.offset
+            assert mine.size() == theirs.size()
             assert mine.empty() == theirs.empty()
             assert mine.is_trimmable()
 
     @invariant()
     def what_is_held_is_counted(self) -> None:
-        held = sum(rows.memory.nbytes for rows in self.pool.layers)
+        held = sum(nbytes_in(entry) for entry in self.pool.layers)
         assert self.pool.note().reserved_bytes == held + self.pool.ring.nbytes
         if not self.pool.on_disk:
             assert self.pool.memory_bytes == held + self.pool.ring.held
@@ -257,7 +256,7 @@ def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..
     cache = make_caches(make_prompt_cache(llama), options(step=16))
     expected = generated(llama, make_prompt_cache(llama), **quantized)
     assert same(generated(llama, cache, offloads=True, **quantized), expected)
-    assert cache[0].pool.stats.num_offloaded == len(cache)
+    assert cache[0].pool.note().num_offloaded == len(cache)
     assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
 
 
@@ -389,7 +388,7 @@ def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Calla
 def test_the_budget_is_kept(options: Callable[..., KVOptions]) -> None:
     """Layers go to disk between calls, those without tokens with their first ones."""
     mine, theirs = filled(options(step=16, max_context_length=768, budget_bytes=0), (), 6)
-    pool, layers = mine[0].pool, [entry.rows for entry in mine]
+    pool, layers = mine[0].pool, mine
     for seed in range(12):
         assert not pool.admit(adding(layers, 64, 64, 2 * 2 * 32 * 2), 1_000_000)
         feed(mine, theirs, seed, 64)
@@ -411,21 +410,21 @@ def test_layers_used_longest_ago_are_offloaded_first_and_spread(options: Callabl
     old, new = (make_caches([KVCache() for _ in range(8)], pool.options, pool) for _ in range(2))
     for seed, caches in enumerate((old, new)):
         feed(caches, [KVCache() for _ in range(8)], seed, 64)
-        pool.use([caches[0].rows.group])
-    pool.budget_bytes, victims = 0, list[LayerRows]()
+        pool.use([caches[0].group])
+    pool.budget_bytes, victims = 0, list[Any]()
     for number in range(1, 9):
         pool.fit(lambda number=number: len(pool.on_disk) < number, 0)
         victims += pool.on_disk.keys() - {*victims}
-    assert victims == [old[i].rows for i in (0, 4, 2, 6, 1, 5, 3, 7)]
+    assert victims == [old[i] for i in (0, 4, 2, 6, 1, 5, 3, 7)]
 
 
 def test_layers_that_come_while_others_are_added_up(options: Callable[..., KVOptions]) -> None:
     """Another thread may make a prompt cache during a pass."""
     pool = KVPool(options())
     caches = [make_caches([KVCache(), KVCache()], pool.options, pool)]
-    for rows in pool.layers:
-        caches.append([rows, *make_caches([KVCache(), KVCache()], pool.options, pool)])
-    assert [rows.index for rows in pool.layers] == [0, 1] * len(caches) == [0, 1] * 3
+    for entry in pool.layers:
+        caches.append([entry, *make_caches([KVCache(), KVCache()], pool.options, pool)])
+    assert [entry.index for entry in pool.layers] == [0, 1] * len(caches) == [0, 1] * 3
 
 
 def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:
@@ -446,8 +445,8 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
 
 def test_a_cache_that_is_copied_alone_copies_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or copying the caches of a list one by one would copy each layer once for each of them."""
-    forked, fork = list[Any](), MemoryRows.fork
-    monkeypatch.setattr(MemoryRows, "fork", lambda rows: forked.append(rows) or fork(rows))
+    forked, fork = list[Any](), PooledCache.copy_to
+    monkeypatch.setattr(PooledCache, "copy_to", lambda entry, group: forked.append(entry) or fork(entry, group))
     model = build(LLAMA)
     cache = make_caches(make_prompt_cache(model), KVOptions())
     model(mx.array([[1, 2, 3]]), cache=cache)

@@ -19,6 +19,7 @@ from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVLedger, Layers
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import SLOT_PADDING, KVOptions
+from mlx_flash.layout.reachable import nbytes_in
 
 LAYERS, HEADS = 3, 2
 WIDTHS = (8, 8, 24)
@@ -64,13 +65,13 @@ def test_ledger_counts_all_arrays_and_no_call_takes_more(
 
 
 def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: str, count: int) -> None:
-    layers = [cache.rows for cache in caches]
     if name in ("feed", "call"):
-        tokens = adding(layers, count, count, sizes_of(layers))
+        tokens = adding(caches, count, count, sizes_of(caches))
         if name == "call" and pool.admit(tokens, pool.options.budget_bytes or 1 << 40):
             return
         peak = pool.ledger(tokens).peak
         for i, cache in enumerate(caches):
+            cache.drop_room(count)
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
             assert pool.memory_bytes <= peak
     elif name == "copy" and len(conversations) < 4:
@@ -80,7 +81,7 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
     elif name == "trim":
         for cache in caches:
             cache.trim(count)
-    elif name == "offload" and (victim := layers[count % LAYERS]).disk is None:
+    elif name == "offload" and not (victim := caches[count % LAYERS]).is_on_disk:
         victim.offload()
 
 
@@ -89,15 +90,14 @@ def sizes_of(layers: list[Any]) -> list[int]:
 
 
 def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) -> None:
-    memories = [rows.memory for rows in pool.layers]
-    held, tails = sum(memory.nbytes for memory in memories), sum(disk.tail_bytes for disk in pool.on_disk.values())
+    held, tails = sum(map(nbytes_in, pool.layers)), sum(disk.tail_bytes for disk in pool.on_disk.values())
     assert pool.memory_bytes == pool.ledger().now >= held + tails + pool.ring.held
     assert pool.note().reserved_bytes == held + pool.ring.nbytes
-    assert pool.ledger().is_on_disk == any(rows.goes_to_disk for rows in pool.layers)
+    assert pool.ledger().is_on_disk == any(entry.is_on_disk for entry in pool.layers)
     if not pool.on_disk:
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
-    layers = [cache.rows for caches in together for cache in caches]
+    layers = [cache for caches in together for cache in caches]
     ledger = pool.ledger(adding(layers, count, max(1, count - which), sizes_of(layers)))
     assert ledger.peak >= ledger.now
     missing = [ledger.way(limit).missing for limit in (0, ledger.now, ledger.peak, ledger.peak + 50_000, 1 << 40)]
@@ -124,10 +124,10 @@ def test_peak_counts_the_copy_that_attention_gets_on_cuda(
         monkeypatch.setattr(f"mlx_flash.kv.{module}.commits_lazily", lambda: False)
     pool = KVPool(KVOptions(directory=tmp_path, budget_bytes=1 << 30, copies_slots=True))
     caches = make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)
-    layers, sizes = [cache.rows for cache in caches], sizes_of([*range(LAYERS)])
+    layers, sizes = caches, sizes_of([*range(LAYERS)])
     for i, cache in enumerate(caches):
         mx.eval(cache.update_and_fetch(rows_of(6000, i), rows_of(6000, i)))
-        cache.rows.offload()
+        cache.offload()
     more, new = adding(layers, 1, 1, sizes), [rows_of(1, i) for i in range(LAYERS)]
     mx.eval(new)
     for _ in range(2):

@@ -59,6 +59,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     reader.close()
 
 
+def begun(file: LayerFile) -> DiskRows:
+    rows = DiskRows(lambda _: file)
+    rows.begin(file.layout)
+    return rows
+
+
 def random_rows(layout: RowLayout, num_tokens: int, seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     random = np.random.default_rng(seed)
     return [random.integers(0, 256, (c.heads, num_tokens, c.width_bytes), np.uint8) for c in layout.components]
@@ -97,7 +103,7 @@ def test_rows_equal_what_was_appended(
 ) -> None:
     reader, writer = PageReader(), WriteBehind()
     path = tmp_path_factory.mktemp("pages") / "layer.kv"
-    rows = DiskRows(LayerFile(path, layout, reader, writer))
+    rows = begun(LayerFile(path, layout, reader, writer))
     expected = random_rows(layout, 0)
     forks: list[tuple[DiskRows, Any]] = []
     for seed, (what, number) in enumerate(steps):
@@ -126,7 +132,7 @@ def test_rows_are_right_where_pages_of_memory_are_large(make: Make, monkeypatch:
         if name.startswith("mlx_flash.") and hasattr(module, "DIRECT_ALIGNMENT"):
             monkeypatch.setattr(module, "DIRECT_ALIGNMENT", 16384)
     layout = RowLayout(WIDE.components, 256)
-    rows, expected = DiskRows(make(layout)), random_rows(layout, 700)
+    rows, expected = begun(make(layout)), random_rows(layout, 700)
     rows.append(expected)
     assert equal(read(rows, 1024), expected)
 
@@ -135,7 +141,7 @@ def test_pages_are_written_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     written: list[int] = []
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(len(data)) or pwrite(fd, data, at))
-    rows = DiskRows(make(WIDE))
+    rows = begun(make(WIDE))
     for seed in range(200):
         rows.append(random_rows(WIDE, 1, seed))
     rows.file.flush()
@@ -153,7 +159,7 @@ def test_reads_are_large_and_in_place(make: Make) -> None:
 
 def test_free_pages_are_reused(make: Make) -> None:
     file = make(WIDE)
-    rows = DiskRows(file)
+    rows = begun(file)
     rows.append(random_rows(WIDE, 640))
     other = rows.fork()
     rows.truncate(128)
@@ -183,8 +189,8 @@ def test_a_full_disk_raises_with_file_and_offset(tmp_path: Path, monkeypatch: py
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:
     pool, caches = on_disk(tmp_path)
-    path = caches[0].rows.disk.file.path
-    caches[0].rows.disk.file.flush()
+    path = caches[0].disk.file.path
+    caches[0].disk.file.flush()
     os.truncate(path, 4096)
     with pytest.raises(
         TruncatedFileError, match=r"read \d+ of \d+ bytes at offset \d+.*layer-0\.kv.*fresh prompt cache"
@@ -194,7 +200,7 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
 
 
 def test_writing_is_bounded(make: Make) -> None:
-    rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
+    rows, expected = begun(make(WIDE)), random_rows(WIDE, 64 * 9)
     rows.file._writer.limit_bytes = 64 * WIDE.token_bytes
     for start in range(0, 64 * 9, 64):
         rows.append([part[:, start : start + 64] for part in expected])
@@ -261,10 +267,10 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     rows = mx.random.normal((1, 4, tokens, 64))
     for cache in caches:
         mx.eval(cache.update_and_fetch(rows, rows))
-        cache.rows.offload()
+        cache.offload()
     top = make_holes() if heap == "with holes" else []
     for cache in caches:
-        cache.rows.fetch()
+        cache.keys_and_values()
     slot, counted = pool.ring.slots[0], pool.ring.held
     pool.ring.slots[1].wait()
     assert slot.touched > LARGE_SLOT_BYTES and counted < 2 * (slot.nbytes // 3)

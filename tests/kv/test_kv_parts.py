@@ -57,7 +57,7 @@ def test_a_prompt_on_disk_takes_one_pass(directories: Callable[[str], Path], nam
     with streamed(directory, cut) as model:
         steps = mlx_flash.generate_step(PROMPT, model, max_tokens=NUM_TOKENS, prefill_step_size=STEP)
         found = [(int(token), logprobs) for token, logprobs in steps]
-        assert model.kv is not None and model.kv.stats.num_offloaded
+        assert model.kv is not None and model.kv.note().num_offloaded
         assert model.counters.num_passes == NUM_TOKENS
     expected = generate_step(PROMPT, stock(directory), max_tokens=NUM_TOKENS, prefill_step_size=STEP)
     for (token, logprobs), (other, theirs) in zip(found, expected, strict=True):
@@ -71,8 +71,8 @@ def test_waiting_parts_share_a_slot(directories: Callable[[str], Path], cut: int
         cache = model.make_cache()
         model.advance([model.row(PROMPT[None, : 4 * STEP], cache, STEP, wants_logits=False)])
         for entry in cache:
-            if entry.rows.disk is None:
-                entry.rows.offload()
+            if not entry.is_on_disk:
+                entry.offload()
         row = model.row(PROMPT[None, 4 * STEP :], cache, STEP, wants_logits=False)
         num_parts = len(row.left)
         counted = (
@@ -99,8 +99,8 @@ def test_slots_of_short_sequences_are_as_short(directories: Callable[[str], Path
         for cache, length in zip(caches, [2 * STEP, *[16] * 8], strict=True):
             model.advance([model.row(PROMPT[None, :length], cache, STEP, wants_logits=False)])
             for entry in cache:
-                if entry.rows.disk is None:
-                    entry.rows.offload()
+                if not entry.is_on_disk:
+                    entry.offload()
         long = model.row(PROMPT[None, 2 * STEP :], caches[0], STEP, wants_logits=False)
         rows = [long, *(model.row(PROMPT[None, :1], cache, STEP) for cache in caches[1:])]
         lanes = [row.lane(len(row.left)) for row in rows]
@@ -167,7 +167,7 @@ def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directori
         assert model.plan.kv.limit is None and model.kv is not None
         while not row.is_done:
             model.advance([row])
-        assert row.error is None and model.kv.stats.num_offloaded
+        assert row.error is None and model.kv.note().num_offloaded
         assert model.counters.num_passes <= 2
 
 
@@ -189,4 +189,4 @@ def test_prompts_on_disk_take_the_passes_that_the_plan_predicts(
             counted, predicted = model.counters.num_passes - before, model.plan.prompt_passes(length)
             assert row.error is None
             assert counted - 1 <= predicted <= 2 * counted + 1
-    assert model.kv is not None and model.kv.stats.num_offloaded
+    assert model.kv is not None and model.kv.note().num_offloaded

@@ -81,7 +81,7 @@ def stock_output(directories: Callable[[str], Path]) -> Callable[[str], list[tup
 
 def went_to_disk(model: FlashLLM) -> bool:
     assert model.kv is not None
-    return model.kv.stats.num_offloaded > 0 and model.kv.note().read_bytes > 0
+    return model.kv.note().num_offloaded > 0 and model.kv.note().read_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_batches(directories: Callable[[str], Path]) -> None:
 
     with load_model(directory, settings(directory, prefill_step_size=150))[0] as model:
         assert texts(model) == texts(stock(directory))
-        assert model.kv is not None and model.kv.stats.num_offloaded
+        assert model.kv is not None and model.kv.note().num_offloaded
 
 
 def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_read_ahead_that_failed_is_repeated_by_the_next_call(
         return real(fd, buffers, offset)
 
     def hand_out_last(disk: Any, *rest: Any) -> Any:
-        if disk is cache[-1].rows.store:
+        if disk is cache[-1].disk:
             patch.setattr(os, "preadv", fails)
         return hand_out(disk, *rest)
 
@@ -366,9 +366,9 @@ def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
         caches = [make_prompt_cache(model) for _ in range(2)]
         for cache in caches:
             mx.eval(model(PROMPT[None, :10], cache=cache))
-        failing = caches[0][1].rows.disk.file.path.name
+        failing = caches[0][1].disk.file.path.name
         mx.eval(model(PROMPT[None, :11], cache=caches[0]))
-        caches[0][0].rows.disk.file.flush()
+        caches[0][0].disk.file.flush()
         failing = "layer-"
         rows = [model.row(PROMPT[None, :40], cache, STEP) for cache in caches]
         model.advance(rows)

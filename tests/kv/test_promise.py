@@ -90,7 +90,7 @@ def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
     seen: list[mx.array] = []
     for start in range(0, 512, 64):
         limit = two if start < 256 else one
-        assert pool.admit(adding([cache.rows for cache in caches], 64, 64, sizes), limit) == 0
+        assert pool.admit(adding(caches, 64, 64, sizes), limit) == 0
         assert pool.memory_bytes + pool.under_way_bytes * bool(pool.on_disk) <= limit
         rows = mx.random.normal((1, 2, 64, 32))
         seen.append(rows)

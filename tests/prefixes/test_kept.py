@@ -9,13 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from kv_settings import rows_of
 from mlx_flash import enginethread
 from mlx_flash.engine.engine import Lending
-from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
-from mlx_flash.kv.kvpool import CacheGroup, KVPool
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.prefixes.leaves import RowLeaf
 from mlx_flash.prefixes.prefixcache import prefix_directory
@@ -70,7 +71,7 @@ def test_kept_conversations_are_shortened_and_continued(model: str, expected: li
         answers.append(mine.ask(*turn("Why?", *turn(QUESTIONS[0]), said(answers[0]))))
         answers.append(mine.ask(*turn("And now?"), seed=3))
         assert answers == expected[:5]
-        assert mine.pool.note().disk_bytes == mine.pool.stats.num_offloaded == 0
+        assert mine.pool.note().disk_bytes == mine.pool.note().num_offloaded == 0
 
 
 @pytest.mark.parametrize("prefixes", ["off", "exact"])
@@ -140,8 +141,8 @@ def test_a_new_sequence_is_not_mistaken_for_a_former_one(pool: KVPool) -> None:
     """Its history is known as long as it was always alone."""
 
     def batch(seed: int, history: History | None) -> Any:
-        entry = DiskKVCache(rows=pool.new_rows(CacheGroup(), 0))
-        entry.rows.append([rows_of(seed + i, 20, mx.float16) for i in range(2)])
+        entry = make_caches([KVCache()], pool.options, pool)[0]
+        entry.append_rows([rows_of(seed + i, 20, mx.float16) for i in range(2)])
         if history is not None:
             RowLeaf(entry).note(history)
         return DiskKVCache.merge([entry])

@@ -73,7 +73,7 @@ def test_caches_stay_within_their_share(
     for start in range(0, CONTEXT, chunk):
         rows = mx.ones((1, HEADS, min(chunk, CONTEXT - start), WIDTH), mx.float16)
         num_new = rows.shape[2]
-        assert not pool.admit(adding([cache.rows for cache in caches], num_new, num_new, ROW), share.limit)
+        assert not pool.admit(adding(caches, num_new, num_new, ROW), share.limit)
         for cache in caches:
             mx.eval(cache.update_and_fetch(rows, rows))
             most = max(most, pool.memory_bytes)
@@ -96,7 +96,7 @@ def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None
     held = 0
     for cache in caches:
         mx.eval(cache.update_and_fetch(rows, rows))
-        held += cache.nbytes if share.options is None else cache.rows.memory.nbytes
+        held += cache.nbytes
     assert held <= share.nbytes and share.disk_bytes == 0
 
 

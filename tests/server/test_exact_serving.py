@@ -13,7 +13,7 @@ import pytest
 
 from admission_plans import plan
 from mlx_flash.errors import RefusedError
-from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.server import loaded
 from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Begun, End, Event, Piece, Progress
@@ -186,8 +186,8 @@ def test_a_prompt_of_several_answers_is_computed_once(model: str, kv: dict[str, 
 
 
 def test_answers_to_a_prompt_are_not_copied_for_each_token(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forked, fork = list[MemoryRows](), MemoryRows.fork
-    monkeypatch.setattr(MemoryRows, "fork", lambda rows: forked.append(rows) or fork(rows))
+    forked, fork = list[PooledCache](), PooledCache.copy_to
+    monkeypatch.setattr(PooledCache, "copy_to", lambda entry, group: forked.append(entry) or fork(entry, group))
     with serving(model) as served:
         longest = [replace(each, max_tokens=24) for each in requests(LONG * 8)]
         answers = served.events_together(*longest)

@@ -44,12 +44,13 @@ CONTEXT = 4096
 """Tokens of all caches of a trial: each takes memory for 256 at least."""
 
 PLACES: dict[str, dict[str, Any]] = {
+    "disk": {"kv_cache": "disk", "kv_step": 16},
     "own disk": {"context_length": 8192},
     "prefixes": {"kv_prefixes": "exact", "kv_prefix_gb": 1},
 }
 """Settings of places. ``rotating``, ``quantized`` and ``own disk`` are the caller's caches; files have buffers too."""
 
-NUM_BEFORE = {"own disk": 270}
+NUM_BEFORE = {"disk": 40, "own disk": 270}
 """Tokens that are in the cache before a trial, so that some are on disk."""
 
 
@@ -74,6 +75,8 @@ def _rows() -> Iterator[Row]:
     yield from (Row("llama", budget, place) for place in ("memory", "rotating", "quantized") for budget in budgets)
     yield from (Row("packed", budget, "memory") for budget in ("min", "large"))
     yield from (Row("llama", budget, "own disk") for budget in ("min", "large", "memory"))
+    yield from (Row("llama", budget, "disk") for budget in ("min", "large", "memory"))
+    yield from (Row(*each, "disk") for each in (("gemma3", "min"), ("mixture", "large")))
     yield from (Row("llama", budget, "prefixes") for budget in ("large", "memory"))
     yield from (Row("gemma3", budget, "memory") for budget in budgets)
     yield from (Row("mamba2", budget, "memory") for budget in ("min", "large", "memory"))
@@ -179,6 +182,9 @@ class Subject:
             if self.row.place == "own disk":
                 cache = [DiskKVCache(directory=str(self.kv_folder)) for _ in self.model.layers]
             fill(self.model, cache, self.row.num_before, min(BEFORE_STEP, self.step))
+            for entry in cache:
+                if self.row.place == "disk" and isinstance(entry, DiskKVCache):
+                    entry.offload()
             self._filled = cache
         return copy.deepcopy(self._filled)
 

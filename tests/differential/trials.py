@@ -678,7 +678,7 @@ SIGNALS = {"loading", "interrupt", "burst", "alarm", "batch struck"}
 
 def events_of(row: Any) -> list[str]:
     """Return the events that a row can have."""
-    left_out = {"batch", "batch struck"} if row.place != "memory" else set[str]()
+    left_out = {"batch", "batch struck"} if row.place not in ("memory", "disk") else set[str]()
     if row.place == "prefixes":
         left_out |= {"threads", "turns", "reads"}
     if row.budget in ("small", "memory"):  # where more is in memory than the plan says

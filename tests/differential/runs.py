@@ -40,16 +40,13 @@ class Falls(logging.Filter):
     """What the engine logs of prompts whose step becomes smaller: output is mlx-lm's own for that step.
 
     It is no handler: logging takes its lock when one is collected, and in Python 3.11 a signal then leaves it held.
-
-    Attributes:
-        found: tokens of a call from which on the step is smaller, and the step.
     """
 
     TEXT = re.compile(r"from token (\d+) of a prompt on .*--prefill-step-size (\d+)")
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[int, int]] = []
+        self.found: list[tuple[int, int]] = []  # tokens of a call from which on the step is smaller, and the step
 
     def filter(self, record: logging.LogRecord) -> bool:
         if found := self.TEXT.search(record.getMessage()):
@@ -71,15 +68,7 @@ class Falls(logging.Filter):
 
 
 class Run:
-    """A script that is carried out with a streamed model.
-
-    Args:
-        model: the model.
-        script: the generation.
-        way: one of ``WAYS``.
-        cache: the prompt cache.
-        falls: what is heard meanwhile.
-    """
+    """A script that is carried out with a streamed model, in one of ``WAYS``."""
 
     def __init__(self, model: Any, script: Script, way: str, cache: list[Any], falls: Falls) -> None:
         self.model, self.way, self.cache = model, way, cache

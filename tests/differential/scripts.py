@@ -45,29 +45,17 @@ def tokens_of(seed: int, number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Script:
-    """A generation: what mlx-lm's output depends on.
-
-    Attributes:
-        folder: of the model.
-        place: of keys and values: ``rotating`` and ``quantized`` are caches of other classes.
-        num_before: tokens in the cache before the prompt.
-        prompt: tokens of the prompt.
-        step: the most tokens in a call of the prompt.
-        num_tokens: tokens to generate.
-        way: ``calls`` of the model, or ``steps`` of ``generate_step``.
-        parts: tokens in each call of the prompt, up to the last one; those of the step if empty.
-        seed: of random tokens; 0 for the most probable ones. For ``steps`` only.
-    """
+    """A generation: what mlx-lm's output depends on."""
 
     folder: str
-    place: str
-    num_before: int
+    place: str  # of keys and values: ``rotating`` and ``quantized`` are caches of other classes
+    num_before: int  # tokens in the cache before the prompt
     prompt: tuple[int, ...]
-    step: int
-    num_tokens: int
-    way: str
-    parts: tuple[int, ...] = ()
-    seed: int = 0
+    step: int  # the most tokens in a call of the prompt
+    num_tokens: int  # to generate
+    way: str  # ``calls`` of the model, or ``steps`` of ``generate_step``
+    parts: tuple[int, ...] = ()  # tokens in each call of the prompt, up to the last one; those of the step if empty
+    seed: int = 0  # of random tokens; 0 for the most probable ones. For ``steps`` only
 
     def options(self) -> dict[str, Any]:
         """Return options of ``generate_step``."""
@@ -113,15 +101,7 @@ def fill(model: Any, cache: list[Any], num_tokens: int, step: int) -> None:
 
 
 def carried_out(script: Script, model: Any, cache: list[Any], step_function: Any, **options: Any) -> Iterator[Any]:
-    """Generate tokens, and yield them with the logits that they were chosen by.
-
-    Args:
-        script: the generation.
-        model: mlx-lm's or a streamed one.
-        cache: the prompt cache.
-        step_function: what is called for ``steps``.
-        options: of this function.
-    """
+    """Generate tokens, and yield them with the logits that they were chosen by. ``options`` are the function's."""
     rest = list(script.prompt)
     if script.way == "calls" or script.parts:
         for number in script.parts or cut(len(rest) - 1, script.step):

@@ -60,16 +60,7 @@ def is_ours(error: BaseException | None) -> bool:
 
 
 class Reads:
-    """The reads of some files: counts their bytes, and lets some fail.
-
-    Args:
-        folder: the files.
-
-    Attributes:
-        nbytes: bytes read.
-        num_reads: calls.
-        num_failed: reads that failed.
-    """
+    """The reads of a folder's files: counts their bytes, and lets some fail."""
 
     KINDS = ("error", "end", "part")
 
@@ -83,12 +74,9 @@ class Reads:
 
     @contextlib.contextmanager
     def watched(self, kind: str = "", first: int = 0, count: int = 0) -> Iterator[Reads]:
-        """Count bytes as long as the block lasts, and let some reads fail.
+        """Count bytes as long as the block lasts, and let ``count`` reads fail from the ``first`` on.
 
-        Args:
-            kind: an ``error`` of the disk, the ``end`` of the file, or only a ``part`` of the bytes.
-            first: number of the read that fails.
-            count: reads that fail.
+        ``kind`` is an ``error`` of the disk, the ``end`` of the file, or only a ``part`` of the bytes.
         """
         self._kind, self._first, self._last, self.num_reads, self.nbytes = kind, first, first + count, 0, 0
         real = os.preadv, os.pread

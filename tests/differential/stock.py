@@ -37,25 +37,15 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Told:
-    """What mlx-lm computes for a script.
-
-    Attributes:
-        outputs: tokens and logits.
-        lengths: of the cache before each call of the model, and in the end.
-        at_yield: lengths of the cache when each token is yielded.
-    """
+    """What mlx-lm computes for a script."""
 
     outputs: list[Output] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    at_yield: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of the cache before each call of the model, and in the end
+    at_yield: list[int] = field(default_factory=list)  # lengths of the cache when each token is yielded
 
 
 class Recorder:
-    """A model that copies its cache before each call, when an earlier call's cache has become what it stays.
-
-    Args:
-        model: mlx-lm's.
-    """
+    """A model that copies its cache before each call, when an earlier call's cache has become what it stays."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -118,15 +108,7 @@ class Answers:
     def continued(
         script: Script, number: int, quantized: tuple[bool, ...], num_trimmed: int, continuation: Script
     ) -> list[Output]:
-        """Continue the cache as it is before a call.
-
-        Args:
-            script: the generation.
-            number: of the call.
-            quantized: which layers are quantized.
-            num_trimmed: tokens to drop first.
-            continuation: what to add.
-        """
+        """Continue the cache as it is before a call of a script, some of whose layers may be quantized by then."""
         forms = _recorded(script)[1][number]
         cache = [
             copy.deepcopy(next((form[i] for form in forms if is_quantized(form)[i] == wanted), forms[-1][i]))

@@ -88,18 +88,11 @@ ROWS = list(_rows())
 
 
 class Zoo:
-    """The models on disk.
-
-    Args:
-        folder: where they are written, each when it is first asked for.
-
-    Attributes:
-        is_warm: True when a model has been loaded: what stays after it belongs to the process.
-    """
+    """The models on disk, each written when it is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.is_warm = False
+        self.is_warm = False  # a model has been loaded: what stays after it belongs to the process
 
     def path(self, architecture: str) -> Path:
         """Return a model's folder."""
@@ -113,23 +106,13 @@ class Zoo:
 
 
 class Subject:
-    """A row's model, which is open until :meth:`close`.
-
-    Args:
-        row: the row.
-        zoo: the models on disk.
-
-    Attributes:
-        model: the streamed model.
-        seconds: how long trials take that nothing disturbs, by their way.
-        keeps_budget: False when a trial has had another budget.
-    """
+    """A row's model, which is open until :meth:`close`."""
 
     def __init__(self, row: Row, zoo: Zoo) -> None:
         self.row, self.folder = row, zoo.path(row.architecture)
         self.kv_folder = zoo.folder / "kv"
         self.kv_folder.mkdir(exist_ok=True)
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # that trials take which nothing disturbs, by their way
         if not zoo.is_warm:
             load_model(self.folder, FlashConfig(ram_budget_gb=LARGE_GB))[0].close()
             zoo.is_warm = True
@@ -138,7 +121,7 @@ class Subject:
         self.model = self._open()
         self._filled: list[Any] | None = None
         self._plan = self.model.plan
-        self.keeps_budget = True
+        self.keeps_budget = True  # no trial has had another one
         forget_peak()
 
     def _open(self) -> FlashLLM:

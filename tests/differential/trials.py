@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,14 @@ class Boom(Exception):
 
 
 class Trial:
-    """One generation with a row's model.
-
-    Args:
-        subject: the model.
-        stock: mlx-lm's own.
-        event: name of what disturbs it.
-        seed: of all choices.
-
-    Attributes:
-        run: the generation.
-        cache: its prompt cache.
-        errors: what surfaced.
-        allowed: errors that the event may raise.
-        counts: what came of it, by kind.
-    """
+    """One generation with a row's model, which an event disturbs."""
 
     def __init__(self, subject: Subject, stock: Stock, event: str, seed: str) -> None:
         self.subject, self.stock, self.event = subject, stock, event
         self.dice = random.Random(seed)
-        self.errors: list[BaseException] = []
-        self.allowed: tuple[type[BaseException], ...] = ()
-        self.counts: Counter[str] = Counter()
+        self.errors: list[BaseException] = []  # that surfaced
+        self.allowed: tuple[type[BaseException], ...] = ()  # errors that the event may raise
+        self.counts: Counter[str] = Counter()  # what came of it, by kind
         self.falls = Falls()
         row = subject.row
         ways = WAYS[1:] if row.place == "quantized" or event in CALLBACKS else WAYS
@@ -156,12 +143,9 @@ class Trial:
         self.compare(run.outputs, self.stock.told(run.script).outputs, f"a fresh call of {self.subject.row}")
 
     def check_cache(self, cache: list[Any] | None = None, lengths: Sequence[int] = (), num_trimmed: int = 0) -> None:
-        """Continue a cache, and compare with mlx-lm's from the same length on.
+        """Continue a cache, or the trial's, from which tokens were dropped, and compare with mlx-lm's from there on.
 
-        Args:
-            cache: the cache; None for the trial's.
-            lengths: that the cache may have; those between two calls if empty.
-            num_trimmed: tokens that have been dropped from it.
+        ``lengths`` are those that it may have; without any, those between two calls.
         """
         cache = self.cache if cache is None else cache
         way = self.dice.choice(WAYS if self.script.place != "quantized" else WAYS[1:])
@@ -193,11 +177,7 @@ class Trial:
         raise Wrong("the cache that goes on")
 
     def carry_out(self) -> Counter[str]:
-        """Carry the trial out. Return what came of it: ``right``, ``struck``, ``refused``.
-
-        Raises:
-            Wrong: something is not as it must be.
-        """
+        """Carry the trial out. Return what came of it: ``right``, ``struck``, ``refused``. Raises: Wrong: a fault."""
         with self.falls.heard():
             EVENTS[self.event](self)
         self.counts["struck"] += bool(self.errors)
@@ -277,27 +257,13 @@ def none(trial: Trial) -> None:
     trial.check_cache(lengths=trial.told.lengths[-1:])
 
 
-def interrupt(trial: Trial) -> None:
-    """Ctrl-C at a random moment."""
-    _strike(trial, KeyboardInterrupt)
-
-
-def burst(trial: Trial) -> None:
-    """Ctrl-C two to six times within milliseconds."""
-    _strike(trial, KeyboardInterrupt, *_gaps(trial.dice))
-
-
-def alarm(trial: Trial) -> None:
-    """A handler of SIGALRM raises TimeoutError."""
-    _strike(trial, TimeoutError)
-
-
 def _gaps(dice: random.Random) -> list[float]:
     longest = dice.choice((1e-4, 5e-4, 1.5e-3))
     return [dice.uniform(1e-5, longest) for _ in range(dice.randint(1, 5))]
 
 
-def _strike(trial: Trial, kind: type[BaseException], *gaps: float) -> None:
+def _strike(kind: type[BaseException], is_burst: bool, trial: Trial) -> None:
+    gaps = _gaps(trial.dice) if is_burst else []
     trial.errors += struck(trial.run.generate, kind, [trial.dice.uniform(1e-5, trial.seconds()), *gaps])
     _check_ours(trial.errors)
     trial.allowed = (KeyboardInterrupt, TimeoutError)
@@ -327,7 +293,8 @@ def read_fails(trial: Trial) -> None:
     trial.finish(is_complete=not trial.errors)
 
 
-def _raising(trial: Trial, result: Callable[..., Any]) -> Callable[..., Any]:
+def _callback(name: str, result: Callable[..., Any], trial: Trial) -> None:
+    """A function of the caller's raises an error at a random call."""
     calls = iter(range(1 << 30))
     last = trial.dice.randrange(trial.script.num_tokens + 2)
 
@@ -336,27 +303,9 @@ def _raising(trial: Trial, result: Callable[..., Any]) -> Callable[..., Any]:
             raise Boom
         return result(*arguments)
 
-    return function
-
-
-def sampler_fails(trial: Trial) -> None:
-    """A sampler raises an error."""
-    _callback(trial, sampler=_raising(trial, lambda logits: mx.argmax(logits, axis=-1)))
-
-
-def processor_fails(trial: Trial) -> None:
-    """A logits processor raises an error."""
-    _callback(trial, logits_processors=[_raising(trial, lambda tokens, logits: logits)])
-
-
-def progress_fails(trial: Trial) -> None:
-    """A callback of the prompt's progress raises an error."""
-    _callback(trial, prompt_progress_callback=_raising(trial, lambda done, total: None))
-
-
-def _callback(trial: Trial, **options: Any) -> None:
     trial.allowed = (Boom,)
-    trial.attempt(lambda: trial.run.generate(**options))
+    option: Any = [function] if name == "logits_processors" else function
+    trial.attempt(lambda: trial.run.generate(**{name: option}))
     trial.finish(is_complete=not trial.errors)
 
 
@@ -569,18 +518,9 @@ def turns(trial: Trial) -> None:
     trial.finish()
 
 
-def batch(trial: Trial) -> None:
-    """Several sequences at once, with an error in a read or without."""
-    _batch(trial, trial.dice.choice(("none", "read")))
-
-
-def batch_struck(trial: Trial) -> None:
-    """Several sequences at once, and a burst of SIGINTs or a single one."""
-    _batch(trial, trial.dice.choice(("interrupt", "burst")))
-
-
-def _batch(trial: Trial, what: str) -> None:
+def _batch(kinds: Sequence[str], trial: Trial) -> None:
     subject, dice = trial.subject, trial.dice
+    what = dice.choice(kinds)
     scripts = [replace(trial.script, way="steps", seed=0)]
     for _ in range(dice.randint(1, 3)):
         prompt = tokens_of(dice.randrange(6), dice.choice((1, 2, 5, 13, 18, 25)))
@@ -646,15 +586,15 @@ def _logit(logits: Any, token: int) -> float:
 
 EVENTS: dict[str, Callable[[Trial], None]] = {
     "none": none,
-    "interrupt": interrupt,
-    "burst": burst,
-    "alarm": alarm,
+    "interrupt": partial(_strike, KeyboardInterrupt, False),  # Ctrl-C at a random moment
+    "burst": partial(_strike, KeyboardInterrupt, True),  # two to six times within milliseconds
+    "alarm": partial(_strike, TimeoutError, False),  # by a handler of SIGALRM
     "read": read_fails,
     "reads": reads,
     "loading": loading,
-    "sampler": sampler_fails,
-    "processor": processor_fails,
-    "progress": progress_fails,
+    "sampler": partial(_callback, "sampler", partial(mx.argmax, axis=-1)),
+    "processor": partial(_callback, "logits_processors", lambda tokens, logits: logits),
+    "progress": partial(_callback, "prompt_progress_callback", lambda done, total: None),
     "nested": sampler_calls,
     "stop": stop,
     "trim": trim,
@@ -665,8 +605,8 @@ EVENTS: dict[str, Callable[[Trial], None]] = {
     "thread": thread,
     "threads": threads,
     "turns": turns,
-    "batch": batch,
-    "batch struck": batch_struck,
+    "batch": partial(_batch, ("none", "read")),
+    "batch struck": partial(_batch, ("interrupt", "burst")),
 }
 
 CALLBACKS = {"sampler", "processor", "progress", "nested"}
@@ -691,8 +631,7 @@ def events_of(row: Any) -> list[str]:
 def try_row(row: Row, events: Sequence[str], zoo: Zoo, stock: Stock, seed: str) -> Counter[str]:
     """Run trials of a row with one model, which ends with nothing left behind. Return what came of them, by kind.
 
-    Raises:
-        Wrong: something is not as it must be. Its note says how to repeat it.
+    The note of an error says how to repeat it.
     """
     subject, counts = Subject(row, zoo), Counter[str]()
     try:

@@ -22,8 +22,7 @@ import children
 import mlx_flash
 from adapters import save_adapter
 from children import ROOT
-from example_programs import ENV, free_port, served
-from live import live
+from live import ENV, free_port, live, served
 from mlx_flash import FlashLLM
 from mlx_flash.server import loaded
 from saved_models import random_model_fixture

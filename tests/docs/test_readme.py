@@ -18,7 +18,7 @@ import pytest
 import children
 from adapters import save_adapter
 from children import ROOT
-from example_programs import ENV, free_port, served
+from live import ENV, free_port, served
 from mlx_flash import FlashConfig
 from mlx_flash.modelfile.parse import read_modelfile
 from models import make_random_model

@@ -92,12 +92,7 @@ class Texts:
 
 
 def tokenizer_of(template: str, parser: str | None = None) -> Any:
-    """Return a tokenizer as a server has it.
-
-    Args:
-        template: its chat template.
-        parser: mlx-lm's parser of its calls.
-    """
+    """Return a tokenizer as a server has it, with mlx-lm's parser of its calls."""
     inner = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"<|eos|>": 0}, "<|eos|>")), eos_token="<|eos|>"
     )

@@ -245,15 +245,7 @@ TARGETS: dict[str, Target] = {
 
 
 def run(name: str, folder: Path, seed: int, numbers: range, before_chunk: Callable[[], object] = bool) -> None:
-    """Run some cases of a target. A case depends on the seed and on those before it in its chunk of ``CHUNK``.
-
-    Args:
-        name: the target.
-        folder: an empty folder.
-        seed: of all random numbers.
-        numbers: of the cases; the first one begins a chunk.
-        before_chunk: called before each chunk.
-    """
+    """Run some cases of a target. A case depends on the seed and on those before it in its chunk of ``CHUNK``."""
     assert numbers.start % CHUNK == 0
     dice = random.Random()
     with TARGETS[name](folder) as case:

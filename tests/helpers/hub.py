@@ -17,19 +17,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The parts of Hugging Face's server that are asked for a model. Counts the bytes of shards that it sends.
+    """The parts of Hugging Face's server that are asked for a model."""
 
-    Attributes:
-        sent: bytes of shards.
-        cut_after: bytes after which the connection breaks off; None for never.
-        broken: a shard of which only parts are sent; None for none.
-        requests: paths and ranges of shards.
-    """
-
-    sent = 0
-    cut_after: int | None = None
-    broken: str | None = None
-    requests: list[tuple[str, str | None]] = []  # noqa: RUF012
+    sent = 0  # bytes of shards
+    cut_after: int | None = None  # bytes after which the connection breaks off
+    broken: str | None = None  # a shard of which only parts are sent
+    requests: list[tuple[str, str | None]] = []  # noqa: RUF012 paths and ranges of shards
 
     def __init__(self, folder: Path, *args: Any) -> None:
         self.folder = folder

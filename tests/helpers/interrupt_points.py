@@ -35,20 +35,11 @@ class Interrupt(KeyboardInterrupt):
 
 
 class Tracer:
-    """Counts the points that this thread passes, and raises at one of them.
-
-    Args:
-        number: of the point that raises, from 0; None for none.
-        folders: of the package, or modules, whose code has the points; all of them if it is not given.
-
-    Attributes:
-        count: points passed.
-        where: function and line that was interrupted; None if none was.
-    """
+    """Counts the points that this thread passes in some folders or modules, and raises at one of them, from 0 on."""
 
     def __init__(self, number: int | None, folders: Sequence[str] = ("",)) -> None:
-        self.count = 0
-        self.where: str | None = None
+        self.count = 0  # points passed
+        self.where: str | None = None  # function and line that was interrupted
         self._number = number
         self._paths = tuple(str(PACKAGE / folder) for folder in folders)
         self._steps: dict[int, tuple[CodeType, Trace | None]] = {}  # by address of the code

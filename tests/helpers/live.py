@@ -1,18 +1,22 @@
-"""The whole server in this process: the generation thread, the event loop, and a port."""
+"""Servers as their clients see them, and a whole one in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import children
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import read_modelfile
@@ -31,41 +35,49 @@ TIMEOUT = 60
 """Seconds that a client waits for an answer."""
 
 
-class Live:
-    """A running server.
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
 
-    Attributes:
-        room: its generation thread.
-        port: its port.
-    """
 
-    def __init__(self, room: EngineRoom, access: Access | None = None) -> None:
-        self.room = room
+@contextlib.contextmanager
+def served(command: Sequence[object], port: int, log: Path, *, forks: bool = True) -> Iterator[BaseProcess]:
+    """Start a server, and kill it afterwards."""
+    process = children.start(*command, files=(Path(os.devnull), log, log), forks=forks)
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                break
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Port:
+    """A server on a port of this machine, as its clients see it."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
         self._clients = contextlib.ExitStack()
-        self._socket = take_port("127.0.0.1", 0)
-        self.port = self._socket.getsockname()[1]
-        self.server = Server(room, access or Access())
-        self._thread = threading.Thread(target=self.server.answer, args=(self._socket,))
-        self._thread.start()
-        while not self.server.started:
-            time.sleep(0.005)
 
     def close(self) -> None:
         self._clients.close()
-        self.server.should_exit = True
-        self._thread.join()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def service(self) -> Service:
-        return self.server.service
-
-    @property
-    def model(self) -> FlashLLM:
-        return next(iter(self.room.models)).model
+    @contextlib.contextmanager
+    def leaving(self, path: str, **body: Any) -> Iterator[socket.socket]:
+        """Ask over a connection of its own, which closes with the block."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT) as connection:
+            connection.sendall(head.encode() + data)
+            yield connection
 
     def client(self) -> openai.OpenAI:
         import openai
@@ -99,6 +111,33 @@ class Live:
         status, reply = self.post("/v1/chat/completions", body)
         assert status == 200, reply
         return str(reply["choices"][0]["message"]["content"])
+
+
+class Live(Port):
+    """A server in this process: its generation thread, the event loop, and a port."""
+
+    def __init__(self, room: EngineRoom, access: Access | None = None) -> None:
+        self.room = room
+        self._socket = take_port("127.0.0.1", 0)
+        super().__init__(self._socket.getsockname()[1])
+        self.server = Server(room, access or Access())
+        self._thread = threading.Thread(target=self.server.answer, args=(self._socket,))
+        self._thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        super().close()
+        self.server.should_exit = True
+        self._thread.join()
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
+
+    @property
+    def model(self) -> FlashLLM:
+        return next(iter(self.room.models)).model
 
 
 @contextlib.contextmanager

@@ -37,11 +37,7 @@ def with_room(model: FlashLLM) -> FlashLLM:
 
 
 class Oracle(Source):
-    """A source that knows the text, and guesses every third token of it wrong.
-
-    Args:
-        text: the tokens that the model will generate.
-    """
+    """A source that knows the tokens that the model will generate, and guesses every third one wrong."""
 
     guess_seconds = 0.0
     expected: Mapping[int, float] = {}

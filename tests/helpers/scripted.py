@@ -54,12 +54,7 @@ def make_scripted_model(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def saying(text: str, prompts: list[str] | None = None) -> Iterator[None]:
-    """Let every answer have this text.
-
-    Args:
-        text: the text, without the token that ends it.
-        prompts: takes the texts of the prompts.
-    """
+    """Let every answer have this text, and its end. ``prompts`` takes the texts of the prompts."""
 
     def sampler_of(sampling: Any, tokenizer: Any, vocab_size: int) -> Any:
         tokens = iter([*tokenizer.encode(text, add_special_tokens=False), *sorted(tokenizer.eos_token_ids)])
@@ -81,12 +76,7 @@ def saying(text: str, prompts: list[str] | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wishing(tokenizer: Any, text: str) -> Iterator[None]:
-    """Let every answer have this text as long as it may, and go on as the model likes best.
-
-    Args:
-        tokenizer: of the model.
-        text: the text. With the answer's end, the model ends it if it may.
-    """
+    """Let every answer have this text, and its end, as long as it may, and go on as the model likes best."""
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
 
     def sampler_of(*_: Any) -> Any:

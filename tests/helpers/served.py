@@ -113,11 +113,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     def ask(self, *messages: dict[str, str], seed: int | None = None, max_tokens: int = 5, **more: Any) -> Answer:
-        """Return an answer.
-
-        Raises:
-            RefusedError: it failed.
-        """
+        """Return an answer. Raises: RefusedError: it failed."""
         sampling = Sampling(seed=seed, temperature=0.0, xtc_threshold=0.0)
         fields: dict[str, Any] = {"model": "default_model", "messages": list(messages), "top_logprobs": 0}
         request = GenerationRequest(**{**fields, "sampling": sampling, "max_tokens": max_tokens, **more})

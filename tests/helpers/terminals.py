@@ -16,11 +16,7 @@ from children import ROOT
 
 
 class Shell:
-    """A Python program in a pseudo-terminal.
-
-    Args:
-        program: arguments of Python.
-    """
+    """A Python program, by its arguments, in a pseudo-terminal."""
 
     def __init__(self, *program: object) -> None:
         self.master, slave = pty.openpty()

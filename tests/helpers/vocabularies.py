@@ -16,10 +16,7 @@ _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 def write_tokenizer(directory: Path, num_entries: int, special: tuple[str, ...] = ("<|end|>",)) -> Path:
     """Write a byte-level BPE tokenizer, as transformers saves it: each merge is a list of two entries.
 
-    Args:
-        directory: the model's folder.
-        num_entries: of the vocabulary.
-        special: added tokens, which come after them.
+    Special tokens come after the entries of the vocabulary.
     """
     words, merges = list(BYTES), []
     for at in count(len(BYTES)):

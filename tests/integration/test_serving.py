@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 
 import children
-from example_programs import free_port, served
+from live import Port, free_port, served
 from models import make_random_model
 from waiting import eventually
 
@@ -44,24 +43,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_random_model(tmp_path_factory.mktemp("models") / "llama", *SHAPE.split()))
 
 
-@dataclass
-class Server:
-    port: int
-    process: BaseProcess
-    log: Path
-    clients: contextlib.ExitStack
+class Server(Port):
+    """A program in a process of its own."""
 
-    def client(self) -> Any:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
-        return self.clients.enter_context(client)
+    def __init__(self, port: int, process: BaseProcess, log: Path) -> None:
+        super().__init__(port)
+        self.process, self.log = process, log
 
 
 @contextlib.contextmanager
 def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
     port = free_port()
     program = command if command[0] == "-c" else ("-m", *command)
-    with served([*program, "--port", port], port, log, forks=forks) as process, contextlib.ExitStack() as clients:
-        yield Server(port, process, log, clients)
+    with (
+        served([*program, "--port", port], port, log, forks=forks) as process,
+        contextlib.closing(Server(port, process, log)) as server,
+    ):
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -145,20 +143,11 @@ def test_requests_beyond_the_budget_together_wait_and_keep_it(model: str, reside
         assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= budget_bytes
 
 
-def sent(server: Server, options: dict[str, Any]) -> socket.socket:
-    """Return a connection over which a long answer was asked for."""
-    body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000, **options}
-    payload = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
-    connection.sendall(head.encode() + payload)
-    return connection
-
-
 def test_a_refusal_does_not_wait_for_others(streaming: Server) -> None:
-    with sent(streaming, {"stream": True}) as first:
+    long_one: dict[str, Any] = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000}
+    with streaming.leaving("/v1/chat/completions", **long_one, stream=True) as first:
         assert first.recv(100)  # the batch is under way: a request that is in none has to wait
-        with sent(streaming, {"seed": 1}):
+        with streaming.leaving("/v1/chat/completions", **long_one, seed=1):
             time.sleep(1)
             with pytest.raises(openai.APIStatusError, match=r"need [\d.]+ MB .* --ram-budget-gb"):
                 chat(streaming, "Hi " * 300_000)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import time
-import urllib.error
-import urllib.request
+import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any, cast
 import mlx_lm
 import pytest
 
+from live import Port, free_port
 from local_ranks import Rank, started
 from mlx_flash.errors import RefusedError
 from mlx_flash.ranks import Peers
@@ -22,45 +19,30 @@ from mlx_flash.residency.plan import Decision
 from mlx_flash.server.ranks import Ranks as ServerRanks
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
+from waiting import eventually
 
 SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 PROMPTS = ["Why is the sky blue?", "One two three four five six seven", "Hi"]
 SECONDS = 60.0
 
 
-class Ranks:
+class Ranks(Port):
     """A server on two ranks."""
 
     def __init__(self, model: str, port: int, ranks: Sequence[Rank]) -> None:
-        self.model, self.port, self.ranks = model, port, ranks
-
-    def post(self, path: str, **body: Any) -> Any:
-        data = json.dumps(body).encode()
-        url, headers = f"http://127.0.0.1:{self.port}/v1/{path}", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS) as response:
-            return json.load(response)
+        super().__init__(port)
+        self.model, self.ranks = model, ranks
 
     def ask(self, prompt: str, **options: Any) -> str:
-        body = self.post("completions", prompt=prompt, max_tokens=8, temperature=0.0, **options)
+        status, body = self.post("/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0.0, **options})
+        assert status == 200, body
         return str(body["choices"][0]["text"])
 
-    def leave(self) -> None:
-        """Ask for a long answer, and close the connection before it is complete."""
-        body = json.dumps({"prompt": "Go on", "max_tokens": 4000, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection:
-            connection.sendall(head.encode() + body)
-            assert connection.recv(100)
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
-            assert all(rank.process.is_alive() for rank in self.ranks), self.texts
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
-                    return
-            except OSError:
-                time.sleep(0.05)
+    def is_ready(self) -> bool:
+        assert all(rank.process.is_alive() for rank in self.ranks), self.texts
+        with contextlib.suppress(OSError):
+            return self.get("/health")[0] == 200
+        return False
 
     @property
     def texts(self) -> list[str]:
@@ -69,14 +51,11 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    model = str(make_random_model(tmp_path / "model", *SHAPE.split()))
+    port, model = free_port(), str(make_random_model(tmp_path / "model", *SHAPE.split()))
     command = ["-m", "mlx_flash", "serve", "--model", model, "--ram-budget-gb", "1", "--port", port]
     with started(2, tmp_path, *command, forks=False) as processes:
         found = Ranks(model, port, processes)
-        found.wait_until_ready()
+        eventually(found.is_ready, SECONDS)
         yield found
 
 
@@ -85,13 +64,14 @@ def test_rank_0_answers_and_all_end_together(ranks: Ranks) -> None:
     expected = [mlx_lm.generate(model, tokenizer, prompt, max_tokens=8) for prompt in PROMPTS]
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(ranks.ask, PROMPTS)) == expected, ranks.texts
-    ranks.leave()
+    with ranks.leaving("/v1/completions", prompt="Go on", max_tokens=4000, stream=True) as connection:
+        assert connection.recv(100)
     assert ranks.ask(PROMPTS[1]) == expected[1]  # from the kept cache
     assert ranks.ask(PROMPTS[0], seed=3) == expected[0]  # alone
     tool = {"type": "function", "function": {"name": "f", "parameters": nested(300)}}
-    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
-        ranks.post("chat/completions", messages=[{"role": "user", "content": "Hi"}], tools=[tool])
-    refused.value.close()
+    assert (
+        ranks.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]})[0] == 400
+    )
     assert ranks.ask(PROMPTS[1]) == expected[1]
     processes = [rank.process for rank in ranks.ranks]
     processes[0].terminate()

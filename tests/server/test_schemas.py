@@ -34,12 +34,7 @@ TEXT = st.text(max_size=8) | st.sampled_from(["\ud800", "\x00", "<tool_call>", "
 
 
 def bodies(kind: type[BaseModel], fixed: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
-    """Return a strategy of requests.
-
-    Args:
-        kind: the model.
-        fixed: strategies of fields by name, wherever they are.
-    """
+    """Return a strategy of requests, with some fixed ones of fields by name, wherever they are."""
     schema = kind.model_json_schema(by_alias=True)
     return _Values(schema.get("$defs", {}), fixed).of(schema)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -402,13 +401,9 @@ def test_a_dead_generation_thread_is_told(plain: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 1}], ids=["in a batch", "alone"])
 def test_a_client_that_leaves_ends_its_request(server: Live, fields: dict[str, Any]) -> None:
-    body = json.dumps({"prompt": "x", "max_tokens": 20_000, "stream": True, **fields}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for is_early in (True, False):
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(head + body)
-            if not is_early:
-                assert connection.recv(100)
+        with server.leaving(TEXT, prompt="x", max_tokens=20_000, stream=True, **fields) as connection:
+            assert is_early or connection.recv(100)
         passes = server.model.counters.num_passes
         eventually(lambda: not server.room.num_answers and not any(loaded.jobs for loaded in server.room.models))
         assert server.model.counters.num_passes - passes < 500

@@ -66,15 +66,7 @@ def config_of(name: str) -> dict[str, Any]:
 def save_with_head(
     directory: Path, name: str, *, knows: bool = False, bits: int | None = None, head_bits: int | None = None
 ) -> Path:
-    """Write a random model with a random head.
-
-    Args:
-        directory: where.
-        name: of the architecture.
-        knows: the next token follows from the last one alone, and the head knows how.
-        bits: of the model's weights; None for fp32.
-        head_bits: of the head's.
-    """
+    """Write a random model with a random head; where it ``knows``, the next token follows from the last one alone."""
     config = config_of(name)
     weights = _weights(build(config, bits=bits), knows)
     inner = {**config.get("text_config", config), **ALONE}

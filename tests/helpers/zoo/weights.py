@@ -60,11 +60,7 @@ def save(directory: Path, config: dict[str, Any], variant: Variant) -> None:
 
 
 def build(config: dict[str, Any], variant: Variant) -> nn.Module:
-    """Return a random model, not quantized yet.
-
-    Raises:
-        UnfitError: its arguments cannot be made of the configuration.
-    """
+    """Return a random model, not quantized yet. Raises: UnfitError: the configuration lacks arguments."""
     mx.random.seed(7)
     model_class, args_class = mlx_lm_utils._get_classes(config)
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 import threading
 import time
@@ -147,7 +148,10 @@ LOCK_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The pages of one model; ``last_used`` is in seconds since 1970."""
+    """The pages of one model; ``last_used`` is in seconds since 1970.
+
+    Pages that cannot be read, such as those of older versions, have an empty model and title.
+    """
 
     model: str
     title: str
@@ -163,22 +167,28 @@ def _locked(directory: Path) -> AbstractContextManager[int]:
 
 
 def _files(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return time of the last use, size and path of all files, the one used longest ago first."""
+    """Return time of the last use, size and path of all files, the one used longest ago first. Folders are no files."""
     found = []
     for entry in os.scandir(folder) if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # it was removed meanwhile
-            status = entry.stat()
-            found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
+            status = entry.stat(follow_symlinks=False)
+            found += [] if stat.S_ISDIR(status.st_mode) else [(status.st_mtime_ns, status.st_size, Path(entry.path))]
     return sorted(found)
 
 
 def list_prefixes(directory: Path) -> list[StoredModel]:
-    """Return what a prefix cache holds of each model, the one used last first. The directory need not exist."""
+    """Return what a prefix cache holds of each model, the one used last first; in the end what cannot be read.
+
+    The directory need not exist.
+    """
     groups: dict[str, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
     for used, nbytes, path in _files(directory / FOLDER):
         if path.suffix == SUFFIX:
-            with suppress(OSError, *_FAULTS), _open(path.parent, path.stem) as file:
-                described = _describe(file, path.stem)[0]
+            with suppress(OSError), _open(path.parent, path.stem) as file:
+                try:
+                    described = _describe(file, path.stem)[0]
+                except _FAULTS:
+                    described = {"model": "", "title": "", "tokens": 0}
                 groups[described["model"]].append((used, nbytes, described))
     models = [
         StoredModel(
@@ -191,7 +201,7 @@ def list_prefixes(directory: Path) -> list[StoredModel]:
         )
         for model, pages in groups.items()
     ]
-    return sorted(models, key=lambda model: model.last_used, reverse=True)
+    return sorted(models, key=lambda model: (model.model != "", model.last_used), reverse=True)
 
 
 def clear_prefixes(directory: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_fifo_in_place_of_a_page_is_not_waited_for(opened: Opener) -> None:
         assert read_all(store, TOKENS, store.find(TOKENS)) == 1 == found(store, TOKENS)
 
 
-def test_a_folder_in_place_of_a_page_stays_closed(opened: Opener) -> None:
+def test_a_folder_in_place_of_a_page_stays(opened: Opener) -> None:
     store = opened()
     put(store, TOKENS)
     path = opened.path(store.find(TOKENS).pages[1])
@@ -324,6 +324,8 @@ def test_a_folder_in_place_of_a_page_stays_closed(opened: Opener) -> None:
     assert list_prefixes(opened.directory)[0].pages == 5
     assert read_all(store, TOKENS, store.find(TOKENS)) == 1
     assert len([*Path("/dev/fd").iterdir()]) == descriptors
+    clear_prefixes(opened.directory)
+    assert [*path.parent.iterdir()] == [path]
 
 
 def described(text: bytes) -> bytes:
@@ -353,11 +355,13 @@ def test_garbage_in_the_folder_is_no_page(opened: Opener, caplog: pytest.LogCapt
     put(store, [3] * STEP)
     (opened.directory / "pages" / f"{'1' * 64}.page").write_bytes(data)
     (opened.directory / "pages" / "notes.txt").write_text("kept")
+    listed = [(model.title, model.pages, model.tokens > 0) for model in list_prefixes(opened.directory)]
+    assert listed == [("org/model", 7, True), ("", 1, False)]
     assert read(store, "1" * 64) is None
     with caplog.at_level(logging.WARNING):
         again = opened()
         assert found(again, TOKENS) == 6 and found(again, [3] * STEP) == 1
-    assert [(m.title, m.pages) for m in list_prefixes(opened.directory)] == [("org/model", 7)]
+    assert [(model.title, model.pages) for model in list_prefixes(opened.directory)] == [("org/model", 7)]
     put(again, [5] * STEP)
     assert again.is_writable and found(opened(), [5] * STEP) == 1
     assert sorted({path.suffix for path in opened.files()}) == [".page", ".txt"] and len(opened.files()) == 9

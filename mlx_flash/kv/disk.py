@@ -67,7 +67,7 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class Write(Work[None]):
+class Write(Work):
     """A write of some bytes that is queued."""
 
     def __init__(self, nbytes: int, write: Callable[[], None]) -> None:

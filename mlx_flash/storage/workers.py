@@ -13,13 +13,12 @@ from mlx_flash.forks import THREAD_PREFIX, finalize
 T = TypeVar("T")
 
 
-class Work(Generic[T]):
+class Work:
     """Work for a thread. An interrupt of those who wait leaves no lock of it held, as it can one of a ``Future``."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], object]) -> None:
         self.is_done = False
-        self._work: Callable[[], T] | None = work
-        self._found: list[T] = []
+        self._work: Callable[[], object] | None = work
         self._error: BaseException | None = None
         self._under_way = threading.Lock()  # held until it has ended
         self._under_way.acquire()
@@ -30,7 +29,7 @@ class Work(Generic[T]):
         assert work is not None
         try:
             if error is None:
-                self._found.append(work())
+                work()
         except BaseException as found:  # noqa: BLE001 those who wait get it
             self._error = found
         finally:
@@ -51,12 +50,6 @@ class Work(Generic[T]):
         """Wait for the end. Return the error of the work; None if there is none."""
         self.wait()
         return self._error
-
-    def result(self) -> T:
-        """Wait for the end. Return what the work returned, or raise its error."""
-        if (error := self.failure()) is not None:
-            raise error
-        return self._found[0]
 
 
 class Workers(Generic[T]):

@@ -213,6 +213,9 @@ def test_rows_are_numpy_rows(scratch: Path, data: st.DataObject) -> None:
     assert (rows.name, rows.dtype, rows.shape) == ("x", "I32", (stop - start, *shape[1:]))
     assert _bytes_of(rows) == values[start:stop].tobytes()
     assert rows.rows(0, stop - start) == rows
+    for wrong in ((0, shape[0] + 1), (-1, 0), (stop + 1, stop)):
+        with pytest.raises(ValueError, match=f"rows {wrong[0]} to {wrong[1]} of 'x', which has {shape[0]}"):
+            record.rows(*wrong)
 
 
 # --- files that are refused ------------------------------------------------------------

@@ -50,7 +50,6 @@ QUICK = {
 
 REST = {
     "test_benchmark",
-    "test_real_text",
 }
 """Files that test the programs of `benchmarks/`. Their tests get the marker ``rest``, and so do all cases of a test but
 the first and the last one."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmark_modules import ROOT, load_benchmark
-from models import LLAMA, make_random_model, save
+from models import LLAMA, make_random_model
 from saved_models import model_fixture
 
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
@@ -68,28 +68,6 @@ def test_rounds_and_summary(bench: Bench, model: Path) -> None:
     assert {"cpu", "threads", "memory_bytes", "os", "device", "device_info", "disk"} < set(result["machine"])
     assert {"python", "mlx", "mlx-lm", "mlx-flash"} <= set(result["versions"])
     assert result["model"]["nbytes"] == sum(path.stat().st_size for path in model.glob("*.safetensors"))
-
-
-def test_a_copy_is_compared_with_the_first_model(bench: Bench, model: Path, tmp_path: Path) -> None:
-    copy = save(tmp_path / "copy", LLAMA)
-    result, shown = bench("--model", model, copy, "--no-resident")
-    assert [Path(run["model"]).name for run in result["summary"]["streamed"]] == ["tiny-llama", "copy"]
-    assert all(run["identical"] for run in result["summary"]["streamed"]) and result["summary"]["resident"] == []
-    assert " copy" in shown and "note: 'same' compares with the first streamed run" in shown
-
-
-def test_loops_and_sequences_take_different_passes(bench: Bench) -> None:
-    """A prompt of three steps: mlx-flash's loop needs one pass, mlx-lm's one for each step and one for the last token.
-
-    Sequences share passes.
-    """
-    lengths = ["--prompt-tokens", 1, 3 * streaming.PREFILL_STEP, "--context", 1024]
-    result, _ = bench("--loops", "mlx-lm", "mlx-flash", "--batches", 1, 2, *lengths, "--no-resident")
-    found = {(run["prompt_tokens"], run["own"], run["batch"]): run for run in result["rounds"][0]["streamed"]}
-    assert len(found) == 8 and all(run["identical"] for run in found.values())
-    of_long = {key[1:]: run for key, run in found.items() if key[0] > 1}
-    assert of_long[True, 1]["first_token_passes"] < of_long[False, 1]["first_token_passes"]
-    assert of_long[True, 2]["bytes_per_token"] <= of_long[True, 1]["bytes_per_token"] * 1.01
 
 
 # --- in a kernel memory limit, beside other programs -----------------------------------------------------------------
@@ -153,7 +131,6 @@ PROGRAMS = {
     "prefixes": "--model MODEL --ram-budget-gb 0.6 --prompt-tokens 600 --prefill-step-size 256 --tokens 2 --repeats 1",
     "sequences": "--model MODEL --budget 1 --sequences 1 2 --tokens 4 --rounds 1",
     "server_clients": "MODEL --budget 1 --clients 1 --rounds 1 --words 4 --max-tokens 4",
-    "timeline": "MODEL --budget min --tokens 3",
 }
 """Arguments by program. Each compares tokens with mlx-lm's, where there are some, and fails if they differ."""
 

@@ -170,63 +170,6 @@ def test_huggingface_naming_loads_to_the_same_model(made: Callable[..., Path], a
     assert first.keys() == second.keys() and all(mx.array_equal(first[name], second[name]) for name in first)
 
 
-ROUTED = ["--layers=6", "--hidden-size=256", "--intermediate-size=32", "--experts=32", "--experts-per-token=4"]
-
-
-def overlap(left: Array, right: Array) -> float:
-    return float(np.mean([len(set(a) & set(b)) / len(a) for a, b in zip(left, right, strict=True)]))
-
-
-def routing_of(folder: Path) -> tuple[float, float, float]:
-    """Return how unevenly a model uses its experts, and how its choices hang together.
-
-    The shares of: uses that go to the most used quarter of each layer's experts; experts of a token that the next
-    token has, beyond those that a far one has; experts that a router would choose from the input of the layer before.
-    """
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.models.switch_layers import SwitchGLU
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(folder, strict=True)
-    calls: list[tuple[mx.array, Array]] = []
-    plain = SwitchGLU.__call__
-
-    def noted(module: SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
-        calls.append((x[0], np.array(indices[0])))
-        return plain(module, x, indices)
-
-    mx.random.seed(0)
-    cache, tokens = make_prompt_cache(model), [7]
-    for _ in range(150):
-        tokens.append(int(mx.random.categorical(model(mx.array([tokens[-1:]]), cache)[0, -1] / 0.8)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SwitchGLU, "__call__", noted)
-        mx.eval(model(mx.array([tokens])))
-    chosen = [indices for _, indices in calls]
-    gates = [layer.mlp.gate for layer in model.layers[1:]]
-    foretold = [np.array(mx.argsort(gate(x), axis=-1)[:, -4:]) for (x, _), gate in zip(calls, gates, strict=False)]
-    counts = [np.sort(np.bincount(each.ravel(), minlength=32))[::-1] for each in chosen]
-    near, far = (np.mean([overlap(each[:-n], each[n:]) for each in chosen]) for n in (1, 60))
-    return (
-        float(np.mean([count[:8].sum() / count.sum() for count in counts])),
-        float(near - far),
-        float(np.mean([overlap(*pair) for pair in zip(foretold, chosen[1:], strict=True)])),
-    )
-
-
-def test_skewed_routing_resembles_a_trained_model(tmp_path: Path) -> None:
-    shape = [*ROUTED, "--dtype=float32", "--heads=4", "--kv-heads=2", "--vocab-size=2000", "--architecture=qwen3_moe"]
-    for name, skew in (("even", "0"), ("skewed", "1")):
-        result = run_make(tmp_path / name, *shape, f"--routing-skew={skew}")
-        assert result.returncode == 0, result.stderr
-    even_share, _, _ = routing_of(tmp_path / "even")
-    share, shared_by_neighbours, foretold = routing_of(tmp_path / "skewed")
-    # Popular experts are shared by any two tokens, those of a topic by tokens that are close.
-    assert share > max(0.6, even_share + 0.1) and shared_by_neighbours > 0.02 and 0.6 < foretold < 0.9
-    assert len(set(generate(tmp_path / "skewed", 64))) > 16
-
-
 GEMMA = {
     "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
     "num_attention_heads": 2, "head_dim": 32, "num_key_value_heads": 1, "vocab_size": 280, "sliding_window_pattern": 2,
